@@ -1,0 +1,668 @@
+"""BERT pre-training in two phases, on one process or on many.
+
+    python train.py                                                      # a whole demo, on CPU too
+    python train.py --corpus my.txt --out runs/mine                      # the same on your own text
+    torchrun --nproc_per_node=8 train.py --data shards/wiki --model large --recipe nvlamb-64k
+    torchrun --nnodes=32 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT train.py ...
+
+The same command again goes on where a run was stopped, bit for bit. Results are in the folder --out.
+"""
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import bert
+import data
+import dist
+import optim
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of pre-training with one sequence length and one learning-rate schedule."""
+    seq_len: int             # tokens, the special ones included
+    global_batch: int        # examples a step, over all ranks and micro-batches
+    steps: int
+    lr: float                # at its peak
+    warmup: float            # share of the steps
+    hold: float = 0.0        # share of the steps at the peak, for warmup_hold_decay
+    power: float = 1.0       # of the polynomial decay
+    schedule: Callable = optim.warmup_hold_decay
+
+
+RECIPES = {                  # name -> optimizer, phases
+    # A 2x128 model on 5 MB of text, in minutes.
+    "demo": ("lamb", [
+        Phase(seq_len=128, global_batch=64, steps=900, lr=1e-2, warmup=0.1),
+        Phase(seq_len=256, global_batch=32, steps=150, lr=4e-3, warmup=0.1),
+    ]),
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
+    "nvlamb-64k": ("nvlamb", [
+        Phase(128, 65536, 7038, 6e-3, warmup=0.2843, power=0.5, schedule=optim.warmup_polynomial),
+        Phase(512, 32768, 1563, 4e-3, warmup=0.128, power=0.5, schedule=optim.warmup_polynomial),
+    ]),
+    # "54 minutes" (arXiv 2006.13484). Batches and the schedule's form are READ in the paper and its
+    # code; steps, rates and shares are RECALL, unconfirmed. Its optimizer, LANS, is not here yet.
+    "lans-96k": ("nvlamb", [
+        Phase(128, 98304, 3519, 6.75e-3, warmup=0.4265, hold=0.2735),       # RECALL
+        Phase(512, 33792, 782, 5e-3, warmup=0.192, hold=0.108),             # RECALL
+    ]),
+}
+
+OPTIMIZERS = {
+    "lamb": optim.LAMB,
+    "nvlamb": lambda groups: optim.LAMB(groups, adapt_all=True, max_grad_norm=1.0),
+    "adamw": lambda groups: torch.optim.AdamW(groups, eps=1e-6),
+}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DECAY = 0.01
+CLIP = 1.0                   # the largest global norm of the gradients
+EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
+DEMO_SENTENCES = [           # for the model that read this machine's documentation
+    "Returns a new [MASK] with the same shape and type as the input.",
+    "If the [MASK] is not found, an exception is raised.",
+    "The default [MASK] is None.",
+]
+
+
+class Refused(ValueError):
+    """Arguments or files that training cannot start with; the message says what to change."""
+
+
+def parse_arguments(argv=None):
+    """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else "")
+    parser = Parser(description="BERT pre-training in two phases.", allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    # What to train on, and where results go
+    add("--data", metavar="DIR", help="prepared shards; default: shards/ and the corpus's name")
+    add("--corpus", nargs="+", metavar="FILE", help="text to prepare if --data is not there yet; default: this machine's documentation")
+    add("--vocab-size", type=int, default=8192, metavar="N", help="pieces of the tokenizer, if the text is yet to be prepared")
+    add("--out", metavar="DIR", help="results; default: runs/ and the recipe's name")
+    # What to train
+    add("--model", default="tiny", choices=bert.PRESETS, help="size of the model")
+    add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates of the phases")
+    add("--optimizer", choices=OPTIMIZERS, help="default: the recipe's")
+    add("--dropout", type=float, default=0.1, metavar="P", help="probability, of hidden states and attention weights")
+    add("--seed", type=int, default=0, metavar="N", help="of the weights, the data's order, masks and dropout")
+    # How the recipe is bent
+    add("--lr-scale", type=float, default=1.0, metavar="X", help="multiplies all learning rates")
+    add("--phase1-steps", type=int, metavar="N", help="default: the recipe's; 0 leaves the phase out")
+    add("--phase2-steps", type=int, metavar="N", help="likewise for phase 2")
+    add("--phase1-batch", type=int, metavar="N", help="global batch; default: the recipe's")
+    add("--phase2-batch", type=int, metavar="N", help="likewise for phase 2")
+    add("--max-steps", type=int, metavar="N", help="stop after this many steps; the schedule stays the same")
+    # How the machine does it
+    add("--precision", default="auto", choices=["auto", *PRECISIONS], help="of weights and arithmetic; the optimizer has fp32 masters")
+    add("--micro-batch", type=int, nargs="+", metavar="N", help="examples a rank at a time, one number or one a phase; default: about 8,192 tokens")
+    add("--compression", default="none", choices=dist.COMPRESSORS, help="what crosses the wire")
+    add("--bucket-mb", type=float, default=4.0, metavar="N", help="MB of fp32 gradients sent at a time")
+    add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
+    add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples; 0: none beside the rank")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds until a silent rank counts as dead")
+    # What is written when
+    add("--eval-every", type=int, default=300, metavar="N", help="steps; each phase ends with an evaluation in any case")
+    add("--checkpoint-every", type=int, default=300, metavar="N", help="steps; each phase ends with a checkpoint in any case")
+    add("--log-every", type=int, default=50, metavar="N", help="steps between lines of the log; metrics.jsonl has every step")
+    add("--resume", default="auto", metavar="auto|never|PATH", help="the newest checkpoint in --out, none, or this one")
+    args = parser.parse_args(argv)
+    for name in ("log_every", "eval_every", "checkpoint_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------
+# The plan: phases, batches, precision
+# ---------------------------------------------------------------------------------------------
+
+def plan_phases(args):
+    """Returns the recipe's phases, bent as the flags say; a phase without steps is left out."""
+    phases = []
+    for number, phase in enumerate(RECIPES[args.recipe][1], 1):
+        steps, batch = getattr(args, f"phase{number}_steps"), getattr(args, f"phase{number}_batch")
+        phases.append(dataclasses.replace(
+            phase, lr=phase.lr * args.lr_scale,
+            steps=phase.steps if steps is None else steps,
+            global_batch=phase.global_batch if batch is None else batch))
+    if any(phase.steps < 0 or phase.global_batch < 1 for phase in phases):
+        raise Refused("steps must not be negative and batches at least 1")
+    if not any(phase.steps for phase in phases):
+        raise Refused("no steps are left to do; raise --phase1-steps or --phase2-steps")
+    return phases
+
+
+def phase_at(phases, step):
+    """Returns (number from 0, phase, step within it) of a step of the run."""
+    for number, phase in enumerate(phases):
+        if step < phase.steps:
+            return number, phase, step
+        step -= phase.steps
+    raise IndexError("the step lies behind the last phase")
+
+
+def micro_batch_of(phase, number, given, size, device):
+    """Returns the examples that a rank takes at a time; `given` is --micro-batch or None.
+
+    Without it, the largest divisor of the rank's share with at most 8,192 tokens (four times that
+    on a GPU). Raises Refused, naming the nearest global batch, where the batch does not divide.
+    """
+    unit = size * (given[min(number, len(given) - 1)] if given else 1)
+    if unit < 1 or phase.global_batch % unit:
+        nearest = max(1, round(phase.global_batch / max(unit, 1))) * unit
+        raise Refused(f"phase {number + 1}: a global batch of {phase.global_batch} does not divide "
+                      f"into {size} ranks x micro-batches of {unit // size}; the nearest that does "
+                      f"is --phase{number + 1}-batch {nearest}")
+    if given:
+        return unit // size
+    share = phase.global_batch // size
+    most = max(1, (8192 if device.type == "cpu" else 32768) // phase.seq_len)
+    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
+
+
+def choose_precision(name, device):
+    """Returns the name of the precision for "auto": bf16 where the hardware multiplies it; else fp16
+    on a GPU and fp32 on a CPU."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return "bf16" if any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16")) \
+        else "fp32"
+
+
+def measure_peak(dtype, device):
+    """Returns the floating-point operations a second of a large matrix product on this device, the
+    best of five: what the log's MFU is a share of."""
+    n = 8192 if device.type == "cuda" else (1024 if dtype != torch.float16 else 128)
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(6):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])                               # a number on the host: it is done
+        best = min(best, time.perf_counter() - began)
+    return 2 * n ** 3 / best
+
+
+# ---------------------------------------------------------------------------------------------
+# The log
+# ---------------------------------------------------------------------------------------------
+
+class Log:
+    """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but 0."""
+
+    def __init__(self, folder, active):
+        self.folder, self.active = folder, active
+
+    def say(self, text=""):
+        """Prints a line, above the progress bar, and adds it to log.txt."""
+        if self.active:
+            tqdm.write(text)
+            sys.stdout.flush()
+            with open(self.folder / "log.txt", "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    def metric(self, kind, **fields):
+        """Adds a line to metrics.jsonl; numbers that are not finite become null."""
+        if self.active:
+            fields = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                      for key, value in fields.items()}
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+    def read(self):
+        """Returns all lines of metrics.jsonl, a list of dicts; a half-written last one is left out."""
+        path, lines = self.folder / "metrics.jsonl", []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+        return lines
+
+    def rewind(self, step):
+        """Drops what metrics.jsonl says of steps behind `step`: a resumed run does them again."""
+        if self.active:
+            kept = [line for line in self.read() if line.get("step", 0) <= step]
+            temporary = self.folder / "metrics.jsonl.tmp"
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self.folder / "metrics.jsonl")
+
+
+def git_commit():
+    """Returns the commit that this file is of, "-dirty" behind it if it was changed; or None."""
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
+                              cwd=Path(__file__).parent, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints: one file each, its digest behind it
+# ---------------------------------------------------------------------------------------------
+
+class HashingFile:
+    """A file to write to that computes the SHA-256 of all that went by."""
+
+    def __init__(self, file):
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, part):
+        self.digest.update(part)
+        return self.file.write(part)
+
+    def flush(self):
+        self.file.flush()
+
+
+def save_checkpoint(path, state, keep):
+    """Writes `state` (tensors, numbers, strings, plain containers) to `path`, whole or not at all.
+
+    The file is what torch.save writes and 64 hexadecimal digits behind it, of its SHA-256. Then
+    removes all other checkpoints of the folder but the newest two and the paths in `keep`.
+    Raises OSError on a full disk, with the older checkpoints untouched.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            hashing = HashingFile(file)
+            torch.save(state, hashing)
+            file.write(hashing.digest.hexdigest().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)                       # the name is on the disk too
+        os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for old in sorted(path.parent.glob("step-*.pt"))[:-2]:
+        if old not in keep:
+            old.unlink()
+
+
+def read_checkpoint(path):
+    """Returns what save_checkpoint wrote, tensors on the CPU; raises Refused if the file is damaged."""
+    try:
+        with open(path, "rb") as file:
+            size, digest = os.path.getsize(path) - 64, hashlib.sha256()
+            while part := file.read(min(1 << 24, size - file.tell())):
+                digest.update(part)
+            if size < 0 or file.read() != digest.hexdigest().encode():
+                raise Refused(f"{path} is cut or damaged: its digest does not match")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
+
+
+def find_checkpoint(folder, resume, say):
+    """Returns the state to go on from, or None to start anew.
+
+    resume: "auto" takes the newest that is whole and warns of those that are not, "never" none,
+    else it is a path. Raises Refused if there are checkpoints and none of them is whole.
+    """
+    if resume not in ("auto", "never"):
+        return read_checkpoint(Path(resume))
+    for rest in folder.glob("*.tmp"):
+        rest.unlink()                          # of a run that was killed while it wrote
+    paths = sorted(folder.glob("step-*.pt"), reverse=True) if resume == "auto" else []
+    for path in paths:
+        try:
+            return read_checkpoint(path)
+        except Refused as error:
+            say(f"warning: {error}; trying the one before")
+    if paths:
+        raise Refused(f"no checkpoint in {folder} is whole; move the folder away to start again")
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def evaluate(model, folder, phase, micro_batch, world):
+    """Returns a dict of what the model does on the held-out documents, at a phase's length.
+
+    Examples and masks are the same at every evaluation, and all ranks share them. unigram_entropy,
+    nats, is that of the masked tokens themselves: no predictor that ignores the context has a lower
+    loss. nsp_error is the standard error of nsp_accuracy. Leaves the model in training mode.
+    """
+    model.eval()
+    examples = data.PretrainingData(folder, phase.seq_len, held_out=True)
+    total = torch.zeros(4, dtype=torch.float64, device=world.device)
+    labels = torch.zeros(model.config.vocab_size, dtype=torch.float64, device=world.device)
+    for numbers in data.micro_batches(range(1), EVAL_EXAMPLES, micro_batch, world.rank, world.size):
+        batch = data.collate([examples[i] for i in numbers]).to(world.device)
+        total += torch.stack([part.double() for part in model(batch)])
+        labels += torch.bincount(batch.labels, minlength=len(labels))
+    model.train()
+    world.all_reduce(total)
+    world.all_reduce(labels)
+    mlm_sum, nsp_sum, mlm_hits, nsp_hits = total.tolist()
+    share = labels / labels.sum()
+    accuracy = nsp_hits / EVAL_EXAMPLES
+    return {"mlm_loss": mlm_sum / float(labels.sum()), "mlm_accuracy": mlm_hits / float(labels.sum()),
+            "nsp_loss": nsp_sum / EVAL_EXAMPLES, "nsp_accuracy": accuracy,
+            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES),
+            "unigram_entropy": -float(torch.xlogy(share, share).sum())}
+
+
+def describe(result):
+    """Returns an evaluation as a line of text."""
+    return (f"MLM loss {result['mlm_loss']:.3f} (unigram entropy {result['unigram_entropy']:.3f}), "
+            f"MLM accuracy {result['mlm_accuracy']:.1%}, "
+            f"NSP accuracy {result['nsp_accuracy']:.1%} +- {result['nsp_error']:.1%}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
+
+def prepare_data(args, world):
+    """Returns (folder, manifest) of the shards, made first if they are not there; raises
+    data.DataError on all ranks if one of them misses what it needs."""
+    name = Path(args.corpus[0]).name.split(".")[0] if args.corpus else "docs"
+    folder = Path(args.data or f"shards/{name}")
+    problem = None
+    try:
+        missing = not (folder / "manifest.json").exists()
+        if world.local_rank == 0 and (args.corpus or (missing and not args.data)):
+            data.prepare(data.corpus_reader(args.corpus), folder, args.vocab_size)
+    except (data.DataError, OSError) as error:
+        problem = str(error)
+    refuse_together(problem, world)
+    try:
+        data.verify(folder, world.rank, world.size)
+    except (data.DataError, OSError) as error:
+        problem = str(error)
+    refuse_together(problem, world)
+    return folder, data.load_manifest(folder)
+
+
+def refuse_together(problem, world):
+    """Raises Refused on every rank if one of them has a problem (str), with the first one's words."""
+    problems = list(filter(None, world.gather(problem)))
+    if problems:
+        raise Refused(problems[0])
+
+
+def seed_dropout(*numbers):
+    """Seeds torch's generators, of CPU and GPU, by a tuple of numbers."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def differences(run, found):
+    """Returns the fields in which two descriptions of a run differ, as text: "seed 1 (was 0)"."""
+    return ", ".join(f"{key} {run.get(key)} (was {found.get(key)})"
+                     for key in sorted({*run, *found}) if run.get(key) != found.get(key))
+
+
+class Plan(NamedTuple):
+    """All that is settled before the first step."""
+    phases: list             # of Phase
+    micro_batches: list      # examples a rank takes at a time, for each phase
+    out: Path                # the folder of results
+    shards: Path             # the folder of shards
+    config: bert.BertConfig
+    precision: str
+    optimizer: str
+    run: dict                # what the result depends on: equal on all ranks and after a resume
+
+
+def settle(args, world):
+    """Returns the Plan for the arguments; raises Refused or data.DataError if it cannot work."""
+    phases = plan_phases(args)
+    micro = [micro_batch_of(phase, number, args.micro_batch, world.size, world.device)
+             for number, phase in enumerate(phases)]
+    out = Path(args.out or f"runs/{args.recipe}")
+    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (out / "log.txt").touch()                                # no permission shows here
+    shards, manifest = prepare_data(args, world)
+    config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=args.dropout)
+    precision = choose_precision(args.precision, world.device)
+    optimizer = args.optimizer or RECIPES[args.recipe][0]
+    run = {"optimizer": optimizer, "precision": precision, "compression": args.compression,
+           "seed": args.seed, "corpus": manifest["corpus"]["sha256"][:16],
+           "tokenizer": manifest["tokenizer"][:16], "shards": manifest["shards"],
+           **{f"model.{key}": value for key, value in dataclasses.asdict(config).items()}}
+    for number, phase in enumerate(phases, 1):
+        run |= {f"phase{number}.{key}": getattr(value, "__name__", value)
+                for key, value in dataclasses.asdict(phase).items()}
+    for rank, other in enumerate(world.gather(run)):
+        if other != run:
+            raise Refused(f"rank {rank} was started differently: {differences(other, run)}")
+    return Plan(phases, micro, out, shards, config, precision, optimizer, run)
+
+
+def build(plan, args, world):
+    """Returns (model, reducer, masters, optimizer, scaler), as they are before the first step."""
+    torch.manual_seed(args.seed)
+    model = bert.BertForPreTraining(plan.config).to(world.device, PRECISIONS[plan.precision])
+    reducer = dist.Reducer(model, world, args.bucket_mb, args.compression)
+    masters = optim.master_weights(model)
+    for name, master in masters.items():
+        master.grad = reducer.gradients[name]
+    optimizer = OPTIMIZERS[plan.optimizer](
+        [{"params": [masters[name] for name in group["names"]], "weight_decay": group["weight_decay"]}
+         for group in optim.parameter_groups(model, WEIGHT_DECAY)])
+    scaled = "fp16" in (plan.precision, args.compression)
+    scaler = optim.LossScaler() if scaled else optim.LossScaler(initial=1.0, largest=1.0)
+    return model, reducer, masters, optimizer, scaler
+
+
+def train(args, world):
+    """Trains as the arguments say; returns nothing, all results are in the folder --out.
+
+    Raises Refused, data.DataError, optim.TrainingStopped or dist.DistError; see main.
+    """
+    plan = settle(args, world)
+    log = Log(plan.out, world.rank == 0)
+    model, reducer, masters, optimizer, scaler = build(plan, args, world)
+    checkpoints, step, examples, seconds = plan.out / "checkpoints", 0, 0, 0.0
+    state = find_checkpoint(checkpoints, args.resume, log.say) if world.rank == 0 else None
+    if state := world.share(state):
+        if state["run"] != plan.run:
+            raise Refused(f"the checkpoint in {plan.out} is of another run: "
+                          f"{differences(plan.run, state['run'])}; take another --out")
+        step, examples, seconds = state["step"], state["examples"], state["seconds"]
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(state["weights"][name])
+        optim.copy_to_model(masters, model)
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+    log.rewind(step)
+    introduce(plan, args, world, log, model, step)
+    peak = measure_peak(PRECISIONS[plan.precision], world.device)
+    forward = torch.compile(model, dynamic=True) if args.compile else model
+    last = sum(phase.steps for phase in plan.phases)
+    stop_at = min(last, args.max_steps or last)
+    stopping = []                                              # SIGTERM: stop after this step
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+    batches = bar = None
+
+    # ----- the training loop begins -----
+    while step < stop_at:
+        number, phase, local = phase_at(plan.phases, step)
+        if batches is None or local == 0:
+            micro = plan.micro_batches[number]
+            batches = iter(data.loader(
+                data.PretrainingData(plan.shards, phase.seq_len, number, args.seed),
+                data.micro_batches(range(local, phase.steps), phase.global_batch, micro,
+                                   world.rank, world.size),
+                args.workers, pin_memory=world.device.type == "cuda"))
+            accumulation = phase.global_batch // (micro * world.size)
+            bar = tqdm(desc=f"phase {number + 1}", total=phase.steps, initial=local, unit="step",
+                       disable=None if log.active else True, dynamic_ncols=True)
+        began = time.perf_counter()
+
+        # 1. The step's micro-batches, and what all ranks must know before backward
+        step_batches = list(itertools.islice(batches, accumulation))
+        data_seconds = time.perf_counter() - began
+        masked, tokens, stop = world.sum([sum(len(batch.labels) for batch in step_batches),
+                                          sum(int(batch.mask.sum()) for batch in step_batches),
+                                          len(stopping)])
+
+        # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
+        reducer.zero_grad()
+        scale = scaler.scale
+        total = torch.zeros(4, dtype=torch.float64, device=world.device)
+        for k, batch in enumerate(step_batches):
+            seed_dropout(args.seed, step, k, world.rank)
+            with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
+                losses = forward(batch.to(world.device))
+                loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
+                (loss * world.size * scale).backward()       # averaging over ranks divides by size
+            total += torch.stack([part.detach().double() for part in losses])
+        reducer.finish()
+
+        # 3. Every rank agrees whether the step counts; then unscale, clip, update
+        norm = float(optim.global_norm(reducer.buckets))
+        *sums, overflows = world.sum([*total.tolist(), not math.isfinite(norm)])
+        counts = scaler.update(overflows > 0, step + 1, reducer.gradients)
+        lr = phase.schedule(local, phase)
+        if counts:
+            optim.unscale_and_clip_(reducer.buckets, norm, scale, CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optim.copy_to_model(masters, model)
+
+        # 4. Log, evaluate, checkpoint
+        step, examples = step + 1, examples + phase.global_batch
+        duration = time.perf_counter() - began
+        seconds += duration
+        mlm_loss, nsp_loss = sums[0] / masked, sums[1] / phase.global_batch
+        flops = phase.global_batch * bert.flops_per_example(
+            plan.config, tokens / phase.global_batch, masked / phase.global_batch)
+        log.metric("train", step=step, phase=number + 1, seq_len=phase.seq_len,
+                   loss=mlm_loss + nsp_loss, mlm_loss=mlm_loss, nsp_loss=nsp_loss,
+                   mlm_accuracy=sums[2] / masked, nsp_accuracy=sums[3] / phase.global_batch, lr=lr,
+                   grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
+                   examples=examples, seconds=seconds, examples_per_second=phase.global_batch / duration,
+                   mfu=flops / duration / peak / world.size, bytes_sent=reducer.bytes_sent,
+                   wait_seconds=reducer.wait_seconds, data_seconds=data_seconds)
+        bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {sums[2] / masked:.1%} "
+                            f"lr {lr:.1e} scale {scale:g} {phase.global_batch / duration:.0f} ex/s")
+        bar.update()
+        phase_ends, ends = local + 1 == phase.steps, step == stop_at or stop > 0
+        if step % args.log_every == 0 or phase_ends:
+            log.say(f"step {step:>6}/{last}  phase {number + 1}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}"
+                    f"  lr {lr:.2e}  norm {norm / scale:6.2f}  scale {scale:g}"
+                    f"  {phase.global_batch / duration:6.0f} examples/s")
+        if step % args.eval_every == 0 or phase_ends:
+            result = evaluate(model, plan.shards, phase, micro, world)
+            log.metric("eval", step=step, phase=number + 1, **result)
+            log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
+        if step % args.checkpoint_every == 0 or phase_ends or ends:
+            if not math.isfinite(float(optim.global_norm(list(masters.values())))):
+                raise optim.TrainingStopped(f"step {step}: the weights are not finite; no checkpoint "
+                                            "is saved of them")
+            if log.active:
+                checkpoint({"run": plan.run, "step": step, "examples": examples, "seconds": seconds,
+                            "weights": masters, "optimizer": optimizer.state_dict(),
+                            "scaler": scaler.state_dict()}, checkpoints, plan.phases, log)
+        if phase_ends or ends:
+            bar.close()
+            batches = None
+        if stop:
+            log.say(f"stopped by SIGTERM after step {step}; the same command goes on from there")
+            break
+    # ----- the training loop ends -----
+
+    reducer.close()
+    if log.active:
+        bert.save_huggingface(model, plan.shards / "tokenizer.model", plan.out / "model")
+        report(plan, args, log, model, step, last)
+
+
+def checkpoint(state, folder, phases, log):
+    """Saves a step's state in the folder and keeps the newest two and the last of each phase; a full
+    disk is a warning, since the older checkpoints are whole and training can go on."""
+    ends = itertools.accumulate(phase.steps for phase in phases)
+    try:
+        save_checkpoint(folder / f"step-{state['step']:06d}.pt", state,
+                        keep=[folder / f"step-{end:06d}.pt" for end in ends])
+    except OSError as error:
+        log.say(f"warning: no checkpoint of step {state['step']}: {error.strerror}; training goes on")
+
+
+def introduce(plan, args, world, log, model, step):
+    """Says what is about to run, and writes it as the first line of metrics.jsonl."""
+    parameters = sum(p.numel() for p in model.parameters())
+    if step == 0:
+        log.metric("run", arguments=vars(args), run=plan.run, commit=git_commit(),
+                   versions={"python": sys.version.split()[0], "torch": torch.__version__,
+                             "numpy": np.__version__}, world=world.size, nodes=world.nodes,
+                   device=str(world.device), threads=torch.get_num_threads(), parameters=parameters)
+    log.say(f"model {args.model}: {plan.config.layers} layers x {plan.config.width}, "
+            f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}")
+    log.say(f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, {plan.precision}, "
+            f"optimizer {plan.optimizer}, compression {args.compression}")
+    for number, (phase, micro) in enumerate(zip(plan.phases, plan.micro_batches), 1):
+        log.say(f"phase {number}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
+                f"{phase.seq_len} tokens = {world.size} rank(s) x micro-batch {micro} x "
+                f"accumulation {phase.global_batch // (micro * world.size)}, lr {phase.lr:g}")
+    if step:
+        log.say(f"going on from the checkpoint of step {step}")
+
+
+def report(plan, args, log, model, step, last):
+    """Says what came out: the last evaluation of each phase and, for the demo, sentences filled in."""
+    results = {line["phase"]: line for line in log.read() if line["kind"] == "eval"}
+    log.say()
+    log.say(f"{'phase':<7}{'length':>7}{'steps':>8}{'MLM loss':>10}{'unigram':>9}{'MLM acc':>9}"
+            f"{'NSP acc':>18}")
+    for number, result in sorted(results.items()):
+        log.say(f"{number:<7}{plan.phases[number - 1].seq_len:>7}{result['step']:>8}"
+                f"{result['mlm_loss']:>10.3f}{result['unigram_entropy']:>9.3f}"
+                f"{result['mlm_accuracy']:>9.1%}{result['nsp_accuracy']:>10.1%} +- "
+                f"{result['nsp_error']:.1%}")
+    log.say("Held-out documents. `unigram` is the entropy of the masked tokens, the loss to beat.")
+    if not args.corpus and not args.data:
+        tokenizer = data.load_tokenizer(plan.shards / "tokenizer.model")
+        cpu = bert.load_huggingface(plan.out / "model")
+        for sentence in DEMO_SENTENCES:
+            guesses = bert.fill_mask(cpu, tokenizer, sentence, 3)[0]
+            log.say(f"\n{sentence}\n    " + ", ".join(
+                f"{piece.replace('▁', '')} {probability:.0%}" for piece, probability in guesses))
+    log.say(f"\n{'Done' if step == last else 'Stopped'} after step {step} of {last}. Fill in your own:"
+            f'\n    python bert.py {plan.out}/model "Returns the [MASK] of the list."')
+
+
+def main():
+    args = parse_arguments()
+    world = dist.World()
+    try:
+        with dist.init(args.timeout) as world:
+            train(args, world)
+    except (Refused, data.DataError, bert.ModelError, optim.TrainingStopped, OSError) as error:
+        if world.rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(1)
+    except dist.DistError as error:
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
+        os._exit(1)              # a clean exit would wait for the rank that does not answer
+
+
+if __name__ == "__main__":
+    main()
