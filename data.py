@@ -6,7 +6,8 @@
 Input files are text with one sentence a line and a blank line between documents, plain prose with a
 blank line between documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz.
 
-A folder of shards holds `tokenizer.model`, `manifest.json` and, for each shard, three flat arrays:
+A folder of shards holds `tokenizer.model`, `manifest.json`, `unigrams.npy` (how often the training
+text has each token) and, for each shard, three flat arrays:
 
     NAME.tokens.npy      uint16 or uint32, every token of the shard, no special symbols
     NAME.sentences.npy   int64, where each sentence begins in `tokens`; the last entry is their end
@@ -180,7 +181,8 @@ def prose_sentences(text):
             paragraph = pattern.sub(new, paragraph)
         for sentence in split_sentences(paragraph):
             letters = sum(c.isalpha() or c == " " for c in sentence)
-            if sentence.count(" ") >= 5 and letters >= 0.85 * len(sentence) and "__" not in sentence:
+            if sentence.count(" ") >= 5 and letters >= 0.85 * len(sentence) \
+                    and not re.search(r">>>|::|__|[{}|\\]", sentence):
                 sentences.append(sentence)
     return sentences
 
@@ -201,7 +203,8 @@ def machine_documentation():
     except ImportError:
         topics = {}
     sources = (file.read_text(encoding="utf-8", errors="ignore")
-               for file in tqdm(files, "reading documentation", unit=" files", leave=False))
+               for file in tqdm(files, "reading documentation", unit=" files", leave=False,
+                            disable=None))
     texts = (match[2] for source in sources for match in TRIPLE_QUOTED.finditer(source))
     seen, documents = set(), []
     for text in itertools.chain(topics.values(), map(inspect.cleandoc, texts)):
@@ -255,7 +258,7 @@ def train_tokenizer(documents, vocab_size, cased=False):
     pieces = load_tokenizer(model.getvalue()).get_piece_size()
     if pieces < vocab_size:
         raise DataError(f"a vocabulary of {vocab_size} pieces is too large for this text, which "
-                        f"gives {pieces} at most; set --vocab-size {pieces // 2} or add text")
+                        f"gives {pieces} at most; set --vocab-size lower or add text")
     return model.getvalue()
 
 
@@ -318,7 +321,7 @@ class ShardWriter:
             with open(path, "r+b") as file:
                 file.write(b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little"))
                 file.write(repr(shape).encode().ljust(size - 1) + b"\n")
-            files[path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+            files[path.name] = file_entry(path)
         return files
 
 
@@ -326,6 +329,11 @@ def sha256_of(path):
     """Returns the SHA-256 of a file as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entry(path):
+    """Returns what the manifest holds of a file, to find it damaged later."""
+    return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def encoded(documents, tokenizer, batch_bytes=1 << 20):
@@ -376,8 +384,9 @@ def prepare(documents, folder, vocab_size=8192, shards=8, cased=False):
     try:
         tokenizer = train_tokenizer(progress(documents(), "training tokenizer"), vocab_size, cased)
         (temporary / "tokenizer.model").write_bytes(tokenizer)
-        manifest = {**settings, "corpus": corpus, "tokenizer": sha256_of(temporary / "tokenizer.model"),
+        manifest = {**settings, "corpus": corpus,
                     **write_shards(documents(), temporary, tokenizer, corpus, shards, held_out)}
+        manifest["files"]["tokenizer.model"] = file_entry(temporary / "tokenizer.model")
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         os.replace(temporary, folder)
     finally:
@@ -395,29 +404,32 @@ def write_shards(documents, folder, tokenizer, corpus, shards, held_out):
     token_type = np.uint16 if tokenizer.get_piece_size() <= 1 << 16 else np.uint32
     held = ShardWriter(folder, HELD_OUT, token_type)
     writers = [ShardWriter(folder, f"train-{s:05d}", token_type) for s in range(shards)]
-    turn, dropped, unknown, total = itertools.cycle(writers), 0, 0, corpus["documents"]
+    turn, dropped, total = itertools.cycle(writers), 0, corpus["documents"]
+    unigrams = np.zeros(tokenizer.get_piece_size(), np.int64)
     for d, document in enumerate(encoded(progress(documents, "encoding", total), tokenizer)):
         if sum(map(len, document)) < 2:
             dropped += 1
             continue
-        unknown += sum(sentence.count(UNK) for sentence in document)
         is_held = d * held_out // total < (d + 1) * held_out // total
         (held if is_held else next(turn)).write(document)
+        if not is_held:
+            np.add.at(unigrams, list(itertools.chain.from_iterable(document)), 1)
     counts = [writer.counts.copy() for writer in [held, *writers]]
     if min(count["documents"] for count in counts) < 2:
         raise DataError(f"too few documents for {shards} shards: each needs two; set --shards lower")
-    files = {}
+    np.save(folder / "unigrams.npy", unigrams)
+    files = {"unigrams.npy": file_entry(folder / "unigrams.npy")}
     for writer in [held, *writers]:
         files |= writer.close()
     return {"train_documents": sum(count["documents"] for count in counts[1:]),
             "train_tokens": sum(count["tokens"] for count in counts[1:]),
             "heldout_documents": counts[0]["documents"], "heldout_tokens": counts[0]["tokens"],
-            "unknown_tokens": unknown, "dropped_documents": dropped, "files": files}
+            "unknown_tokens": int(unigrams[UNK]), "dropped_documents": dropped, "files": files}
 
 
 def progress(documents, label, total=None):
     """Yields the documents while a bar on stderr shows how many went by, and how fast."""
-    return tqdm(documents, label, total, unit=" documents", leave=False, mininterval=0.5)
+    return tqdm(documents, label, total, unit=" documents", leave=False, disable=None)
 
 
 def load_manifest(folder):
@@ -437,24 +449,30 @@ def load_manifest(folder):
 
 
 def verify(folder, rank=0, size=1):
-    """Checks the digests of what rank `rank` of `size` reads: its own shards, the held-out one and
-    the tokenizer. Raises DataError that names the first file that is missing, cut or damaged."""
+    """Checks the digests of what rank `rank` of `size` reads: its own shards, the held-out one, the
+    tokenizer and the counts of tokens. Raises DataError that names the first file that is missing, cut or damaged."""
     folder, manifest = Path(folder), load_manifest(folder)
     shards = [s for s in range(manifest["shards"]) if shards_meet(s, manifest["shards"], rank, size)]
-    names = [HELD_OUT] + [f"train-{s:05d}" for s in shards]
-    expected = {f"{name}.{array}.npy": manifest["files"][f"{name}.{array}.npy"]
-                for name in names for array in ARRAYS}
-    expected["tokenizer.model"] = {"sha256": manifest["tokenizer"]}
-    for name, entry in expected.items():
-        path = folder / name
+    names = ["tokenizer.model", "unigrams.npy"] + [
+        f"{shard}.{array}.npy" for shard in [HELD_OUT] + [f"train-{s:05d}" for s in shards]
+        for array in ARRAYS]
+    for name in names:
+        path, entry = folder / name, manifest["files"][name]
         if not path.exists():
             raise DataError(f"{path} is missing; rank {rank} needs it")
-        if path.stat().st_size != entry.get("bytes", path.stat().st_size):
+        if path.stat().st_size != entry["bytes"]:
             raise DataError(f"{path} has {path.stat().st_size:,} bytes, expected "
                             f"{entry['bytes']:,}; copy it again or prepare the folder again")
         if sha256_of(path) != entry["sha256"]:
             raise DataError(f"{path} is damaged (its sha256 is not the manifest's); copy it again "
                             "or prepare the folder again")
+
+
+def unigram_losses(folder):
+    """Returns (vocabulary,) float64: the loss, in nats, of each token for a predictor that knows
+    nothing but how often the training text has it (with one added, so that none is infinite)."""
+    counts = np.load(Path(folder) / "unigrams.npy") + 1
+    return -np.log(counts / counts.sum())
 
 
 def shards_meet(shard, shards, rank, size):
@@ -529,7 +547,7 @@ class PretrainingData(torch.utils.data.Dataset):
                 for array in ARRAYS)
             starts = np.asarray(sentences[documents])
             windows = np.maximum(1, -(-np.diff(starts) // self.body))
-            self.shards[s] = Shard(tokens, sentences, starts,
+            self.shards[s] = Shard(np.asarray(tokens), np.asarray(sentences), starts,
                                    np.concatenate([[0], np.cumsum(windows)]))
         return self.shards[s]
 
@@ -585,10 +603,12 @@ def segment_start(shard, token, first, last, length):
 def mask_tokens(tokens, a_length, vocab_size, rng):
     """Masks `tokens` (T,), [CLS] A [SEP] B [SEP], in place; returns (positions, labels), each (m,).
 
-    m is 15 % of the tokens of A and B, rounded, at least one; special symbols are never chosen.
+    m is 15 % of the tokens of A and B, rounded up or down at random so that 15 % is the mean, but at
+    least one; special symbols are never chosen.
     """
     count = len(tokens) - 3
-    chosen = np.sort(rng.permutation(count)[:max(1, round(MASK_FRACTION * count))])
+    m = max(1, int(MASK_FRACTION * count + rng.random()))
+    chosen = np.sort(rng.permutation(count)[:m])
     positions = chosen + 1 + (chosen >= a_length)     # over [CLS], and over [SEP] behind A
     labels = tokens[positions]
     fate = rng.random(len(positions))
@@ -651,7 +671,7 @@ def describe(manifest):
             f"{corpus['bytes'] / 1e6:.1f} MB, sha256 {corpus['sha256'][:16]}\n"
             f"{tokens:,} tokens of a vocabulary of {manifest['vocab_size']:,} in "
             f"{manifest['shards']} shards; {manifest['heldout_documents']:,} documents held out; "
-            f"[UNK] {manifest['unknown_tokens'] / tokens:.2%}; "
+            f"[UNK] {manifest['unknown_tokens'] / manifest['train_tokens']:.2%}; "
             f"{manifest['dropped_documents']:,} documents too short")
 
 

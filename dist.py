@@ -23,7 +23,11 @@ import torch.distributed
 
 
 class DistError(RuntimeError):
-    """Ranks that cannot start, or a rank that does not answer; the message says what to do."""
+    """Settings or a model that ranks cannot train with; the message says what to change."""
+
+
+class RankLost(DistError):
+    """A rank died, did not answer in time or never came. Leave by os._exit: a clean exit can hang."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -54,7 +58,7 @@ class World:
         return total.tolist()
 
     def all_reduce(self, tensor):
-        """Sums a tensor over all ranks, in place; raises DistError if a rank does not answer."""
+        """Sums a tensor over all ranks, in place; raises RankLost if a rank does not answer."""
         if self.size > 1:
             with self.answering():
                 torch.distributed.all_reduce(tensor)
@@ -84,13 +88,13 @@ class World:
 
     @contextlib.contextmanager
     def answering(self):
-        """Turns the failure of a collective into a DistError."""
+        """Turns the failure of a collective into a RankLost."""
         try:
             yield
         except RuntimeError as error:
-            raise DistError(f"rank {self.rank}: another rank died or did not answer in time "
-                            f"({str(error).strip().splitlines()[0][:160]}); start the same command "
-                            "again to go on from the last checkpoint") from error
+            raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
+                           f"({str(error).strip().splitlines()[0][:160]}); start the same command "
+                           "again to go on from the last checkpoint") from error
 
     def close(self):
         """Closes the process group, if there is one; a group left open aborts at exit."""
@@ -108,7 +112,7 @@ def init(timeout=600.0, init_method="env://"):
     """Returns the World of this process, from the environment that torchrun sets.
 
     Ranks talk by NCCL where there is CUDA and by Gloo on CPU; without torchrun there is one rank.
-    timeout: seconds that a collective waits for a rank. Raises DistError if the ranks do not meet.
+    timeout: seconds that a collective waits for a rank. Raises RankLost if the ranks do not meet.
     """
     env = {key: int(os.environ.get(key, default)) for key, default in
            dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=0).items()}
@@ -129,8 +133,8 @@ def init(timeout=600.0, init_method="env://"):
                 timeout=datetime.timedelta(seconds=timeout),
                 device_id=device if device.type == "cuda" else None)
         except (RuntimeError, ValueError) as error:
-            raise DistError(f"rank {world.rank} of {world.size} could not meet the others: "
-                            f"{str(error).strip().splitlines()[0][:200]}") from error
+            raise RankLost(f"rank {world.rank} of {world.size} could not meet the others: "
+                           f"{str(error).strip().splitlines()[0][:200]}") from error
     return world
 
 
@@ -361,7 +365,7 @@ class Reducer:
     def finish(self):
         """Waits until every bucket is averaged; afterwards all ranks hold the same gradients.
 
-        Raises DistError if a parameter took no part in the loss, naming it, or if a rank died.
+        Raises DistError if a parameter took no part in the loss, naming it; RankLost if a rank died.
         """
         unused = [name for bucket in self._buckets for name in bucket.missing]
         if unused:

@@ -10,6 +10,7 @@ The same command again goes on where a run was stopped, bit for bit. Results are
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -45,29 +46,37 @@ class Phase:
     schedule: Callable = optim.warmup_hold_decay
 
 
-RECIPES = {                  # name -> optimizer, phases
+class Recipe(NamedTuple):
+    """How a model is pre-trained: what the phases have in common, and the phases."""
+    optimizer: str
+    betas: tuple             # of the moments; with few steps the second one must forget sooner
+    dropout: float           # off where every text is seen a few times only
+    phases: list
+
+
+RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
-    "demo": ("lamb", [
-        Phase(seq_len=128, global_batch=64, steps=900, lr=1e-2, warmup=0.1),
-        Phase(seq_len=256, global_batch=32, steps=150, lr=4e-3, warmup=0.1),
+    "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
+        Phase(seq_len=64, global_batch=32, steps=1800, lr=1e-2, warmup=0.05),
+        Phase(seq_len=128, global_batch=32, steps=300, lr=5e-3, warmup=0.1),
     ]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
-    "nvlamb-64k": ("nvlamb", [
+    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
         Phase(128, 65536, 7038, 6e-3, warmup=0.2843, power=0.5, schedule=optim.warmup_polynomial),
         Phase(512, 32768, 1563, 4e-3, warmup=0.128, power=0.5, schedule=optim.warmup_polynomial),
     ]),
     # "54 minutes" (arXiv 2006.13484). Batches and the schedule's form are READ in the paper and its
     # code; steps, rates and shares are RECALL, unconfirmed. Its optimizer, LANS, is not here yet.
-    "lans-96k": ("nvlamb", [
+    "lans-96k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
         Phase(128, 98304, 3519, 6.75e-3, warmup=0.4265, hold=0.2735),       # RECALL
         Phase(512, 33792, 782, 5e-3, warmup=0.192, hold=0.108),             # RECALL
     ]),
 }
 
-OPTIMIZERS = {
+OPTIMIZERS = {               # each from parameter groups and betas
     "lamb": optim.LAMB,
-    "nvlamb": lambda groups: optim.LAMB(groups, adapt_all=True, max_grad_norm=1.0),
-    "adamw": lambda groups: torch.optim.AdamW(groups, eps=1e-6),
+    "nvlamb": functools.partial(optim.LAMB, adapt_all=True, max_grad_norm=1.0),
+    "adamw": functools.partial(torch.optim.AdamW, eps=1e-6),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DECAY = 0.01
@@ -101,7 +110,7 @@ def parse_arguments(argv=None):
     add("--model", default="tiny", choices=bert.PRESETS, help="size of the model")
     add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates of the phases")
     add("--optimizer", choices=OPTIMIZERS, help="default: the recipe's")
-    add("--dropout", type=float, default=0.1, metavar="P", help="probability, of hidden states and attention weights")
+    add("--dropout", type=float, metavar="P", help="of hidden states and attention weights; default: the recipe's")
     add("--seed", type=int, default=0, metavar="N", help="of the weights, the data's order, masks and dropout")
     # How the recipe is bent
     add("--lr-scale", type=float, default=1.0, metavar="X", help="multiplies all learning rates")
@@ -137,7 +146,7 @@ def parse_arguments(argv=None):
 def plan_phases(args):
     """Returns the recipe's phases, bent as the flags say; a phase without steps is left out."""
     phases = []
-    for number, phase in enumerate(RECIPES[args.recipe][1], 1):
+    for number, phase in enumerate(RECIPES[args.recipe].phases, 1):
         steps, batch = getattr(args, f"phase{number}_steps"), getattr(args, f"phase{number}_batch")
         phases.append(dataclasses.replace(
             phase, lr=phase.lr * args.lr_scale,
@@ -343,27 +352,27 @@ def evaluate(model, folder, phase, micro_batch, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
     Examples and masks are the same at every evaluation, and all ranks share them. unigram_entropy,
-    nats, is that of the masked tokens themselves: no predictor that ignores the context has a lower
-    loss. nsp_error is the standard error of nsp_accuracy. Leaves the model in training mode.
+    nats, is the loss on the same tokens of a predictor that knows only how often the training text
+    has each token: the line to beat. nsp_error is the standard error of nsp_accuracy. Leaves the
+    model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(folder, phase.seq_len, held_out=True)
-    total = torch.zeros(4, dtype=torch.float64, device=world.device)
-    labels = torch.zeros(model.config.vocab_size, dtype=torch.float64, device=world.device)
+    total = torch.zeros(6, dtype=torch.float64, device=world.device)
+    unigrams = torch.from_numpy(data.unigram_losses(folder)).to(world.device)
     for numbers in data.micro_batches(range(1), EVAL_EXAMPLES, micro_batch, world.rank, world.size):
         batch = data.collate([examples[i] for i in numbers]).to(world.device)
-        total += torch.stack([part.double() for part in model(batch)])
-        labels += torch.bincount(batch.labels, minlength=len(labels))
+        unigram = unigrams[batch.labels].sum()
+        masked = batch.labels.new_tensor(len(batch.labels))
+        total += torch.stack([part.double() for part in (*model(batch), unigram, masked)])
     model.train()
     world.all_reduce(total)
-    world.all_reduce(labels)
-    mlm_sum, nsp_sum, mlm_hits, nsp_hits = total.tolist()
-    share = labels / labels.sum()
+    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = total.tolist()
     accuracy = nsp_hits / EVAL_EXAMPLES
-    return {"mlm_loss": mlm_sum / float(labels.sum()), "mlm_accuracy": mlm_hits / float(labels.sum()),
+    return {"mlm_loss": mlm_sum / masked, "mlm_accuracy": mlm_hits / masked,
+            "unigram_entropy": unigram_sum / masked,
             "nsp_loss": nsp_sum / EVAL_EXAMPLES, "nsp_accuracy": accuracy,
-            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES),
-            "unigram_entropy": -float(torch.xlogy(share, share).sum())}
+            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
 
 
 def describe(result):
@@ -437,12 +446,14 @@ def settle(args, world):
     (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     (out / "log.txt").touch()                                # no permission shows here
     shards, manifest = prepare_data(args, world)
-    config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=args.dropout)
+    recipe = RECIPES[args.recipe]
+    dropout = recipe.dropout if args.dropout is None else args.dropout
+    config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=dropout)
     precision = choose_precision(args.precision, world.device)
-    optimizer = args.optimizer or RECIPES[args.recipe][0]
-    run = {"optimizer": optimizer, "precision": precision, "compression": args.compression,
+    optimizer = args.optimizer or recipe.optimizer
+    run = {"optimizer": optimizer, "betas": list(recipe.betas), "precision": precision, "compression": args.compression,
            "seed": args.seed, "corpus": manifest["corpus"]["sha256"][:16],
-           "tokenizer": manifest["tokenizer"][:16], "shards": manifest["shards"],
+           "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16], "shards": manifest["shards"],
            **{f"model.{key}": value for key, value in dataclasses.asdict(config).items()}}
     for number, phase in enumerate(phases, 1):
         run |= {f"phase{number}.{key}": getattr(value, "__name__", value)
@@ -463,7 +474,8 @@ def build(plan, args, world):
         master.grad = reducer.gradients[name]
     optimizer = OPTIMIZERS[plan.optimizer](
         [{"params": [masters[name] for name in group["names"]], "weight_decay": group["weight_decay"]}
-         for group in optim.parameter_groups(model, WEIGHT_DECAY)])
+         for group in optim.parameter_groups(model, WEIGHT_DECAY)],
+        betas=RECIPES[args.recipe].betas)
     scaled = "fp16" in (plan.precision, args.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(initial=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
@@ -472,7 +484,7 @@ def build(plan, args, world):
 def train(args, world):
     """Trains as the arguments say; returns nothing, all results are in the folder --out.
 
-    Raises Refused, data.DataError, optim.TrainingStopped or dist.DistError; see main.
+    Raises Refused, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
     """
     plan = settle(args, world)
     log = Log(plan.out, world.rank == 0)
@@ -637,7 +649,7 @@ def report(plan, args, log, model, step, last):
                 f"{result['mlm_loss']:>10.3f}{result['unigram_entropy']:>9.3f}"
                 f"{result['mlm_accuracy']:>9.1%}{result['nsp_accuracy']:>10.1%} +- "
                 f"{result['nsp_error']:.1%}")
-    log.say("Held-out documents. `unigram` is the entropy of the masked tokens, the loss to beat.")
+    log.say("Held-out documents. `unigram` is the loss of a guess by frequency alone, the line to beat.")
     if not args.corpus and not args.data:
         tokenizer = data.load_tokenizer(plan.shards / "tokenizer.model")
         cpu = bert.load_huggingface(plan.out / "model")
@@ -651,17 +663,18 @@ def report(plan, args, log, model, step, last):
 
 def main():
     args = parse_arguments()
-    world = dist.World()
+    rank = int(os.environ.get("RANK", 0))
     try:
         with dist.init(args.timeout) as world:
             train(args, world)
-    except (Refused, data.DataError, bert.ModelError, optim.TrainingStopped, OSError) as error:
-        if world.rank == 0:
-            print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1)
-    except dist.DistError as error:
+    except dist.RankLost as error:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
         os._exit(1)              # a clean exit would wait for the rank that does not answer
+    except (Refused, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
+            OSError) as error:
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Runs a function on several Gloo ranks: fresh processes (forkserver) that meet in a file."""
+import multiprocessing
+import os
+import pickle
+import traceback
+import uuid
+
+import torch
+
+import dist
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "sentencepiece", "tests.ranks"])
+
+
+def _main(function, rank, size, store, arguments, local_size):
+    local_size = local_size or size
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank % local_size),
+                      LOCAL_WORLD_SIZE=str(local_size), GROUP_RANK=str(rank // local_size))
+    torch.set_num_threads(1)
+    try:
+        with dist.init(60, f"file://{store}") as world:
+            outcome = function(world, *arguments)
+    except BaseException as error:
+        outcome = error
+        if not isinstance(error, (ValueError, RuntimeError, ArithmeticError)):
+            outcome = RuntimeError(traceback.format_exc())
+    with open(f"{store}.{rank}", "wb") as file:
+        pickle.dump(outcome, file)
+    os._exit(0)                       # a rank whose peers are gone can hang in a clean exit
+
+
+def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True):
+    """Returns what function(world, *arguments) returned on each rank, in order of rank.
+
+    An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
+    the outcome of a rank that was killed.
+    """
+    store = tmp_path / f"store-{uuid.uuid4().hex}"
+    ranks = [CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size))
+             for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        if process.is_alive():
+            for other in ranks:
+                other.kill()
+            raise TimeoutError("a rank hangs")
+    outcomes = []
+    for rank in range(size):
+        path = f"{store}.{rank}"
+        outcomes.append(pickle.load(open(path, "rb")) if os.path.exists(path) else None)
+    if check:
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+    return outcomes

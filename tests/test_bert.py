@@ -1,0 +1,245 @@
+"""bert.py against transformers and torch's own encoder layer, and through its file formats."""
+import json
+from types import SimpleNamespace
+
+import pytest
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import bert
+
+CONFIG = bert.BertConfig(layers=2, width=64, heads=2, feed_forward=128, vocab_size=192, dropout=0.0)
+
+
+def make_model(dtype=torch.float32, seed=0, config=CONFIG):
+    """A model whose weights are all different from their initial zeros and ones."""
+    torch.manual_seed(seed)
+    model = bert.BertForPreTraining(config).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def make_batch(seed=0, B=3, T=16):
+    """A batch with padding in its second and third example and two masked tokens in each."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, 192, (B, T), generator=generator)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    segments = torch.zeros(B, T, dtype=torch.long)
+    for b, (begin, end) in enumerate([(7, T), (4, 12), (3, 5)][:B]):
+        mask[b, end:] = False
+        segments[b, begin:end] = 1
+    positions = torch.tensor([b * T + t for b in range(B) for t in (1, 3)])
+    return SimpleNamespace(tokens=tokens * mask, segments=segments, mask=mask, positions=positions,
+                           labels=torch.randint(5, 192, (len(positions),), generator=generator),
+                           random_b=torch.tensor([0, 1, 1])[:B])
+
+
+def huggingface_model(folder, dtype):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = transformers.BertForPreTraining.from_pretrained(folder, attn_implementation="eager")
+    return transformers, model.to(dtype)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(our model, the Hugging Face folder that it was saved to)"""
+    tokenizer = tmp_path / "some.model"
+    tokenizer.write_bytes(b"a tokenizer")
+    model = make_model()
+    bert.save_huggingface(model, tokenizer, tmp_path / "folder")
+    return model, tmp_path / "folder"
+
+
+def test_losses_and_gradients_are_transformers(saved):
+    model, folder = saved
+    _, theirs = huggingface_model(folder, torch.float64)
+    ours, batch = model.double(), make_batch()
+    losses = ours(batch)
+    (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / 3).backward()
+    labels = torch.full_like(batch.tokens, -100).flatten()
+    labels[batch.positions] = batch.labels
+    output = theirs.eval()(input_ids=batch.tokens, token_type_ids=batch.segments,
+                           attention_mask=batch.mask.long(), labels=labels.view_as(batch.tokens),
+                           next_sentence_label=batch.random_b)
+    output.loss.backward()
+    mlm = F.cross_entropy(output.prediction_logits.flatten(0, 1), labels, ignore_index=-100)
+    nsp = F.cross_entropy(output.seq_relationship_logits, batch.random_b)
+    assert abs(losses.mlm_sum / len(batch.labels) - mlm) < 1e-8 * mlm
+    assert abs(losses.nsp_sum / 3 - nsp) < 1e-8 * nsp
+    named = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        expected = torch.cat([named[part].grad for part in bert.huggingface_names(name)])
+        assert (p.grad - expected).norm() <= 1e-8 * max(expected.norm(), 1e-6), name
+
+
+def test_saved_model_gives_the_same_logits_in_transformers(saved):
+    model, folder = saved
+    transformers, theirs = huggingface_model(folder, torch.float32)
+    batch = make_batch()
+    hidden = model.eval().encode(batch.tokens, batch.segments, batch.mask)
+    inputs = dict(input_ids=batch.tokens, token_type_ids=batch.segments, attention_mask=batch.mask.long())
+    masked_lm = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    for logits in (theirs.eval()(**inputs).prediction_logits, masked_lm(**inputs).logits):
+        ours = model.mlm_logits(hidden)
+        assert (ours - logits)[batch.mask].abs().max() < 1e-5 * ours.abs().max()
+    back = transformers.BertForPreTraining(theirs.config)
+    back.save_pretrained(folder.parent / "theirs")
+    ours = bert.load_huggingface(folder.parent / "theirs").eval()
+    hidden = ours.encode(batch.tokens, batch.segments, batch.mask)
+    logits = back.eval()(**inputs).prediction_logits
+    assert (ours.mlm_logits(hidden) - logits)[batch.mask].abs().max() < 1e-5 * logits.abs().max()
+
+
+def test_a_block_is_torchs_encoder_layer():
+    torch.manual_seed(0)
+    block = make_model(torch.float64).blocks[0]
+    layer = torch.nn.TransformerEncoderLayer(
+        CONFIG.width, CONFIG.heads, CONFIG.feed_forward, dropout=0.0, activation="gelu",
+        layer_norm_eps=1e-12, batch_first=True, norm_first=False, dtype=torch.float64)
+    pairs = {"qkv": layer.self_attn.in_proj_weight, "attention_out": layer.self_attn.out_proj.weight,
+             "up": layer.linear1.weight, "down": layer.linear2.weight,
+             "attention_norm": layer.norm1.weight, "norm": layer.norm2.weight}
+    biases = {"qkv": layer.self_attn.in_proj_bias, "attention_out": layer.self_attn.out_proj.bias,
+              "up": layer.linear1.bias, "down": layer.linear2.bias,
+              "attention_norm": layer.norm1.bias, "norm": layer.norm2.bias}
+    with torch.no_grad():
+        for name in pairs:
+            pairs[name].copy_(getattr(block, name).weight)
+            biases[name].copy_(getattr(block, name).bias)
+    x, mask = torch.randn(3, 16, CONFIG.width, dtype=torch.float64), make_batch().mask
+    ours = block(x, mask[:, None, None, :])
+    theirs = layer(x, src_key_padding_mask=~mask)
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-10, atol=1e-10)
+
+
+def test_a_tiny_model_learns_one_batch_by_heart():
+    torch.manual_seed(0)
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192, dropout=0.0))
+    batch = make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        losses = model(batch)
+        (losses.mlm_sum / 6 + losses.nsp_sum / 3).backward()
+        optimizer.step()
+    losses = model(batch)
+    assert losses.mlm_sum / 6 < 0.05 and losses.nsp_sum / 3 < 0.05
+    assert losses.mlm_hits == 6 and losses.nsp_hits == 3
+
+
+def test_sums_do_not_depend_on_padding_or_on_how_a_batch_is_cut():
+    model = make_model(torch.float64)
+    whole = model(make_batch(T=16))
+    long, batch = make_batch(T=16), make_batch(T=16)
+    for name in ("tokens", "segments", "mask"):
+        setattr(long, name, F.pad(getattr(batch, name), (0, 8)))
+    long.positions = batch.positions // 16 * 24 + batch.positions % 16
+    torch.testing.assert_close(model(long), whole, rtol=1e-12, atol=0)
+    parts = [model(SimpleNamespace(
+        tokens=batch.tokens[b:b + 1], segments=batch.segments[b:b + 1], mask=batch.mask[b:b + 1],
+        positions=batch.positions[2 * b:2 * b + 2] - 16 * b, labels=batch.labels[2 * b:2 * b + 2],
+        random_b=batch.random_b[b:b + 1])) for b in range(3)]
+    for part, total in zip(zip(*parts), whole):
+        torch.testing.assert_close(sum(part), total, rtol=1e-12, atol=0)
+
+
+def test_flops_are_those_that_torch_counts():
+    config = bert.BertConfig.preset("tiny", 192, dropout=0.0)
+    model, batch = bert.BertForPreTraining(config), make_batch(B=2)
+    batch.mask[:] = True
+    with FlopCounterMode(display=False) as counter:
+        losses = model(batch)
+        (losses.mlm_sum + losses.nsp_sum).backward()
+    ours = 2 * bert.flops_per_example(config, 16, 2)
+    attention = 3 * 2 * config.layers * 4 * 16 * 16 * config.width
+    # Torch counts no attention of the CPU's fused kernel, or five products of its backward for our four.
+    assert any(abs(counter.get_total_flops() - (ours - attention * share)) < 0.01 * ours
+               for share in (1, 0, -1 / 6))
+
+
+def test_initial_loss_is_that_of_guessing():
+    torch.manual_seed(0)
+    losses = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192))(make_batch())
+    assert abs(losses.mlm_sum / 6 - torch.tensor(192.0).log()) < 0.3
+    assert abs(losses.nsp_sum / 3 - torch.tensor(2.0).log()) < 0.1
+
+
+def test_presets():
+    large = bert.BertConfig.preset("large", 30522)
+    assert (large.layers, large.width, large.heads, large.feed_forward) == (24, 1024, 16, 4096)
+    assert large.vocab_size == 30528 and large.max_positions == 512
+    with torch.device("meta"):
+        model = bert.BertForPreTraining(large)
+    assert sum(p.numel() for p in model.parameters()) == 336_232_258       # papers.md, 1.4
+    with pytest.raises(bert.ModelError, match="huge.*tiny, mini, small, medium, base, large"):
+        bert.BertConfig.preset("huge", 100)
+
+
+def test_saved_weights_come_back_bit_for_bit(saved):
+    model, folder = saved
+    again = bert.load_huggingface(folder)
+    assert again.config == model.config
+    for (name, p), q in zip(model.named_parameters(), again.parameters()):
+        assert torch.equal(p, q), name
+    assert (folder / "tokenizer.model").read_bytes() == b"a tokenizer"
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_old_names_and_other_vocabularies_load(tmp_path, saved):
+    model, folder = saved
+    weights = bert.read_weights(folder)
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"):
+           tensor for name, tensor in weights.items()}
+    old["bert.embeddings.position_ids"] = torch.arange(512)[None]
+    old["bert.embeddings.word_embeddings.weight"] = old["bert.embeddings.word_embeddings.weight"][:190]
+    old["cls.predictions.bias"] = old["cls.predictions.bias"][:190]
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 190}))
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    loaded = bert.load_huggingface(tmp_path)
+    assert loaded.config.vocab_size == 192
+    assert torch.equal(loaded.embeddings.tokens.weight[:190], model.embeddings.tokens.weight[:190])
+    assert not loaded.embeddings.tokens.weight[190:].any()
+    assert torch.equal(loaded.blocks[1].norm.weight, model.blocks[1].norm.weight)
+
+
+def test_bad_folders_are_one_line(tmp_path, saved, program):
+    _, folder = saved
+    with pytest.raises(bert.ModelError, match="no model folder"):
+        bert.load_huggingface(tmp_path / "nowhere")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(bert.ModelError, match="cut or damaged"):
+        bert.load_huggingface(folder)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(bert.ModelError, match="not a BERT"):
+        bert.load_huggingface(folder)
+    run = program("bert.py", tmp_path / "nowhere", "a [MASK]")
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and run.stderr.startswith("bert.py: ")
+
+
+def test_fill_in_program(shards, tmp_path, program):
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 320))
+    bert.save_huggingface(model, shards / "tokenizer.model", tmp_path)
+    run = program("bert.py", tmp_path, "The [MASK] of the school [MASK].")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("%") == 10 and "[MASK] 2" in run.stdout
+    run = program("bert.py", tmp_path, "nothing to fill in")
+    assert run.returncode == 1 and "no [MASK]" in run.stderr
+
+
+def test_masks_stand_where_the_words_would(shards):
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(shards / "tokenizer.model"))
+    piece = tokenizer.piece_to_id
+    whole = bert.encode_with_masks(tokenizer, "school people money.")
+    assert whole == [2, *tokenizer.encode("school people money."), 3]
+    people = len(tokenizer.encode("people"))
+    masked = bert.encode_with_masks(tokenizer, "school [MASK] money.")
+    begin = 1 + len(tokenizer.encode("school"))
+    assert masked == whole[:begin] + [4] + whole[begin + people:]
+    assert bert.encode_with_masks(tokenizer, "[MASK]") == [2, 4, 3]
+    assert bert.encode_with_masks(tokenizer, "[MASK] [MASK]") == [2, 4, 4, 3]
+    assert piece("[MASK]") == bert.MASK and piece("[CLS]") == bert.CLS and piece("[SEP]") == bert.SEP

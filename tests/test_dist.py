@@ -1,0 +1,285 @@
+"""dist.py on Gloo ranks: the reducer against one process, overlap, and what it refuses."""
+import contextlib
+import os
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import dist
+from tests.ranks import run_ranks
+
+
+class Toy(nn.Module):
+    """A model with all that troubles a reducer: a frozen parameter, one used twice, a buffer."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        self.table = nn.Embedding(11, 6)                       # also the output matrix
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("shift", torch.randn(6))
+        if unused:
+            self.spare = nn.Linear(2, 2)
+
+    def forward(self, tokens):
+        x = self.frozen(self.table(tokens)) + self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (self.norm(x) @ self.table.weight.T).logsumexp(-1).square().sum()
+
+
+def batch(count=12):
+    return torch.arange(count * 5).view(count, 5) % 11
+
+
+def one_process(accumulation=1):
+    """Gradients of the mean over the whole batch, without any of dist.py."""
+    torch.manual_seed(100)
+    model = Toy()
+    (model(batch(12 * accumulation)) / 12).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def reduced(world, bucket_mb, accumulation, compression="none"):
+    """Gradients of the same batch by the Reducer: each rank takes its share in micro-batches."""
+    torch.manual_seed(100 + world.rank)                         # only rank 0's weights shall count
+    model = Toy()
+    reducer = dist.Reducer(model, world, bucket_mb, compression)
+    for _ in range(2):                                          # the second step begins clean
+        reducer.zero_grad()
+        mine = batch(12 * accumulation)[world.rank::world.size].chunk(accumulation)
+        for k, tokens in enumerate(mine):
+            with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
+                (model(tokens) / 12 * world.size).backward()
+        reducer.finish()
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert model.frozen.weight.grad is None
+    assert all(p.grad is reducer.gradients[name] for name, p in model.named_parameters() if p.requires_grad)
+    reducer.close()
+    return result, [p.detach() for p in [*model.parameters(), *model.buffers()]], reducer.bytes_sent
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [0.0002, 100.0])
+def test_gradients_are_those_of_one_process(tmp_path, size, bucket_mb):
+    outcomes = run_ranks(reduced, size, tmp_path, bucket_mb, 1)
+    expected = one_process()
+    for gradients, weights, sent in outcomes:
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+            assert torch.equal(gradients[name], outcomes[0][0][name])      # on all ranks the same bits
+        assert all(torch.equal(a, b) for a, b in zip(weights, outcomes[0][1]))
+        assert (sent == 0) == (size == 1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3, 4])
+def test_micro_batches_add_up(tmp_path, accumulation):
+    expected = one_process(accumulation)
+    for gradients, _, sent in run_ranks(reduced, 2, tmp_path, 0.0002, accumulation):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+        trainable = sum(g.numel() for g in expected.values())
+        assert abs(sent - 4 * trainable) <= 8                   # once a step: 2 (n-1)/n x 4 bytes
+
+
+@pytest.mark.parametrize("compression,tolerance,share", [("fp16", 2e-3, 0.5), ("bf16", 2e-2, 0.5)])
+def test_half_precision_on_the_wire(tmp_path, compression, tolerance, share):
+    expected = one_process()
+    dense = run_ranks(reduced, 2, tmp_path, 0.0002, 1)
+    for rank, (gradients, _, sent) in enumerate(run_ranks(reduced, 2, tmp_path, 0.0002, 1, compression)):
+        for name, gradient in expected.items():
+            scale = gradient.abs().max()
+            assert (gradients[name] - gradient).abs().max() <= tolerance * scale
+        assert sent == share * dense[rank][2]
+
+
+def sums_of_large_numbers(world):
+    bucket = torch.full((4,), 40000.0)
+    dist.make_compressor("fp16", world).average(bucket)
+    return bucket.tolist()
+
+
+def test_fp16_does_not_overflow_in_the_sum(tmp_path):
+    assert run_ranks(sums_of_large_numbers, 2, tmp_path) == [[40000.0] * 4] * 2
+
+
+def half_model(world, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(dtype)
+    reducer = dist.Reducer(model, world)
+    for k in range(200):                            # each adds less than bf16 could add to the sum
+        with reducer.accumulate() if k < 199 else contextlib.nullcontext():
+            (model.bias.sum() + 0 * model.weight.sum()).backward()
+    reducer.finish()
+    reducer.close()
+    assert model.bias.grad is None
+    return reducer.gradients["bias"].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bit_models_add_up_in_fp32(tmp_path, dtype):
+    assert run_ranks(half_model, 2, tmp_path, dtype) == [[200.0] * 4] * 2
+
+
+def overlap(world):
+    """Events of one backward: (what, number) in their real order."""
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+    reducer, events = dist.Reducer(model, world, bucket_mb=0.005), []
+    model[0].weight.register_hook(lambda gradient: time.sleep(0.3))       # the last layer to be ready
+    for number, p in enumerate(model.parameters()):
+        p.register_hook(lambda gradient, number=number: events.append(("gradient", number)))
+    average = reducer.compressor.average
+    def traced(bucket):
+        events.append(("begin", None))
+        sent = average(bucket)
+        events.append(("end", None))
+        return sent
+    reducer.compressor.average = traced
+    model(torch.randn(8, 32)).sum().backward()
+    reducer.finish()
+    reducer.close()
+    return events, len(reducer.buckets)
+
+
+def test_buckets_are_averaged_while_backward_goes_on(tmp_path):
+    for events, buckets in run_ranks(overlap, 2, tmp_path):
+        last_gradient = max(k for k, (what, _) in enumerate(events) if what == "gradient")
+        done_before = [what for what, _ in events[:last_gradient + 1]].count("end")
+        assert buckets == 6 and done_before >= 4                # all but the last one or two
+
+
+def launch_order(world):
+    """Ranks whose gradients become ready in different orders; returns the sizes sent, in order."""
+    model = nn.ModuleList(nn.Linear(k, 1, bias=False) for k in (3, 5, 7))
+    reducer, sizes = dist.Reducer(model, world, bucket_mb=1e-9), []
+    average = reducer.compressor.average
+    reducer.compressor.average = lambda bucket: sizes.append(len(bucket)) or average(bucket)
+    layers = list(model) if world.rank == 0 else list(reversed(model))
+    for layer in layers:                                         # one after the other, in this order
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    reducer.finish()
+    reducer.close()
+    return sizes
+
+
+def test_buckets_are_launched_in_the_same_order_on_every_rank(tmp_path):
+    assert run_ranks(launch_order, 2, tmp_path) == [[7, 5, 3]] * 2
+
+
+def test_an_unused_parameter_is_named():
+    model = Toy(unused=True)
+    reducer = dist.Reducer(model, dist.World())
+    model(batch()).backward()
+    with pytest.raises(dist.DistError, match=r"no gradient for spare.bias, spare.weight"):
+        reducer.finish()
+    reducer.close()
+
+
+def test_a_second_backward_without_accumulate_is_refused():
+    model = Toy()
+    reducer = dist.Reducer(model, dist.World())
+    model(batch()).backward()
+    with pytest.raises(dist.DistError, match="ready twice.*accumulate"):
+        model(batch()).backward()
+    reducer.close()
+
+
+def test_an_exception_inside_accumulate_leaves_it_usable():
+    torch.manual_seed(100)
+    model = Toy()
+    reducer = dist.Reducer(model, dist.World())
+    with pytest.raises(KeyError), reducer.accumulate():
+        model(batch()).backward()
+        raise KeyError
+    reducer.zero_grad()
+    (model(batch()) / 12).backward()
+    reducer.finish()
+    for name, gradient in one_process().items():
+        torch.testing.assert_close(reducer.gradients[name], gradient)
+    reducer.close()
+
+
+def test_gradients_set_to_none_by_an_optimizer_are_found_again():
+    model = nn.Linear(3, 1)
+    reducer = dist.Reducer(model, dist.World())
+    for _ in range(2):
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()             # sets p.grad to None
+        reducer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        reducer.finish()
+        assert model.weight.grad is reducer.gradients["weight"]
+        assert reducer.gradients["weight"].tolist() == [[1.0, 1.0, 1.0]]
+    reducer.close()
+
+
+def test_nothing_is_allocated_after_the_first_step():
+    model = Toy()
+    reducer = dist.Reducer(model, dist.World(), compression="fp16")
+    def addresses():
+        reducer.zero_grad()
+        model(batch()).backward()
+        reducer.finish()
+        return ([flat.data_ptr() for flat in reducer.buckets], [p.grad.data_ptr() for p in model.parameters()
+                if p.requires_grad], [wire.data_ptr() for wire in reducer.compressor.wires.values()])
+    assert addresses() == addresses() == addresses()
+    reducer.close()
+
+
+def collectives(world):
+    shared = world.share({"from": world.rank})
+    total = world.sum([1, world.rank, float("nan") if world.rank == 1 else 0.0])
+    return shared, total, world.gather(world.rank), (world.node, world.nodes, world.local_rank)
+
+
+def test_small_collectives(tmp_path):
+    for rank, (shared, total, ranks, place) in enumerate(
+            run_ranks(collectives, 4, tmp_path, local_size=2)):
+        assert shared == {"from": 0} and ranks == [0, 1, 2, 3]
+        assert total[:2] == [4.0, 6.0] and total[2] != total[2]         # NaN of rank 1 is not lost
+        assert place == (rank // 2, 2, rank % 2)
+    assert dist.World().sum([3]) == [3.0] and dist.World().share("x") == "x"
+
+
+def dies(world):
+    if world.rank == 1:
+        os._exit(9)
+    return [world.sum([1]) for _ in range(3)]
+
+
+def test_a_dead_rank_is_an_error_that_says_so(tmp_path):
+    outcome = run_ranks(dies, 2, tmp_path, check=False)[0]
+    assert isinstance(outcome, dist.RankLost) and "another rank died" in str(outcome)
+    assert "\n" not in str(outcome)
+
+
+def test_bad_settings_are_one_line():
+    with pytest.raises(dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16"):
+        dist.Reducer(Toy(), dist.World(), compression="zip")
+    with pytest.raises(dist.DistError, match="--bucket-mb"):
+        dist.Reducer(Toy(), dist.World(), bucket_mb=0)
+
+
+def test_the_program_measures_each_compressor(program):
+    run = program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "dist.py", "--mb", 1)
+    assert run.returncode == 0, run.stderr
+    for name in dist.COMPRESSORS:
+        assert re.search(rf"^{name} +1 +[\d.]+ +[\d.]+ +[\d.]+$", run.stdout, re.M), run.stdout
+
+
+def average_on_gpu(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(world.device, torch.float16)
+    reducer = dist.Reducer(model, world, bucket_mb=1.0, compression="bf16")
+    model(torch.randn(64, 512, device=world.device, dtype=torch.float16)).float().sum().backward()
+    reducer.finish()
+    reducer.close()
+    return [bool(g.isfinite().all() and g.any()) for g in reducer.gradients.values()]
+
+
+@pytest.mark.gpu
+def test_the_lane_is_a_stream_on_a_gpu(tmp_path):
+    assert all(run_ranks(average_on_gpu, 1, tmp_path)[0])

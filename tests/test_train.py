@@ -1,0 +1,456 @@
+"""train.py: the same training on any number of ranks, after any kill, and what it refuses."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import bert
+import dist
+import optim
+import train
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+
+SHORT = ["--phase1-steps", "8", "--phase2-steps", "6", "--phase1-batch", "8", "--phase2-batch", "8",
+         "--micro-batch", "2", "--workers", "0", "--checkpoint-every", "3", "--eval-every", "100"]
+
+
+def metrics(out, kind="train"):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def training(world, argv, sabotage=None):
+    """Trains on one rank of several; `sabotage(world)` may patch this process first. Returns what the
+    rank's weights add up to, bit for bit."""
+    train.EVAL_EXAMPLES = 32
+    built = []
+    build = train.build
+    train.build = lambda *args: built.append(build(*args)) or built[0]
+    if sabotage:
+        sabotage[0](world, *sabotage[1:])
+    train.train(train.parse_arguments(argv), world)
+    return sum(int(master.detach().view(torch.int32).long().sum()) for master in built[0][2].values())
+
+
+def run(shards, out, tmp_path, *argv, size=1, sabotage=None, check=True):
+    arguments = ["--data", str(shards), "--out", str(out), *map(str, argv)]
+    return run_ranks(training, size, tmp_path, arguments, sabotage, check=check)
+
+
+def last_state(out):
+    path = sorted((out / "checkpoints").glob("step-*.pt"))[-1]
+    return train.read_checkpoint(path)
+
+
+def assert_same_state(a, b):
+    assert a["step"] == b["step"] and a["scaler"] == b["scaler"] and a["examples"] == b["examples"]
+    for name, weight in a["weights"].items():
+        assert torch.equal(weight, b["weights"][name]), name
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+    for key, state in a["optimizer"]["state"].items():
+        for name, value in state.items():
+            other = b["optimizer"]["state"][key][name]
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, name)
+
+
+# The same training on any number of ranks
+
+@pytest.fixture(scope="module")
+def one_rank(shards, tmp_path_factory):
+    """Losses of 20 steps on one rank, for each phase alone."""
+    found = {}
+    for phase in (1, 2):
+        out = tmp_path_factory.mktemp("one") / "out"
+        run(shards, out, out.parent, *equal_training(phase), "--micro-batch", 16)
+        found[phase] = [line["loss"] for line in metrics(out)]
+    return found
+
+
+def equal_training(phase):
+    steps = ["--phase1-steps", 20, "--phase2-steps", 0] if phase == 1 else \
+        ["--phase1-steps", 0, "--phase2-steps", 20]
+    return [*steps, "--phase1-batch", 64, "--phase2-batch", 64, "--dropout", 0, "--precision", "fp32",
+            "--workers", 0]
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("size,micro", [(1, 4), (1, 8), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16)])
+def test_losses_do_not_depend_on_ranks_or_micro_batches(shards, tmp_path, one_rank, phase, size, micro):
+    sums = run(shards, tmp_path / "out", tmp_path, *equal_training(phase), "--micro-batch", micro, size=size)
+    losses = [line["loss"] for line in metrics(tmp_path / "out")]
+    assert len(losses) == 20 and len(set(sums)) == 1
+    assert losses[0] == pytest.approx(one_rank[phase][0], rel=1e-6)
+    assert losses == pytest.approx(one_rank[phase], rel=1e-4)
+    assert abs(losses[-1] - losses[0]) > 0.1                     # it does learn in these steps
+
+
+# Killed and started again
+
+def kill_after_update(world, rank, step):
+    """kill -9 in the middle of a step: the weights are new, nothing of it is written."""
+    copy, calls = optim.copy_to_model, []
+    def patched(masters, model):
+        copy(masters, model)
+        calls.append(1)
+        if world.rank == rank and len(calls) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    optim.copy_to_model = patched
+
+
+def kill_after_checkpoint(world, step):
+    """kill -9 right after the checkpoint of a step."""
+    checkpoint = train.checkpoint
+    def patched(state, *rest):
+        checkpoint(state, *rest)
+        if state["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    train.checkpoint = patched
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path, precision, size):
+    argv = [*SHORT, "--precision", precision, "--dropout", 0.1]
+    whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=size)
+    kills = [(kill_after_update, size - 1, 5),          # in phase 1; from the checkpoint of step 3
+             (kill_after_checkpoint, 8),                # between the phases
+             (kill_after_update, 0, 5)]                 # in phase 2, after a resume from step 8
+    for kill in kills:
+        outcomes = run(shards, tmp_path / "killed", tmp_path, *argv, size=size, sabotage=kill, check=False)
+        assert None in outcomes
+        assert all(outcome is None or isinstance(outcome, dist.RankLost) for outcome in outcomes)
+    rest = run(shards, tmp_path / "killed", tmp_path, *argv, size=size)
+    assert rest == whole
+    assert_same_state(last_state(tmp_path / "whole"), last_state(tmp_path / "killed"))
+    for key in ("step", "loss", "lr", "examples", "grad_norm"):          # no step twice, none missing
+        assert [line[key] for line in metrics(tmp_path / "whole")] == \
+            [line[key] for line in metrics(tmp_path / "killed")]
+    assert metrics(tmp_path / "whole", "eval")[-1] == metrics(tmp_path / "killed", "eval")[-1]
+
+
+def test_a_run_goes_on_with_other_ranks(shards, tmp_path):
+    argv = [*SHORT, "--precision", "fp32", "--dropout", 0]
+    run(shards, tmp_path / "one", tmp_path, *argv)
+    run(shards, tmp_path / "two", tmp_path, *argv, "--max-steps", 9, size=2)
+    run(shards, tmp_path / "two", tmp_path, *argv, size=4)
+    one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+# Checkpoints
+
+def test_the_newest_two_are_kept_and_the_last_of_each_phase(shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 2)
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert names == ["step-000008.pt", "step-000012.pt", "step-000014.pt"]
+
+
+def some_state():
+    return {"step": 7, "weights": {"w": torch.arange(5000.0)}, "run": {"seed": 1, "model": "x"}}
+
+
+def test_a_checkpoint_is_whole_or_is_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "step-000007.pt"
+    train.save_checkpoint(path, some_state(), keep=[])
+    assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
+    assert torch.load(path, weights_only=True)["step"] == 7               # an ordinary torch file too
+    def full(self, part):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(train.HashingFile, "write", full)
+    with pytest.raises(OSError):
+        train.save_checkpoint(tmp_path / "step-000009.pt", some_state(), keep=[])
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "empty"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
+    for step in (5, 6):
+        train.save_checkpoint(tmp_path / f"step-{step:06d}.pt", {**some_state(), "step": step}, keep=[])
+    newest, said = tmp_path / "step-000006.pt", []
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes({"cut": content[:len(content) // 2], "flip": content, "empty": b""}[how])
+    (tmp_path / "step-000007.pt.tmp").write_bytes(b"half")
+    assert train.find_checkpoint(tmp_path, "auto", said.append)["step"] == 5
+    assert len(said) == 1 and "step-000006.pt is cut or damaged" in said[0]
+    assert not (tmp_path / "step-000007.pt.tmp").exists()
+    assert train.find_checkpoint(tmp_path, "never", said.append) is None
+    (tmp_path / "step-000005.pt").write_bytes(b"x" * 100)
+    with pytest.raises(train.Refused, match="no checkpoint in .* is whole"):
+        train.find_checkpoint(tmp_path, "auto", said.append)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.save_checkpoint(tmp_path / "step-000001.pt", {"step": Evil()}, keep=[])
+    with pytest.raises(Exception, match="weights_only|Weights only"):
+        train.read_checkpoint(tmp_path / "step-000001.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+# fp16 and steps that do not count
+
+def spoil_loss(world, rank, steps):
+    """The loss of one rank becomes infinite in some steps (counted from 1)."""
+    forward, calls = bert.BertForPreTraining.forward, []
+    def patched(self, batch):
+        losses = forward(self, batch)
+        if self.training:
+            calls.append(1)
+            if world.rank == rank and len(calls) in steps:
+                losses = losses._replace(mlm_sum=losses.mlm_sum * float("inf"))
+        return losses
+    bert.BertForPreTraining.forward = patched
+
+
+@pytest.mark.parametrize("precision,scale", [("fp16", 65536.0), ("fp32", 1.0)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precision, scale):
+    argv = ["--phase1-steps", 20, "--phase1-batch", 4, "--phase2-batch", 4, "--workers", 0,
+            "--micro-batch", 2, "--precision", precision, "--checkpoint-every", 1]
+    out = tmp_path / "out"
+    before = run(shards, out, tmp_path, *argv, "--max-steps", 3, size=2)
+    state = last_state(out)
+    spoil = (spoil_loss, 1, {1})
+    after = run(shards, out, tmp_path, *argv, "--max-steps", 4, size=2, sabotage=spoil)
+    assert after == before and before[0] == before[1]              # the weights, on both ranks
+    skipped = last_state(out)
+    assert skipped["step"] == 4 and skipped["scaler"]["scale"] == state["scaler"]["scale"] / 2
+    assert_same_state({**skipped, "step": 3, "examples": 0, "scaler": 0},
+                      {**state, "examples": 0, "scaler": 0})
+    assert [line["skipped"] for line in metrics(out)] == [0, 0, 0, 1]
+    moved = run(shards, out, tmp_path, *argv, "--max-steps", 5, size=2)
+    assert moved != after and metrics(out)[-1]["loss_scale"] == scale / 2
+
+
+def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--precision", "fp32", "--phase1-steps", 90,
+                   sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
+    assert isinstance(outcomes[0], optim.TrainingStopped)
+    assert re.match(r"step \d+: the gradient of \S+ is not finite.*floor of 6.1\S*e-05", str(outcomes[0]))
+    assert all(torch.isfinite(w).all() for w in last_state(tmp_path / "out")["weights"].values())
+
+
+# What is refused before any training
+
+@pytest.fixture
+def refused(shards, tmp_path, monkeypatch, capsys):
+    """Runs train.py in this process with bad arguments; returns (status, stderr)."""
+    def run_main(*argv):
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            train.main()
+        stderr = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py")]
+        assert not (tmp_path / "out" / "metrics.jsonl").exists()
+        return caught.value.code, stderr
+    return run_main
+
+
+@pytest.mark.parametrize("argv,status,message", [
+    (["--model", "huge"], 2, "--model: invalid choice: 'huge' (choose from .*tiny.*large"),
+    (["--recipe", "x"], 2, "--recipe: invalid choice: 'x' (choose from .*demo.*nvlamb-64k"),
+    (["--precision", "fp8"], 2, "--precision: invalid choice: 'fp8' (choose from .*bf16"),
+    (["--optimizer", "sgd"], 2, "--optimizer: invalid choice: 'sgd' (choose from .*lamb"),
+    (["--compression", "zip"], 2, "--compression: invalid choice: 'zip' (choose from .*fp16"),
+    (["--no-such-flag"], 2, "unrecognized arguments: --no-such-flag"),
+    (["--log-every", "0"], 2, "--log-every must be at least 1"),
+    (["--phase1-batch", "100", "--micro-batch", "8"], 1,
+     "phase 1: a global batch of 100 does not divide into 1 ranks x micro-batches of 8; the nearest "
+     "that does is --phase1-batch 96"),
+    (["--phase1-steps", "0", "--phase2-steps", "0"], 1, "no steps are left"),
+    (["--bucket-mb", "-1"], 1, "set --bucket-mb above 0"),
+    (["--data", "/nowhere"], 1, "/nowhere/manifest.json is missing"),
+    (["--corpus", "/nowhere.txt", "--data", "/tmp/none"], 1, "/nowhere.txt: No such file"),
+])
+def test_wrong_arguments_are_one_line(refused, shards, tmp_path, argv, status, message):
+    code, stderr = refused("--data", shards, "--out", tmp_path / "out", *argv)
+    assert code == status and len(stderr) == 1
+    assert re.search(message.replace("(", r"\("), stderr[0]), stderr
+
+
+def test_damaged_shards_are_named_before_training(refused, shards, tmp_path):
+    shutil.copytree(shards, tmp_path / "copy")
+    path = tmp_path / "copy" / "train-00001.tokens.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    code, stderr = refused("--data", tmp_path / "copy", "--out", tmp_path / "out")
+    assert code == 1 and len(stderr) == 1 and f"{path} is damaged" in stderr[0]
+
+
+def test_no_permission_to_write_is_said_before_training(shards, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")                  # a file where a folder must go: fails for root too
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", str(shards), "--out", str(tmp_path / "file" / "out")])
+    with pytest.raises(SystemExit):
+        train.main()
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("train.py: ") and str(tmp_path / "file") in stderr and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [["--model", "mini"], ["--seed", "5"], ["--lr-scale", "2"], ["--dropout", "0.3"]])
+def test_another_run_in_the_same_folder_is_refused(shards, tmp_path, change):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-steps", 1)
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, *change, check=False)
+    assert isinstance(outcome, train.Refused) and "of another run" in str(outcome) and "(was " in str(outcome)
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_shards_of_another_vocabulary_are_refused(documents, shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-steps", 1)
+    train.data.prepare(lambda: iter(documents), tmp_path / "other", vocab_size=300, shards=4)
+    outcome, = run(tmp_path / "other", tmp_path / "out", tmp_path, *SHORT, check=False)
+    assert isinstance(outcome, train.Refused)
+    assert "model.vocab_size" in str(outcome) or "tokenizer" in str(outcome)
+
+
+def other_seed(world):
+    if world.rank == 1:
+        parse = train.parse_arguments
+        train.parse_arguments = lambda argv: parse([*argv, "--lr-scale", "2"])
+
+
+def test_ranks_that_were_started_differently_are_told(shards, tmp_path):
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(other_seed,), check=False)
+    assert all(isinstance(outcome, train.Refused) for outcome in outcomes)
+    assert "rank 1 was started differently: phase1.lr" in str(outcomes[0])
+
+
+# Derived numbers
+
+def test_phases_are_looked_up_in_one_place():
+    phases = [train.Phase(64, 8, steps, 1e-3, 0.1) for steps in (3, 0, 2)]
+    assert [(number, local) for number, _, local in (train.phase_at(phases, step) for step in range(5))] == \
+        [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
+    with pytest.raises(IndexError):
+        train.phase_at(phases, 5)
+
+
+def test_micro_batches_are_derived():
+    cpu, phase = torch.device("cpu"), train.Phase(128, 96, 1, 1e-3, 0.1)
+    assert train.micro_batch_of(phase, 0, None, 1, cpu) == 48             # 64 would be 8,192 tokens
+    assert train.micro_batch_of(phase, 0, None, 2, cpu) == 48
+    assert train.micro_batch_of(phase, 0, None, 3, cpu) == 32
+    assert train.micro_batch_of(phase, 1, [8, 4], 3, cpu) == 4
+    with pytest.raises(train.Refused, match="nearest that does is --phase1-batch 95"):
+        train.micro_batch_of(phase, 0, None, 5, cpu)
+
+
+def test_the_published_recipes():
+    nvidia, lans = train.RECIPES["nvlamb-64k"].phases, train.RECIPES["lans-96k"].phases
+    assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == \
+        [(128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
+    assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
+
+
+def test_auto_precision_needs_hardware(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    assert train.choose_precision("auto", cpu) == "bf16" and train.choose_precision("fp16", cpu) == "fp16"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
+    assert train.choose_precision("auto", cpu) == "fp32"
+
+
+# Memory
+
+def log_memory(world, path):
+    metric = train.Log.metric
+    def patched(self, kind, **fields):
+        metric(self, kind, **fields)
+        with open("/proc/self/statm") as file, open(path, "a") as log:
+            log.write(f"{kind} {int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')}\n")
+    train.Log.metric = patched
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
+def test_memory_does_not_grow(shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, "--phase1-steps", 500, "--phase2-steps", 0, "--phase1-batch", 4,
+        "--workers", 0, "--checkpoint-every", 200, sabotage=(log_memory, tmp_path / "rss"))
+    rss = [int(line.split()[1]) for line in (tmp_path / "rss").read_text().splitlines()
+           if line.startswith("train")]
+    assert len(rss) == 500 and rss[-1] <= 1.02 * rss[49]
+
+
+# The programs, as the README has them
+
+LITTLE = ["--phase1-steps", "4", "--phase2-steps", "2", "--phase1-batch", "8", "--phase2-batch", "8",
+          "--log-every", "2"]
+
+
+def test_python_train_py(shards, tmp_path, program):
+    arguments = ["train.py", "--data", shards, "--out", tmp_path / "out", *LITTLE]
+    first = program(*arguments)
+    assert first.returncode == 0, first.stderr
+    out = tmp_path / "out"
+    lines = metrics(out)
+    assert {"step", "phase", "seq_len", "loss", "mlm_loss", "nsp_loss", "lr", "grad_norm", "loss_scale", "skipped",
+            "examples", "seconds", "examples_per_second", "mfu", "bytes_sent", "wait_seconds"} <= set(lines[0])
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["phase"] for line in lines] == [1, 1, 1, 1, 2, 2]
+    header = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert header["kind"] == "run" and header["world"] == 1 and header["parameters"] > 0
+    for result in metrics(out, "eval"):
+        assert {"step", "phase", "mlm_loss", "mlm_accuracy", "nsp_accuracy", "unigram_entropy"} <= set(result)
+    assert (out / "log.txt").read_text() == first.stdout
+    assert "phase 1: 4 steps x 8 examples of 64 tokens = 1 rank(s) x micro-batch 8 x accumulation 1" in first.stdout
+    assert sorted(path.name for path in (out / "model").iterdir()) == \
+        ["config.json", "model.safetensors", "tokenizer.model"]
+    again = program(*arguments)
+    assert again.returncode == 0 and "Done after step 6 of 6" in again.stdout
+    assert metrics(out) == lines
+
+
+def test_torchrun_train_py(shards, tmp_path, program):
+    run = program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "--data", shards,
+                  "--out", tmp_path / "out", *LITTLE, "--compression", "bf16")
+    assert run.returncode == 0, run.stderr
+    assert "2 rank(s) on 1 node(s)" in run.stdout and run.stdout.count("Done after step 6 of 6") == 1
+    assert all(line["bytes_sent"] > 0 for line in metrics(tmp_path / "out"))
+
+
+def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
+    (tmp_path / "my.txt").write_text("\n\n".join("\n".join(d) for d in documents))
+    arguments = [ROOT / "train.py", "--corpus", "my.txt", "--out", "runs/mine", "--vocab-size", 300, *LITTLE]
+    run = program(*arguments, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "shards" / "my" / "manifest.json").exists()
+    assert (tmp_path / "runs" / "mine" / "model" / "config.json").exists()
+    (tmp_path / "my.txt").write_text("Another text.\n")
+    run = program(*arguments, cwd=tmp_path)
+    assert run.returncode == 1 and "shards/my holds another corpus" in run.stderr
+
+
+def test_sigterm_stops_with_a_checkpoint(shards, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "--data", shards, "--out", out, "--phase1-batch", "8",
+         "--checkpoint-every", "1000", "--eval-every", "1000"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while time.time() < deadline and not ((out / "metrics.jsonl").exists() and len(metrics(out)) >= 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM after step" in stdout
+    assert last_state(out)["step"] == metrics(out)[-1]["step"] >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision):
+    argv = [*SHORT, "--precision", precision, "--dropout", 0.1]
+    run(shards, tmp_path / "whole", tmp_path, *argv)
+    run(shards, tmp_path / "parts", tmp_path, *argv, "--max-steps", 7)
+    run(shards, tmp_path / "parts", tmp_path, *argv)
+    assert_same_state(last_state(tmp_path / "whole"), last_state(tmp_path / "parts"))
