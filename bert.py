@@ -148,7 +148,8 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch):
         """Returns the Losses of a batch, any object with these fields: tokens, segments, mask (B, T),
-        positions and labels (M,) with flat positions b * T + t, random_b (B,).
+        positions and labels (M,) with flat positions b * T + t, random_b (B,). Labels of -100 do not
+        count.
 
         Only the masked positions go through the MLM head: the (B, T, V) logits never exist, which
         is most of what makes small models fast. Cross-entropies are computed in fp32 at least.

@@ -47,6 +47,7 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VERSION = 1                 # of the folder's format
 HELD_OUT = "heldout"        # the name of the shard that training never reads
+IGNORED = -100              # the label that torch's cross-entropy passes over
 MASK_FRACTION = 0.15
 SHORT_FRACTION = 0.10       # of the examples; so the model meets short inputs in pre-training too
 ARRAYS = ("tokens", "sentences", "documents")
@@ -495,12 +496,12 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A micro-batch: B examples, T tokens, M masked tokens of all examples together."""
+    """A micro-batch: B examples, T tokens, M masked tokens of all examples together, rounded up."""
     tokens: torch.Tensor     # (B, T) int64
     segments: torch.Tensor   # (B, T) int64: 0 for A and padding, 1 for B
     mask: torch.Tensor       # (B, T) bool: True where there is a token, False on padding
-    positions: torch.Tensor  # (M,) int64, flat positions b * T + t of the masked tokens
-    labels: torch.Tensor     # (M,) int64
+    positions: torch.Tensor  # (M,) int64, flat positions b * T + t of the masked tokens; 0 behind them
+    labels: torch.Tensor     # (M,) int64; IGNORED behind them
     random_b: torch.Tensor   # (B,) int64: 0 where B is the true next, 1 where it is not
 
     def to(self, device):
@@ -618,7 +619,11 @@ def mask_tokens(tokens, a_length, vocab_size, rng):
 
 
 def collate(examples):
-    """Returns the Batch of a list of examples, as long as the longest, rounded up to eight tokens."""
+    """Returns the Batch of a list of examples, as long as the longest.
+
+    T is rounded up to a multiple of 8 and M to one of 64: a few shapes instead of hundreds, each of
+    which would leave its own holes in the heap (a demo of 600 MB needs 320 so) and its own kernels.
+    """
     longest = -(-max(len(example.tokens) for example in examples) // 8) * 8
     tokens = np.full((len(examples), longest), PAD, np.int64)
     segments, mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
@@ -627,8 +632,11 @@ def collate(examples):
         tokens[b, :end] = example.tokens
         segments[b, example.b_start:end] = 1
         mask[b, :end] = True
-    positions = np.concatenate([b * longest + e.positions for b, e in enumerate(examples)])
-    labels = np.concatenate([example.labels for example in examples])
+    masked = sum(len(example.labels) for example in examples)
+    positions = np.zeros(-(-masked // 64) * 64, np.int64)
+    labels = np.full_like(positions, IGNORED)
+    positions[:masked] = np.concatenate([b * longest + e.positions for b, e in enumerate(examples)])
+    labels[:masked] = np.concatenate([example.labels for example in examples])
     random_b = np.array([example.random_b for example in examples])
     return Batch(*map(torch.from_numpy, (tokens, segments, mask, positions, labels, random_b)))
 

@@ -312,10 +312,10 @@ def read_checkpoint(path):
     """Returns what save_checkpoint wrote, tensors on the CPU; raises Refused if the file is damaged."""
     try:
         with open(path, "rb") as file:
-            size, digest = os.path.getsize(path) - 64, hashlib.sha256()
+            size, digest = max(0, os.path.getsize(path) - 64), hashlib.sha256()
             while part := file.read(min(1 << 24, size - file.tell())):
                 digest.update(part)
-            if size < 0 or file.read() != digest.hexdigest().encode():
+            if file.read() != digest.hexdigest().encode():
                 raise Refused(f"{path} is cut or damaged: its digest does not match")
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -362,9 +362,9 @@ def evaluate(model, folder, phase, micro_batch, world):
     unigrams = torch.from_numpy(data.unigram_losses(folder)).to(world.device)
     for numbers in data.micro_batches(range(1), EVAL_EXAMPLES, micro_batch, world.rank, world.size):
         batch = data.collate([examples[i] for i in numbers]).to(world.device)
-        unigram = unigrams[batch.labels].sum()
-        masked = batch.labels.new_tensor(len(batch.labels))
-        total += torch.stack([part.double() for part in (*model(batch), unigram, masked)])
+        labels = batch.labels[batch.labels != data.IGNORED]
+        parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels), device=world.device)
+        total += torch.stack([part.double() for part in parts])
     model.train()
     world.all_reduce(total)
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = total.tolist()
@@ -530,7 +530,8 @@ def train(args, world):
         # 1. The step's micro-batches, and what all ranks must know before backward
         step_batches = list(itertools.islice(batches, accumulation))
         data_seconds = time.perf_counter() - began
-        masked, tokens, stop = world.sum([sum(len(batch.labels) for batch in step_batches),
+        masked, tokens, stop = world.sum([sum(int((batch.labels != data.IGNORED).sum())
+                                              for batch in step_batches),
                                           sum(int(batch.mask.sum()) for batch in step_batches),
                                           len(stopping)])
 

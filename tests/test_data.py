@@ -365,7 +365,9 @@ def test_collate_says_where_everything_is(shards):
         assert batch.tokens.flatten()[positions].tolist() == e.tokens[e.positions].tolist()
         assert batch.labels[at:at + len(e.positions)].tolist() == e.labels.tolist()
         at += len(e.positions)
-    assert at == len(batch.labels)
+    assert len(batch.labels) == len(batch.positions) and len(batch.labels) % 64 == 0
+    assert 0 <= len(batch.labels) - at < 64
+    assert (batch.labels[at:] == data.IGNORED).all() and not batch.positions[at:].any()
 
 
 def test_documents_of_one_sentence_or_one_long_line_make_true_pairs(tmp_path):

@@ -1,4 +1,5 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
+import dataclasses
 import json
 import os
 import re
@@ -31,6 +32,9 @@ def training(world, argv, sabotage=None):
     """Trains on one rank of several; `sabotage(world)` may patch this process first. Returns what the
     rank's weights add up to, bit for bit."""
     train.EVAL_EXAMPLES = 32
+    recipe = train.RECIPES["demo"]
+    train.RECIPES["demo"] = recipe._replace(phases=[
+        dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe.phases])
     built = []
     build = train.build
     train.build = lambda *args: built.append(build(*args)) or built[0]
@@ -376,7 +380,7 @@ def log_memory(world, path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_does_not_grow(shards, tmp_path):
-    run(shards, tmp_path / "out", tmp_path, "--phase1-steps", 500, "--phase2-steps", 0, "--phase1-batch", 4,
+    run(shards, tmp_path / "out", tmp_path, "--phase1-steps", 500, "--phase2-steps", 0, "--phase1-batch", 16,
         "--workers", 0, "--checkpoint-every", 200, sabotage=(log_memory, tmp_path / "rss"))
     rss = [int(line.split()[1]) for line in (tmp_path / "rss").read_text().splitlines()
            if line.startswith("train")]
