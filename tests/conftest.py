@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import data
+from tests.ranks import start_server
 
 ROOT = Path(__file__).parent.parent
 WORDS = """time year people way day man thing woman life child world school state family student group
@@ -20,6 +21,7 @@ result change morning reason research girl guy moment air teacher force educatio
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    start_server()
 
 
 def pytest_collection_modifyitems(items):

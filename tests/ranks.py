@@ -1,5 +1,6 @@
 """Runs a function on several Gloo ranks: fresh processes (forkserver) that meet in a file."""
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import traceback
@@ -10,7 +11,13 @@ import torch
 import dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "sentencepiece", "tests.ranks"])
+
+
+def start_server():
+    """Starts the process that all ranks are forked from, before a DataLoader starts it with less."""
+    # torch._dynamo is what every optimizer imports when it is first made: a second for each rank
+    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
+    multiprocessing.forkserver.ensure_running()
 
 
 def _main(function, rank, size, store, arguments, local_size):
@@ -27,7 +34,8 @@ def _main(function, rank, size, store, arguments, local_size):
             outcome = RuntimeError(traceback.format_exc())
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)
-    os._exit(0)                       # a rank whose peers are gone can hang in a clean exit
+    if isinstance(outcome, dist.RankLost):
+        os._exit(1)                   # a rank whose peers are gone can hang in a clean exit
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True):
