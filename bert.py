@@ -85,7 +85,7 @@ class Embeddings(nn.Module):
 
 
 class Block(nn.Module):
-    """One encoder layer: attention, then feed-forward, each added to its input and normalised after."""
+    """One encoder layer: attention, then feed-forward, each added to its input, then normalised."""
 
     def __init__(self, config):
         super().__init__()
@@ -147,9 +147,8 @@ class BertForPreTraining(nn.Module):
         return self.nsp(torch.tanh(self.pooler(hidden[:, 0])))
 
     def forward(self, batch):
-        """Returns the Losses of a batch, any object with these fields: tokens, segments, mask (B, T),
-        positions and labels (M,) with flat positions b * T + t, random_b (B,). Labels of -100 do not
-        count.
+        """Returns the Losses of a batch, any object with these fields: tokens, segments, mask
+        (B, T), flat positions b * T + t and labels (M,), where -100 does not count, random_b (B,).
 
         Only the masked positions go through the MLM head: the (B, T, V) logits never exist, which
         is most of what makes small models fast. Cross-entropies are computed in fp32 at least.
@@ -182,9 +181,7 @@ def flops_per_example(config, length, masked):
     return 3 * (config.layers * layer + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
 
 
-# ---------------------------------------------------------------------------------------------
-# Hugging Face folders
-# ---------------------------------------------------------------------------------------------
+# ----- Hugging Face folders -----
 
 # Our module -> theirs, outside the layers and inside of one.
 OUTER = {
@@ -218,7 +215,7 @@ CONFIG = {               # our field -> theirs
 
 
 def huggingface_names(name):
-    """Returns the Hugging Face names that one of our parameters has: one, or three for Q, K and V."""
+    """Returns the Hugging Face names of one of our parameters: one, or three for Q, K and V."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
     module, _, kind = name.rpartition(".")
@@ -262,8 +259,8 @@ def _replace(path, parts):
 
 
 def safetensors(tensors):
-    """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the header's length, the
-    header as JSON, the raw numbers."""
+    """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the header's length,
+    the header as JSON, the raw numbers."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
         size = 4 * tensor.numel()
@@ -303,9 +300,9 @@ def read_weights(folder):
 
 
 def load_huggingface(folder):
-    """Returns a BertForPreTraining (fp32, in training mode) with the weights of a Hugging Face folder.
+    """Returns a BertForPreTraining (fp32, training mode) with the weights of a Hugging Face folder.
 
-    The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel and BertForMaskedLM
+    The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel, BertForMaskedLM
     load too: heads that the file lacks keep their random initialisation, and a line on stderr names
     them. Raises ModelError if the folder is not a BERT or a tensor of the encoder is missing.
     """
@@ -341,16 +338,14 @@ def load_huggingface(folder):
     return model
 
 
-# ---------------------------------------------------------------------------------------------
-# The program: fill in a [MASK]
-# ---------------------------------------------------------------------------------------------
+# ----- The program: fill in a [MASK] -----
 
 CLS, SEP, MASK = 2, 3, 4           # ids of the control symbols, as data.py's tokenizer has them
 STAND_IN = "\ue000"                # a private character in place of [MASK], which no text can spell
 
 
 def encode_with_masks(tokenizer, text):
-    """Returns the token ids [CLS] text [SEP] where each "[MASK]" of the text is one masked token."""
+    """Returns the token ids [CLS] text [SEP], each "[MASK]" of the text one masked token."""
     tokens = [CLS]
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
         before, stand_in, after = piece.partition(STAND_IN)
@@ -396,7 +391,7 @@ def main():
         model = load_huggingface(args.folder)
         path = Path(args.folder) / "tokenizer.model"
         if not path.exists():
-            raise ModelError(f"{path} is missing; copy the one that the model was trained with there")
+            raise ModelError(f"{path} is missing; copy there the one of the model's training")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
         filled = fill_mask(model, tokenizer, args.text)
     except ModelError as error:

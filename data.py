@@ -1,6 +1,6 @@
 """Text -> SentencePiece -> shards on disk -> masked sentence-pair batches.
 
-    python data.py                                                       # this machine's own documentation
+    python data.py                             # this machine's own documentation
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
 Input files are text with one sentence a line and a blank line between documents, plain prose with a
@@ -10,8 +10,8 @@ A folder of shards holds `tokenizer.model`, `manifest.json`, `unigrams.npy` (how
 text has each token) and, for each shard, three flat arrays:
 
     NAME.tokens.npy      uint16 or uint32, every token of the shard, no special symbols
-    NAME.sentences.npy   int64, where each sentence begins in `tokens`; the last entry is their end
-    NAME.documents.npy   int64, where each document begins in `sentences`; the last entry is their end
+    NAME.sentences.npy   int64, where each sentence begins in `tokens`, and their end
+    NAME.documents.npy   int64, where each document begins in `sentences`, and their end
 
 Masks and sentence pairs are made on the fly (BERT, arXiv 1810.04805, section 3.1 and appendix A.2),
 so that both phases, at any length, read the same shards.
@@ -57,9 +57,7 @@ class DataError(ValueError):
     """Input or shards that cannot be used; the message says which file, what and what to do."""
 
 
-# ---------------------------------------------------------------------------------------------
-# Reading: files -> documents, each a list of sentences
-# ---------------------------------------------------------------------------------------------
+# ----- Reading: files -> documents, each a list of sentences -----
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ABBREVIATIONS = frozenset(
@@ -108,7 +106,7 @@ def read_lines(path):
 
 
 def is_prose(blocks):
-    """Returns True if blocks of lines are prose (wrapped lines or paragraphs), not a sentence a line.
+    """Returns True if blocks of lines are prose (wrapped or paragraphs), not a sentence a line.
 
     Prose shows sentence ends inside its lines, or lines broken in mid-sentence: no full stop, and
     the next line goes on in lower case.
@@ -158,9 +156,7 @@ def read_documents(paths, split="auto"):
             yield split_sentences(" ".join(block)) if prose else block
 
 
-# ---------------------------------------------------------------------------------------------
-# The corpus without a download: documentation that is on this machine already
-# ---------------------------------------------------------------------------------------------
+# ----- The corpus without a download: documentation that is on this machine already -----
 
 MARKUP = [(re.compile(pattern), new) for pattern, new in [
     (r":\w+(?::\w+)*:`[~!]?([^`<]*?)(?:\s*<[^>]*>)?`", r"\1"),      # :class:`~torch.Tensor`
@@ -214,12 +210,10 @@ def machine_documentation():
             documents.append(fresh)
     size = sum(len(sentence.encode()) + 1 for document in documents for sentence in document)
     return documents, f"{len(documents):,} documents, {size / 1e6:.1f} MB of Python documentation"
-# ---------------------------------------------------------------------------------------------
-# Preparing: documents -> tokenizer.model, shards, manifest.json
-# ---------------------------------------------------------------------------------------------
+# ----- Preparing: documents -> tokenizer.model, shards, manifest.json -----
 
 def survey(documents):
-    """Returns the corpus's identity, a dict: documents, sentences, bytes and the sha256 of its text.
+    """Returns the corpus's identity, a dict: documents, sentences, bytes, sha256 of its text.
 
     The digest is of sentences and documents, not of files: the same text compressed or in another
     of the formats is the same corpus.
@@ -238,8 +232,8 @@ def train_tokenizer(documents, vocab_size, cased=False):
     The five special symbols are control symbols, ids 0 to 4: no text can spell them. Training sees
     at most a million sentences, drawn at random. Raises DataError if the text is too small.
     """
-    # SentencePiece drops lines above 4,192 bytes without a word, so longer ones are cut. A character
-    # is at most 4 bytes in UTF-8.
+    # SentencePiece drops lines above 4,192 bytes without a word, so longer ones are cut; a
+    # character has at most 4 bytes.
     lines = (sentence[i:i + 1024] for document in documents for sentence in document
              for i in range(0, len(sentence), 1024))
     model = io.BytesIO()
@@ -417,7 +411,7 @@ def write_shards(documents, folder, tokenizer, corpus, shards, held_out):
             np.add.at(unigrams, list(itertools.chain.from_iterable(document)), 1)
     counts = [writer.counts.copy() for writer in [held, *writers]]
     if min(count["documents"] for count in counts) < 2:
-        raise DataError(f"too few documents for {shards} shards: each needs two; set --shards lower")
+        raise DataError(f"too few documents for {shards} shards, two in each; set --shards lower")
     np.save(folder / "unigrams.npy", unigrams)
     files = {"unigrams.npy": file_entry(folder / "unigrams.npy")}
     for writer in [held, *writers]:
@@ -451,9 +445,11 @@ def load_manifest(folder):
 
 def verify(folder, rank=0, size=1):
     """Checks the digests of what rank `rank` of `size` reads: its own shards, the held-out one, the
-    tokenizer and the counts of tokens. Raises DataError that names the first file that is missing, cut or damaged."""
+    tokenizer and the counts of tokens. Raises DataError that names the first file that is missing,
+    cut or damaged."""
     folder, manifest = Path(folder), load_manifest(folder)
-    shards = [s for s in range(manifest["shards"]) if shards_meet(s, manifest["shards"], rank, size)]
+    total = manifest["shards"]
+    shards = [s for s in range(total) if shards_meet(s, total, rank, size)]
     names = ["tokenizer.model", "unigrams.npy"] + [
         f"{shard}.{array}.npy" for shard in [HELD_OUT] + [f"train-{s:05d}" for s in shards]
         for array in ARRAYS]
@@ -482,9 +478,7 @@ def shards_meet(shard, shards, rank, size):
     return (shard - rank) % np.gcd(shards, size) == 0
 
 
-# ---------------------------------------------------------------------------------------------
-# Examples: (seed, phase, i) -> tokens with a sentence pair and masks
-# ---------------------------------------------------------------------------------------------
+# ----- Examples: (seed, phase, i) -> tokens with a sentence pair and masks -----
 
 class Example(NamedTuple):
     """One example: [CLS] A [SEP] B [SEP], its masks applied."""
@@ -500,8 +494,8 @@ class Batch(NamedTuple):
     tokens: torch.Tensor     # (B, T) int64
     segments: torch.Tensor   # (B, T) int64: 0 for A and padding, 1 for B
     mask: torch.Tensor       # (B, T) bool: True where there is a token, False on padding
-    positions: torch.Tensor  # (M,) int64, flat positions b * T + t of the masked tokens; 0 behind them
-    labels: torch.Tensor     # (M,) int64; IGNORED behind them
+    positions: torch.Tensor  # (M,) int64, flat positions b * T + t of masked tokens, then zeros
+    labels: torch.Tensor     # (M,) int64, the tokens that stood there, then IGNORED
     random_b: torch.Tensor   # (B,) int64: 0 where B is the true next, 1 where it is not
 
     def to(self, device):
@@ -568,7 +562,8 @@ class PretrainingData(torch.utils.data.Dataset):
         shard, window = self.window(i)
         document = int(np.searchsorted(shard.windows, window, "right")) - 1
         first, last = (int(edge) for edge in shard.documents[document:document + 2])
-        length = self.body if rng.random() >= SHORT_FRACTION else int(rng.integers(2, self.body + 1))
+        short = rng.random() < SHORT_FRACTION
+        length = int(rng.integers(2, self.body + 1)) if short else self.body
 
         start = segment_start(shard, first + (window - int(shard.windows[document])) * self.body,
                               first, last, self.body)
@@ -579,7 +574,7 @@ class PretrainingData(torch.utils.data.Dataset):
         a, b = shard.tokens[start:cut], shard.tokens[cut:end]
         random_b = int(rng.random() < 0.5)
         if random_b:
-            # A token drawn evenly from all others of the shard, so that B is like A of any document.
+            # A token drawn evenly from all others of the shard: long documents as often as in A
             elsewhere = int(rng.integers(int(shard.documents[-1]) - (last - first)))
             elsewhere += (last - first) if elsewhere >= first else 0
             other = int(np.searchsorted(shard.documents, elsewhere, "right")) - 1
@@ -593,8 +588,8 @@ class PretrainingData(torch.utils.data.Dataset):
 
 def segment_start(shard, token, first, last, length):
     """Returns where a segment of about `length` tokens begins that holds the given token of the
-    document [first, last): at the begin of a sentence where one is near, so that not more than
-    half of the segment lies before the token; early enough to fill the length where that is possible.
+    document [first, last): at the begin of a sentence where one is near, so that not more than half
+    of the segment lies before the token; early enough to fill the length if the document can.
     """
     token = min(token, max(first, last - length))
     sentence = int(shard.sentences[np.searchsorted(shard.sentences, token, "right") - 1])
@@ -604,8 +599,8 @@ def segment_start(shard, token, first, last, length):
 def mask_tokens(tokens, a_length, vocab_size, rng):
     """Masks `tokens` (T,), [CLS] A [SEP] B [SEP], in place; returns (positions, labels), each (m,).
 
-    m is 15 % of the tokens of A and B, rounded up or down at random so that 15 % is the mean, but at
-    least one; special symbols are never chosen.
+    m is 15 % of the tokens of A and B, rounded up or down at random so that 15 % is the mean, but
+    at least one; special symbols are never chosen.
     """
     count = len(tokens) - 3
     m = max(1, int(MASK_FRACTION * count + rng.random()))
@@ -667,9 +662,7 @@ def loader(dataset, batches, workers=1, pin_memory=False):
         pin_memory=pin_memory, multiprocessing_context=context)
 
 
-# ---------------------------------------------------------------------------------------------
-# The program
-# ---------------------------------------------------------------------------------------------
+# ----- The program -----
 
 def describe(manifest):
     """Returns a report on prepared shards, a few lines of text."""
@@ -685,16 +678,18 @@ def describe(manifest):
 
 def main():
     parser = argparse.ArgumentParser(description="Prepare text for BERT pre-training.")
-    parser.add_argument("corpus", nargs="*", help="text or JSON-lines files, also .gz .bz2 .xz; none: this machine's documentation")
-    parser.add_argument("--out", default="shards/docs", help="the folder to write")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="pieces of the vocabulary, the five special symbols among them")
-    parser.add_argument("--shards", type=int, default=8, help="a multiple of the number of ranks lets each node keep only its own")
-    parser.add_argument("--cased", action="store_true", help="keep upper case")
-    parser.add_argument("--split", choices=["auto", "lines", "prose"], default="auto", help="a line is a sentence, or prose to split at sentence ends")
+    add = parser.add_argument
+    add("corpus", nargs="*", help="text or JSON-lines files; none: this machine's documentation")
+    add("--out", default="shards/docs", help="the folder to write")
+    add("--vocab-size", type=int, default=8192, help="pieces, five special symbols among them")
+    add("--shards", type=int, default=8, help="a multiple of the ranks lets each read only its own")
+    add("--cased", action="store_true", help="keep upper case")
+    add("--split", choices=["auto", "lines", "prose"], default="auto", help="what a line is")
     args = parser.parse_args()
     began = time.perf_counter()
     try:
-        manifest = prepare(corpus_reader(args.corpus, args.split), args.out, args.vocab_size, args.shards, args.cased)
+        manifest = prepare(corpus_reader(args.corpus, args.split), args.out, args.vocab_size,
+                           args.shards, args.cased)
     except (DataError, OSError) as error:
         sys.exit(f"data.py: {error}")
     print(describe(manifest))

@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node=2 dist.py          # what your network does with each compressor
 
-A `Reducer` packs gradients into flat fp32 buckets and averages each bucket over the ranks as soon as
-it is complete, in one background lane, so that the network works while backward computes (Li et al.,
-"PyTorch Distributed", arXiv 2006.15704, section 3.2). A compressor decides what crosses the wire.
+A `Reducer` packs gradients into flat fp32 buckets and averages each bucket over the ranks as soon
+as it is complete, in one background lane, so that the network works while backward computes (Li et
+al., "PyTorch Distributed", arXiv 2006.15704, section 3.2). A compressor decides what crosses the
+wire.
 
 This is the only file that imports torch.distributed. With one rank every collective is a no-op.
 """
@@ -27,12 +28,10 @@ class DistError(RuntimeError):
 
 
 class RankLost(DistError):
-    """A rank died, did not answer in time or never came. Leave by os._exit: a clean exit can hang."""
+    """A rank died, did not answer in time or never came. Leave by os._exit: else exit can hang."""
 
 
-# ---------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------
+# ----- Ranks -----
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -138,9 +137,7 @@ def init(timeout=600.0, init_method="env://"):
     return world
 
 
-# ---------------------------------------------------------------------------------------------
-# Compressors: what crosses the wire
-# ---------------------------------------------------------------------------------------------
+# ----- Compressors: what crosses the wire -----
 
 class NoCompression:
     """Sends fp32, by all-reduce. The trivial compressor, and the default."""
@@ -193,17 +190,15 @@ def make_compressor(name, world):
 
 
 def all_reduce_bytes(tensor, size):
-    """Returns the bytes that each of `size` ranks sends when a tensor is all-reduced by a ring: each
-    of the `size` parts goes round once to be summed and once to be spread."""
+    """Returns the bytes that each of `size` ranks sends when a tensor is all-reduced by a ring: of
+    its `size` parts, each goes round once to be summed and once to be spread."""
     return 2 * (size - 1) * tensor.numel() * tensor.element_size() // size
 
 
-# ---------------------------------------------------------------------------------------------
-# The background lane: where buckets are averaged while backward goes on
-# ---------------------------------------------------------------------------------------------
+# ----- The background lane: where buckets are averaged while backward goes on -----
 
 class ThreadLane:
-    """Runs jobs one after another in a thread: Gloo's collectives release the interpreter's lock."""
+    """Runs jobs one after another in a thread; Gloo's collectives let other threads run."""
 
     def __init__(self):
         self.pool = concurrent.futures.ThreadPoolExecutor(1, "reducer")
@@ -247,9 +242,7 @@ class StreamLane:
         self.stream.synchronize()
 
 
-# ---------------------------------------------------------------------------------------------
-# The reducer
-# ---------------------------------------------------------------------------------------------
+# ----- The reducer -----
 
 class Bucket:
     """One flat fp32 tensor, and the names of those of its parameters that are not ready yet."""
@@ -274,7 +267,7 @@ class Reducer:
     a view into a bucket: fp32 parameters find it as `p.grad`; fp16 and bf16 ones have theirs added
     to it and dropped, so that micro-batches add up in fp32. `gradients` maps names to the views,
     `buckets` lists the flat tensors; all is allocated here, once. After `finish`, `bytes_sent` and
-    `wait_seconds` tell what this step cost. The embedding that is tied to the MLM head becomes ready
+    `wait_seconds` tell what this step cost. The embedding that is tied to the MLM head is ready
     last, so its bucket is the one that cannot hide behind backward.
     """
 
@@ -335,7 +328,7 @@ class Reducer:
         finally:
             self.synchronising = True
 
-    # Ready: autograd calls this with the parameter (not the gradient) once its gradient is complete.
+    # Ready: autograd calls this with the parameter (not the gradient) once its gradient is there.
 
     def _ready(self, p):
         name = self.names[p]
@@ -365,12 +358,12 @@ class Reducer:
     def finish(self):
         """Waits until every bucket is averaged; afterwards all ranks hold the same gradients.
 
-        Raises DistError if a parameter took no part in the loss, naming it; RankLost if a rank died.
+        Raises DistError if a parameter took no part in the loss, naming it; RankLost if a rank is.
         """
         unused = [name for bucket in self._buckets for name in bucket.missing]
         if unused:
-            raise DistError("no gradient for " + ", ".join(sorted(unused)) + ": it takes no part in "
-                            "the loss; set requires_grad=False or leave it out of the model")
+            raise DistError(f"no gradient for {', '.join(sorted(unused))}: it takes no part in the "
+                            "loss; set requires_grad=False or leave it out of the model")
         self.wait_seconds = self.lane.wait()
 
     def close(self):
@@ -378,9 +371,7 @@ class Reducer:
         self.lane.close()
 
 
-# ---------------------------------------------------------------------------------------------
-# The program: what this network does
-# ---------------------------------------------------------------------------------------------
+# ----- The program: what this network does -----
 
 def measure(world, name, megabytes, rounds=5):
     """Returns (milliseconds, bytes) that one bucket of fp32 gradients takes to be averaged with a
@@ -400,14 +391,15 @@ def measure(world, name, megabytes, rounds=5):
 
 def main():
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 25, 100], help="sizes of the fp32 gradients, MB")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for a rank")
+    add = parser.add_argument
+    add("--mb", type=float, nargs="+", default=[1, 25, 100], help="sizes of the fp32 gradients")
+    add("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = parser.parse_args()
     try:
         with init(args.timeout) as world:
             if world.rank == 0:
-                print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}. GB/s is of "
-                      "fp32 gradients averaged, whatever crossed the wire.")
+                print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}. GB/s is "
+                      "of fp32 gradients averaged, whatever crossed the wire.")
                 print(f"{'compression':<12}{'MB':>8}{'ms':>10}{'MB sent':>10}{'GB/s':>8}")
             for name in COMPRESSORS:
                 for megabytes in args.mb:

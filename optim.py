@@ -1,7 +1,7 @@
 """LAMB, master weights, fp16 loss scaling, gradient clipping and learning-rate schedules.
 
-An optimizer here is a `torch.optim.Optimizer` over fp32 (or, in tests, fp64) parameters, written with
-`torch._foreach_*`, so that a step is a few kernels over all tensors instead of a loop of small ones.
+An optimizer here is a `torch.optim.Optimizer` over fp32 (in tests, fp64) parameters, written with
+`torch._foreach_*`, so that a step is a few kernels over all tensors, not a loop of small ones.
 """
 import torch
 from torch import nn
@@ -12,21 +12,18 @@ class TrainingStopped(ArithmeticError):
 
 
 def parameter_groups(model, weight_decay):
-    """Returns two groups of the model's parameters for an optimizer: with and without weight decay.
+    """Returns the names of the trainable parameters, [(names, weight_decay), (names, 0)].
 
-    Without decay are biases and the parameters of LayerNorm, recognised by what they are: a
-    parameter that belongs to a LayerNorm, or that has one dimension. Each group is {"names": [...],
-    "params": [...], "weight_decay": ...} in the order of `model.named_parameters()`.
+    Without decay are biases and the parameters of LayerNorm, known by what they are: a parameter
+    of a LayerNorm module, or one with a single dimension.
     """
     of_norms = {id(parameter) for module in model.modules() if isinstance(module, nn.LayerNorm)
                 for parameter in module.parameters()}
-    groups = [{"names": [], "params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+    decayed, free = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[id(parameter) in of_norms or parameter.dim() <= 1]
-            group["names"].append(name)
-            group["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+            (free if id(parameter) in of_norms or parameter.dim() <= 1 else decayed).append(name)
+    return [(decayed, weight_decay), (free, 0.0)]
 
 
 class LAMB(torch.optim.Optimizer):
@@ -169,9 +166,9 @@ class LossScaler:
             if self.scale < self.smallest:
                 broken = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
                 raise TrainingStopped(
-                    f"step {step}: the gradient of {(broken or ['no parameter'])[0]} is not finite, "
-                    f"and the loss scale is at its floor of {2 * self.scale:g}; training stops. Start "
-                    "again from an earlier checkpoint, perhaps with a lower --lr-scale")
+                    f"step {step}: the gradient of {(broken or ['no parameter'])[0]} is not finite "
+                    f"and the loss scale is at its floor of {2 * self.scale:g}; training stops. Go "
+                    "on from an earlier checkpoint, perhaps with a lower --lr-scale")
             return False
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
@@ -188,20 +185,18 @@ class LossScaler:
             state[key] for key in ("scale", "good_steps", "skipped"))
 
 
-# ---------------------------------------------------------------------------------------------
-# Learning rates: functions of the step within a phase (0, 1, ...) and the phase
-# ---------------------------------------------------------------------------------------------
+# ----- Learning rates: functions of the step within a phase (0, 1, ...) and the phase -----
 
 def warmup_polynomial(step, phase):
     """Returns the learning rate: linear warm-up over the share `phase.warmup` of its steps, then
-    lr (1 - x)^power with x the share of all steps done, as NVIDIA's PolyWarmUp has it: at the end of
-    the warm-up the rate drops from lr to lr (1 - warmup)^power."""
+    lr (1 - x)^power with x the share of all steps done, as NVIDIA's PolyWarmUp has it: at the end
+    of the warm-up the rate drops from lr to lr (1 - warmup)^power."""
     x = (step + 1) / (phase.steps + 1)
     return phase.lr * (x / phase.warmup if x < phase.warmup else (1 - x) ** phase.power)
 
 
 def warmup_hold_decay(step, phase):
-    """Returns the learning rate: linear warm-up over the share `phase.warmup` of the steps, constant
+    """Returns the learning rate: linear warm-up over the share `phase.warmup` of steps, constant
     over the share `phase.hold`, then polynomial decay to zero over what is left (LANS, arXiv
     2006.13484, section 3.3, where power is 1)."""
     x = (step + 1) / (phase.steps + 1)

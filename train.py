@@ -3,9 +3,10 @@
     python train.py                                                      # a whole demo, on CPU too
     python train.py --corpus my.txt --out runs/mine                      # the same on your own text
     torchrun --nproc_per_node=8 train.py --data shards/wiki --model large --recipe nvlamb-64k
-    torchrun --nnodes=32 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT train.py ...
+    torchrun --nnodes=32 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
+        train.py --data shards/wiki --model large --recipe nvlamb-64k
 
-The same command again goes on where a run was stopped, bit for bit. Results are in the folder --out.
+The same command again goes on where a run was stopped, bit for bit. Results are in --out.
 """
 import argparse
 import contextlib
@@ -57,8 +58,8 @@ class Recipe(NamedTuple):
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
-        Phase(seq_len=64, global_batch=32, steps=1800, lr=1e-2, warmup=0.05),
-        Phase(seq_len=128, global_batch=32, steps=300, lr=5e-3, warmup=0.1),
+        Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05),
+        Phase(seq_len=128, global_batch=32, steps=250, lr=5e-3, warmup=0.1),
     ]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
@@ -103,35 +104,37 @@ def parse_arguments(argv=None):
     add = parser.add_argument
     # What to train on, and where results go
     add("--data", metavar="DIR", help="prepared shards; default: shards/ and the corpus's name")
-    add("--corpus", nargs="+", metavar="FILE", help="text to prepare if --data is not there yet; default: this machine's documentation")
-    add("--vocab-size", type=int, default=8192, metavar="N", help="pieces of the tokenizer, if the text is yet to be prepared")
+    add("--corpus", nargs="+", metavar="FILE", help="text to prepare; default: documentation")
+    add("--vocab-size", type=int, default=8192, metavar="N", help="pieces, if text is prepared")
     add("--out", metavar="DIR", help="results; default: runs/ and the recipe's name")
     # What to train
     add("--model", default="tiny", choices=bert.PRESETS, help="size of the model")
-    add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates of the phases")
+    add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates")
     add("--optimizer", choices=OPTIMIZERS, help="default: the recipe's")
-    add("--dropout", type=float, metavar="P", help="of hidden states and attention weights; default: the recipe's")
-    add("--seed", type=int, default=0, metavar="N", help="of the weights, the data's order, masks and dropout")
+    add("--dropout", type=float, metavar="P", help="default: the recipe's")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, data order, masks, dropout")
     # How the recipe is bent
     add("--lr-scale", type=float, default=1.0, metavar="X", help="multiplies all learning rates")
-    add("--phase1-steps", type=int, metavar="N", help="default: the recipe's; 0 leaves the phase out")
+    add("--phase1-steps", type=int, metavar="N", help="default: the recipe's; 0 leaves it out")
     add("--phase2-steps", type=int, metavar="N", help="likewise for phase 2")
     add("--phase1-batch", type=int, metavar="N", help="global batch; default: the recipe's")
     add("--phase2-batch", type=int, metavar="N", help="likewise for phase 2")
-    add("--max-steps", type=int, metavar="N", help="stop after this many steps; the schedule stays the same")
+    add("--max-steps", type=int, metavar="N", help="stop here; the schedule stays the same")
     # How the machine does it
-    add("--precision", default="auto", choices=["auto", *PRECISIONS], help="of weights and arithmetic; the optimizer has fp32 masters")
-    add("--micro-batch", type=int, nargs="+", metavar="N", help="examples a rank at a time, one number or one a phase; default: about 8,192 tokens")
+    add("--precision", default="auto", choices=["auto", *PRECISIONS], help="masters are fp32")
+    add("--micro-batch", type=int, nargs="+", metavar="N", help="examples a rank at a time, one "
+        "number or one a phase; default: about 8,192 tokens, 32,768 on a GPU")
     add("--compression", default="none", choices=dist.COMPRESSORS, help="what crosses the wire")
-    add("--bucket-mb", type=float, default=4.0, metavar="N", help="MB of fp32 gradients sent at a time")
+    add("--bucket-mb", type=float, default=4.0, metavar="N", help="gradients sent at a time")
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
-    add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples; 0: none beside the rank")
-    add("--timeout", type=float, default=600, metavar="S", help="seconds until a silent rank counts as dead")
-    # What is written when
-    add("--eval-every", type=int, default=300, metavar="N", help="steps; each phase ends with an evaluation in any case")
-    add("--checkpoint-every", type=int, default=300, metavar="N", help="steps; each phase ends with a checkpoint in any case")
-    add("--log-every", type=int, default=50, metavar="N", help="steps between lines of the log; metrics.jsonl has every step")
-    add("--resume", default="auto", metavar="auto|never|PATH", help="the newest checkpoint in --out, none, or this one")
+    add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for a rank")
+    # What is written when; each phase ends with an evaluation and a checkpoint in any case
+    add("--eval-every", type=int, default=300, metavar="N", help="steps between evaluations")
+    add("--checkpoint-every", type=int, default=300, metavar="N", help="steps between checkpoints")
+    add("--log-every", type=int, default=50, metavar="N", help="steps between lines of the log")
+    add("--resume", default="auto", metavar="auto|never|PATH", help="the newest checkpoint "
+        "in --out, none (those in --out are removed), or this one")
     args = parser.parse_args(argv)
     for name in ("log_every", "eval_every", "checkpoint_every"):
         if getattr(args, name) < 1:
@@ -139,9 +142,7 @@ def parse_arguments(argv=None):
     return args
 
 
-# ---------------------------------------------------------------------------------------------
-# The plan: phases, batches, precision
-# ---------------------------------------------------------------------------------------------
+# ----- The plan: phases, batches, precision -----
 
 def plan_phases(args):
     """Returns the recipe's phases, bent as the flags say; a phase without steps is left out."""
@@ -188,8 +189,8 @@ def micro_batch_of(phase, number, given, size, device):
 
 
 def choose_precision(name, device):
-    """Returns the name of the precision for "auto": bf16 where the hardware multiplies it; else fp16
-    on a GPU and fp32 on a CPU."""
+    """Returns the precision's name; for "auto" bf16 where the hardware multiplies it, else fp16 on
+    a GPU and fp32 on a CPU."""
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -212,9 +213,7 @@ def measure_peak(dtype, device):
     return 2 * n ** 3 / best
 
 
-# ---------------------------------------------------------------------------------------------
-# The log
-# ---------------------------------------------------------------------------------------------
+# ----- The log -----
 
 class Log:
     """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but 0."""
@@ -239,7 +238,7 @@ class Log:
                 file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def read(self):
-        """Returns all lines of metrics.jsonl, a list of dicts; a half-written last one is left out."""
+        """Returns the lines of metrics.jsonl, a list of dicts, without a half-written last one."""
         path, lines = self.folder / "metrics.jsonl", []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):
@@ -247,26 +246,23 @@ class Log:
         return lines
 
     def rewind(self, step):
-        """Drops what metrics.jsonl says of steps behind `step`: a resumed run does them again."""
-        if self.active:
-            kept = [line for line in self.read() if line.get("step", 0) <= step]
-            temporary = self.folder / "metrics.jsonl.tmp"
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, self.folder / "metrics.jsonl")
+        """Drops what metrics.jsonl says of steps behind `step`: they are done again."""
+        kept = [line for line in self.read() if step and line.get("step", 0) <= step]
+        temporary = self.folder / "metrics.jsonl.tmp"
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.folder / "metrics.jsonl")
 
 
 def git_commit():
     """Returns the commit that this file is of, "-dirty" behind it if it was changed; or None."""
     try:
-        return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
-                              cwd=Path(__file__).parent, check=True).stdout.strip()
+        return subprocess.run(["git", "describe", "--always", "--dirty"], check=True, text=True,
+                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints: one file each, its digest behind it
-# ---------------------------------------------------------------------------------------------
+# ----- Checkpoints: one file each, its digest behind it -----
 
 class HashingFile:
     """A file to write to that computes the SHA-256 of all that went by."""
@@ -309,7 +305,7 @@ def save_checkpoint(path, state, keep):
 
 
 def read_checkpoint(path):
-    """Returns what save_checkpoint wrote, tensors on the CPU; raises Refused if the file is damaged."""
+    """Returns what save_checkpoint wrote, on the CPU; raises Refused if the file is damaged."""
     try:
         with open(path, "rb") as file:
             size, digest = max(0, os.path.getsize(path) - 64), hashlib.sha256()
@@ -343,9 +339,16 @@ def find_checkpoint(folder, resume, say):
     return None
 
 
-# ---------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------
+def forget_behind(step, folder, log):
+    """Removes checkpoints and metrics of steps behind `step`, from where the run goes on: they are
+    done again, and a checkpoint left from before would look like the newest."""
+    for path in folder.glob("step-*.pt"):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()
+    log.rewind(step)
+
+
+# ----- Evaluation -----
 
 @torch.no_grad()
 def evaluate(model, folder, phase, micro_batch, world):
@@ -363,7 +366,7 @@ def evaluate(model, folder, phase, micro_batch, world):
     for numbers in data.micro_batches(range(1), EVAL_EXAMPLES, micro_batch, world.rank, world.size):
         batch = data.collate([examples[i] for i in numbers]).to(world.device)
         labels = batch.labels[batch.labels != data.IGNORED]
-        parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels), device=world.device)
+        parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels)).to(world.device)
         total += torch.stack([part.double() for part in parts])
     model.train()
     world.all_reduce(total)
@@ -382,36 +385,29 @@ def describe(result):
             f"NSP accuracy {result['nsp_accuracy']:.1%} +- {result['nsp_error']:.1%}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
+# ----- Training -----
 
 def prepare_data(args, world):
-    """Returns (folder, manifest) of the shards, made first if they are not there; raises
-    data.DataError on all ranks if one of them misses what it needs."""
+    """Returns (folder, manifest) of the shards, made by each node's first rank if they are not yet
+    there, then checked; raises Refused on all ranks, with the words of the one that has a problem.
+    """
     name = Path(args.corpus[0]).name.split(".")[0] if args.corpus else "docs"
     folder = Path(args.data or f"shards/{name}")
-    problem = None
-    try:
-        missing = not (folder / "manifest.json").exists()
+    missing = not (folder / "manifest.json").exists()
+
+    def make():
         if world.local_rank == 0 and (args.corpus or (missing and not args.data)):
             data.prepare(data.corpus_reader(args.corpus), folder, args.vocab_size)
-    except (data.DataError, OSError) as error:
-        problem = str(error)
-    refuse_together(problem, world)
-    try:
-        data.verify(folder, world.rank, world.size)
-    except (data.DataError, OSError) as error:
-        problem = str(error)
-    refuse_together(problem, world)
+
+    for job in (make, lambda: data.verify(folder, world.rank, world.size)):
+        problem = None
+        try:
+            job()
+        except (data.DataError, OSError) as error:
+            problem = str(error)
+        for problem in filter(None, world.gather(problem)):
+            raise Refused(problem)
     return folder, data.load_manifest(folder)
-
-
-def refuse_together(problem, world):
-    """Raises Refused on every rank if one of them has a problem (str), with the first one's words."""
-    problems = list(filter(None, world.gather(problem)))
-    if problems:
-        raise Refused(problems[0])
 
 
 def seed_dropout(*numbers):
@@ -451,9 +447,10 @@ def settle(args, world):
     config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=dropout)
     precision = choose_precision(args.precision, world.device)
     optimizer = args.optimizer or recipe.optimizer
-    run = {"optimizer": optimizer, "betas": list(recipe.betas), "precision": precision, "compression": args.compression,
-           "seed": args.seed, "corpus": manifest["corpus"]["sha256"][:16],
-           "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16], "shards": manifest["shards"],
+    run = {"optimizer": optimizer, "betas": list(recipe.betas), "seed": args.seed,
+           "precision": precision, "compression": args.compression, "shards": manifest["shards"],
+           "corpus": manifest["corpus"]["sha256"][:16],
+           "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16],
            **{f"model.{key}": value for key, value in dataclasses.asdict(config).items()}}
     for number, phase in enumerate(phases, 1):
         run |= {f"phase{number}.{key}": getattr(value, "__name__", value)
@@ -467,15 +464,19 @@ def settle(args, world):
 def build(plan, args, world):
     """Returns (model, reducer, masters, optimizer, scaler), as they are before the first step."""
     torch.manual_seed(args.seed)
-    model = bert.BertForPreTraining(plan.config).to(world.device, PRECISIONS[plan.precision])
+    model = bert.BertForPreTraining(plan.config)
+    # Begin at the token frequencies: the first loss is the unigram entropy, not log V. In the demo it
+    # saves some 300 steps. Rows that only pad the vocabulary are as unlikely as the rarest token.
+    rarity = torch.from_numpy(data.unigram_losses(plan.shards)).float()
+    model.mlm_bias.data.fill_(-rarity.max())[:len(rarity)] = -rarity
+    model.to(world.device, PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, args.bucket_mb, args.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]
-    optimizer = OPTIMIZERS[plan.optimizer](
-        [{"params": [masters[name] for name in group["names"]], "weight_decay": group["weight_decay"]}
-         for group in optim.parameter_groups(model, WEIGHT_DECAY)],
-        betas=RECIPES[args.recipe].betas)
+    groups = [{"params": [masters[name] for name in names], "weight_decay": decay}
+              for names, decay in optim.parameter_groups(model, WEIGHT_DECAY)]
+    optimizer = OPTIMIZERS[plan.optimizer](groups, betas=RECIPES[args.recipe].betas)
     scaled = "fp16" in (plan.precision, args.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(initial=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
@@ -502,7 +503,8 @@ def train(args, world):
         optim.copy_to_model(masters, model)
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
-    log.rewind(step)
+    if log.active:
+        forget_behind(step, checkpoints, log)
     introduce(plan, args, world, log, model, step)
     peak = measure_peak(PRECISIONS[plan.precision], world.device)
     forward = torch.compile(model, dynamic=True) if args.compile else model
@@ -516,13 +518,13 @@ def train(args, world):
     while step < stop_at:
         number, phase, local = phase_at(plan.phases, step)
         if batches is None or local == 0:
-            micro = plan.micro_batches[number]
+            micro, batch_size = plan.micro_batches[number], phase.global_batch
             batches = iter(data.loader(
                 data.PretrainingData(plan.shards, phase.seq_len, number, args.seed),
-                data.micro_batches(range(local, phase.steps), phase.global_batch, micro,
+                data.micro_batches(range(local, phase.steps), batch_size, micro,
                                    world.rank, world.size),
                 args.workers, pin_memory=world.device.type == "cuda"))
-            accumulation = phase.global_batch // (micro * world.size)
+            accumulation = batch_size // (micro * world.size)
             bar = tqdm(desc=f"phase {number + 1}", total=phase.steps, initial=local, unit="step",
                        disable=None if log.active else True, dynamic_ncols=True)
         began = time.perf_counter()
@@ -530,10 +532,9 @@ def train(args, world):
         # 1. The step's micro-batches, and what all ranks must know before backward
         step_batches = list(itertools.islice(batches, accumulation))
         data_seconds = time.perf_counter() - began
-        masked, tokens, stop = world.sum([sum(int((batch.labels != data.IGNORED).sum())
-                                              for batch in step_batches),
-                                          sum(int(batch.mask.sum()) for batch in step_batches),
-                                          len(stopping)])
+        masked, tokens, stop = world.sum([
+            sum(int((batch.labels != data.IGNORED).sum()) for batch in step_batches),
+            sum(int(batch.mask.sum()) for batch in step_batches), len(stopping)])
 
         # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
         reducer.zero_grad()
@@ -543,7 +544,7 @@ def train(args, world):
             seed_dropout(args.seed, step, k, world.rank)
             with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
                 losses = forward(batch.to(world.device))
-                loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
+                loss = losses.mlm_sum / masked + losses.nsp_sum / batch_size
                 (loss * world.size * scale).backward()       # averaging over ranks divides by size
             total += torch.stack([part.detach().double() for part in losses])
         reducer.finish()
@@ -561,35 +562,35 @@ def train(args, world):
             optim.copy_to_model(masters, model)
 
         # 4. Log, evaluate, checkpoint
-        step, examples = step + 1, examples + phase.global_batch
+        step, examples = step + 1, examples + batch_size
         duration = time.perf_counter() - began
         seconds += duration
-        mlm_loss, nsp_loss = sums[0] / masked, sums[1] / phase.global_batch
-        flops = phase.global_batch * bert.flops_per_example(
-            plan.config, tokens / phase.global_batch, masked / phase.global_batch)
+        mlm_loss, nsp_loss, mlm_accuracy = sums[0] / masked, sums[1] / batch_size, sums[2] / masked
+        rate = batch_size / duration
+        flops = rate * bert.flops_per_example(plan.config, tokens / batch_size, masked / batch_size)
         log.metric("train", step=step, phase=number + 1, seq_len=phase.seq_len,
                    loss=mlm_loss + nsp_loss, mlm_loss=mlm_loss, nsp_loss=nsp_loss,
-                   mlm_accuracy=sums[2] / masked, nsp_accuracy=sums[3] / phase.global_batch, lr=lr,
+                   mlm_accuracy=mlm_accuracy, nsp_accuracy=sums[3] / batch_size, lr=lr,
                    grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
-                   examples=examples, seconds=seconds, examples_per_second=phase.global_batch / duration,
-                   mfu=flops / duration / peak / world.size, bytes_sent=reducer.bytes_sent,
+                   examples=examples, seconds=seconds, examples_per_second=rate,
+                   mfu=flops / peak / world.size, bytes_sent=reducer.bytes_sent,
                    wait_seconds=reducer.wait_seconds, data_seconds=data_seconds)
-        bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {sums[2] / masked:.1%} "
-                            f"lr {lr:.1e} scale {scale:g} {phase.global_batch / duration:.0f} ex/s")
+        bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
+                            f"lr {lr:.1e} scale {scale:g} {rate:.0f} examples/s")
         bar.update()
         phase_ends, ends = local + 1 == phase.steps, step == stop_at or stop > 0
         if step % args.log_every == 0 or phase_ends:
-            log.say(f"step {step:>6}/{last}  phase {number + 1}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}"
-                    f"  lr {lr:.2e}  norm {norm / scale:6.2f}  scale {scale:g}"
-                    f"  {phase.global_batch / duration:6.0f} examples/s")
+            log.say(f"step {step:>6}/{last}  phase {number + 1}  mlm {mlm_loss:6.3f}  "
+                    f"nsp {nsp_loss:.3f}  lr {lr:.2e}  norm {norm / scale:6.2f}  scale {scale:g}  "
+                    f"{rate:6.0f} examples/s")
         if step % args.eval_every == 0 or phase_ends:
             result = evaluate(model, plan.shards, phase, micro, world)
             log.metric("eval", step=step, phase=number + 1, **result)
             log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
         if step % args.checkpoint_every == 0 or phase_ends or ends:
             if not math.isfinite(float(optim.global_norm(list(masters.values())))):
-                raise optim.TrainingStopped(f"step {step}: the weights are not finite; no checkpoint "
-                                            "is saved of them")
+                raise optim.TrainingStopped(f"step {step}: the weights are not finite; no "
+                                            "checkpoint is saved of them")
             if log.active:
                 checkpoint({"run": plan.run, "step": step, "examples": examples, "seconds": seconds,
                             "weights": masters, "optimizer": optimizer.state_dict(),
@@ -609,14 +610,15 @@ def train(args, world):
 
 
 def checkpoint(state, folder, phases, log):
-    """Saves a step's state in the folder and keeps the newest two and the last of each phase; a full
-    disk is a warning, since the older checkpoints are whole and training can go on."""
+    """Saves a step's state in the folder and keeps the newest two and the last of each phase; a
+    full disk is a warning, since the older checkpoints are whole and training can go on."""
     ends = itertools.accumulate(phase.steps for phase in phases)
     try:
         save_checkpoint(folder / f"step-{state['step']:06d}.pt", state,
                         keep=[folder / f"step-{end:06d}.pt" for end in ends])
     except OSError as error:
-        log.say(f"warning: no checkpoint of step {state['step']}: {error.strerror}; training goes on")
+        log.say(f"warning: no checkpoint of step {state['step']}: {error.strerror}; training "
+                "goes on")
 
 
 def introduce(plan, args, world, log, model, step):
@@ -629,8 +631,8 @@ def introduce(plan, args, world, log, model, step):
                    device=str(world.device), threads=torch.get_num_threads(), parameters=parameters)
     log.say(f"model {args.model}: {plan.config.layers} layers x {plan.config.width}, "
             f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}")
-    log.say(f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, {plan.precision}, "
-            f"optimizer {plan.optimizer}, compression {args.compression}")
+    log.say(f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
+            f"{plan.precision}, optimizer {plan.optimizer}, compression {args.compression}")
     for number, (phase, micro) in enumerate(zip(plan.phases, plan.micro_batches), 1):
         log.say(f"phase {number}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
                 f"{phase.seq_len} tokens = {world.size} rank(s) x micro-batch {micro} x "
@@ -640,7 +642,7 @@ def introduce(plan, args, world, log, model, step):
 
 
 def report(plan, args, log, model, step, last):
-    """Says what came out: the last evaluation of each phase and, for the demo, sentences filled in."""
+    """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
     results = {line["phase"]: line for line in log.read() if line["kind"] == "eval"}
     log.say()
     log.say(f"{'phase':<7}{'length':>7}{'steps':>8}{'MLM loss':>10}{'unigram':>9}{'MLM acc':>9}"
@@ -650,7 +652,8 @@ def report(plan, args, log, model, step, last):
                 f"{result['mlm_loss']:>10.3f}{result['unigram_entropy']:>9.3f}"
                 f"{result['mlm_accuracy']:>9.1%}{result['nsp_accuracy']:>10.1%} +- "
                 f"{result['nsp_error']:.1%}")
-    log.say("Held-out documents. `unigram` is the loss of a guess by frequency alone, the line to beat.")
+    log.say("Held-out documents. `unigram` is the MLM loss of guessing by frequency alone, the "
+            "line to beat.")
     if not args.corpus and not args.data:
         tokenizer = data.load_tokenizer(plan.shards / "tokenizer.model")
         cpu = bert.load_huggingface(plan.out / "model")
@@ -658,8 +661,9 @@ def report(plan, args, log, model, step, last):
             guesses = bert.fill_mask(cpu, tokenizer, sentence, 3)[0]
             log.say(f"\n{sentence}\n    " + ", ".join(
                 f"{piece.replace('▁', '')} {probability:.0%}" for piece, probability in guesses))
-    log.say(f"\n{'Done' if step == last else 'Stopped'} after step {step} of {last}. Fill in your own:"
-            f'\n    python bert.py {plan.out}/model "Returns the [MASK] of the list."')
+    log.say(f"\n{'Done' if step == last else 'Stopped'} after step {step} of {last}. "
+            "Fill in your own:\n    "
+            f'python bert.py {plan.out}/model "Returns the [MASK] of the list."')
 
 
 def main():

@@ -78,20 +78,20 @@ def test_lamb_at_ratio_one_is_adamw(monkeypatch):
 
 def test_groups_put_every_bias_and_layer_norm_without_decay():
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
-    decayed, free = optim.parameter_groups(model, 0.01)
-    assert decayed["weight_decay"] == 0.01 and free["weight_decay"] == 0
+    (decayed, decay), (free, none) = optim.parameter_groups(model, 0.01)
+    assert decay == 0.01 and none == 0
     names = [name for name, _ in model.named_parameters()]
-    assert sorted(decayed["names"] + free["names"]) == sorted(names)
+    assert sorted(decayed + free) == sorted(names)
     matrices = [n for n, p in model.named_parameters() if p.dim() == 2]
-    assert sorted(decayed["names"]) == sorted(matrices)
+    assert sorted(decayed) == sorted(matrices)
     # 2 layers x (4 biases of Linear, 2 LayerNorm) + embeddings' norm, pooler, nsp, transform, its norm, output
-    assert len(free["names"]) == 2 * (4 + 4) + 2 + 1 + 1 + 1 + 2 + 1
+    assert len(free) == 2 * (4 + 4) + 2 + 1 + 1 + 1 + 2 + 1
 
 
 def test_group_of_a_layer_norm_with_a_matrix_of_weights():
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm((2, 3)))
-    decayed, free = optim.parameter_groups(model, 0.01)
-    assert decayed["names"] == ["0.weight"] and set(free["names"]) == {"0.bias", "1.weight", "1.bias"}
+    (decayed, _), (free, _) = optim.parameter_groups(model, 0.01)
+    assert decayed == ["0.weight"] and set(free) == {"0.bias", "1.weight", "1.bias"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
