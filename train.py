@@ -59,7 +59,7 @@ RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
         Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=5e-3, warmup=0.1),
+        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1),
     ]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
@@ -84,9 +84,9 @@ WEIGHT_DECAY = 0.01
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
 DEMO_SENTENCES = [           # for the model that read this machine's documentation
-    "Returns a new [MASK] with the same shape and type as the input.",
-    "If the [MASK] is not found, an exception is raised.",
-    "The default [MASK] is None.",
+    "This function can [MASK] used to create a new file.",
+    "If [MASK] is None, the default value is used.",
+    "The result is a list [MASK] strings.",
 ]
 
 
