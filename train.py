@@ -405,8 +405,8 @@ def prepare_data(args, world):
             job()
         except (data.DataError, OSError) as error:
             problem = str(error)
-        for problem in filter(None, world.gather(problem)):
-            raise Refused(problem)
+        if problems := [words for words in world.gather(problem) if words]:
+            raise Refused(problems[0])
     return folder, data.load_manifest(folder)
 
 

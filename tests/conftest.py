@@ -1,4 +1,5 @@
-"""What several test files share: a small corpus, its shards, and programs run as a user runs them."""
+"""What several test files share: a small corpus, its shards, programs run as a user runs them."""
+
 import random
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import data
 from tests.ranks import start_server
 
 ROOT = Path(__file__).parent.parent
-WORDS = """time year people way day man thing woman life child world school state family student group
-country problem hand part place case week company system program question work government number night
-point home water room mother area money story fact month lot right study book eye job word business
-issue side kind head house service friend father power hour game line end member law car city name
-team minute idea kid body back parent face level office door health person art war history party
-result change morning reason research girl guy moment air teacher force education""".split()
+WORDS = """
+time year people way day man thing woman life child world school state family student group
+country problem hand part place case week company system program question work government number
+night point home water room mother area money story fact month lot right study book eye job word
+business issue side kind head house service friend father power hour game line end member law car
+city name team minute idea kid body back parent face level office door health person art war
+history party result change morning reason research girl guy moment air teacher force education
+""".split()
 
 
 def pytest_configure(config):
@@ -31,13 +34,19 @@ def pytest_collection_modifyitems(items):
 
 
 def make_documents(count=400, seed=0):
-    """Returns documents of made-up sentences; words of one document come from a small set of its own."""
+    """Returns documents of made-up sentences; each document has a small set of words of its own."""
     rng = random.Random(seed)
     documents = []
     for _ in range(count):
-        topic = [first + second for first, second in zip(rng.sample(WORDS, 30), rng.choices(WORDS, k=30))]
-        documents.append([" ".join(rng.choices(topic, k=rng.randint(4, 14))).capitalize() + "."
-                          for _ in range(rng.randint(1, 12))])
+        topic = [
+            first + second for first, second in zip(rng.sample(WORDS, 30), rng.choices(WORDS, k=30))
+        ]
+        documents.append(
+            [
+                " ".join(rng.choices(topic, k=rng.randint(4, 14))).capitalize() + "."
+                for _ in range(rng.randint(1, 12))
+            ]
+        )
     return documents
 
 
@@ -57,7 +66,15 @@ def shards(documents, tmp_path_factory):
 @pytest.fixture
 def program():
     """Runs one of the five files as a user would; returns the completed process."""
+
     def run(*arguments, **options):
-        return subprocess.run([sys.executable, *map(str, arguments)], cwd=options.pop("cwd", ROOT),
-                              capture_output=True, text=True, timeout=240, **options)
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=options.pop("cwd", ROOT),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            **options,
+        )
+
     return run

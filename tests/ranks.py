@@ -1,4 +1,5 @@
 """Runs a function on several Gloo ranks: fresh processes (forkserver) that meet in a file."""
+
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -14,7 +15,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_server():
-    """Starts the process that all ranks are forked from, before a DataLoader starts it with less."""
+    """Starts the server that ranks are forked from, before a DataLoader starts it with less."""
     # torch._dynamo is what every optimizer imports when it is first made: a second for each rank
     CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
     multiprocessing.forkserver.ensure_running()
@@ -22,8 +23,13 @@ def start_server():
 
 def _main(function, rank, size, store, arguments, local_size):
     local_size = local_size or size
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank % local_size),
-                      LOCAL_WORLD_SIZE=str(local_size), GROUP_RANK=str(rank // local_size))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank % local_size),
+        LOCAL_WORLD_SIZE=str(local_size),
+        GROUP_RANK=str(rank // local_size),
+    )
     torch.set_num_threads(1)
     try:
         with dist.init(60, f"file://{store}") as world:
@@ -35,7 +41,7 @@ def _main(function, rank, size, store, arguments, local_size):
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)
     if isinstance(outcome, dist.RankLost):
-        os._exit(1)                   # a rank whose peers are gone can hang in a clean exit
+        os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True):
@@ -45,8 +51,10 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True)
     the outcome of a rank that was killed.
     """
     store = tmp_path / f"store-{uuid.uuid4().hex}"
-    ranks = [CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size))
-             for rank in range(size)]
+    ranks = [
+        CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size))
+        for rank in range(size)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:

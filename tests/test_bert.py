@@ -1,4 +1,5 @@
 """bert.py against transformers and torch's own encoder layer, and through its file formats."""
+
 import json
 from types import SimpleNamespace
 
@@ -33,9 +34,14 @@ def make_batch(seed=0, B=3, T=16):
         mask[b, end:] = False
         segments[b, begin:end] = 1
     positions = torch.tensor([b * T + t for b in range(B) for t in (1, 3)])
-    return SimpleNamespace(tokens=tokens * mask, segments=segments, mask=mask, positions=positions,
-                           labels=torch.randint(5, 192, (len(positions),), generator=generator),
-                           random_b=torch.tensor([0, 1, 1])[:B])
+    return SimpleNamespace(
+        tokens=tokens * mask,
+        segments=segments,
+        mask=mask,
+        positions=positions,
+        labels=torch.randint(5, 192, (len(positions),), generator=generator),
+        random_b=torch.tensor([0, 1, 1])[:B],
+    )
 
 
 def huggingface_model(folder, dtype):
@@ -62,9 +68,13 @@ def test_losses_and_gradients_are_transformers(saved):
     (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / 3).backward()
     labels = torch.full_like(batch.tokens, -100).flatten()
     labels[batch.positions] = batch.labels
-    output = theirs.eval()(input_ids=batch.tokens, token_type_ids=batch.segments,
-                           attention_mask=batch.mask.long(), labels=labels.view_as(batch.tokens),
-                           next_sentence_label=batch.random_b)
+    output = theirs.eval()(
+        input_ids=batch.tokens,
+        token_type_ids=batch.segments,
+        attention_mask=batch.mask.long(),
+        labels=labels.view_as(batch.tokens),
+        next_sentence_label=batch.random_b,
+    )
     output.loss.backward()
     mlm = F.cross_entropy(output.prediction_logits.flatten(0, 1), labels, ignore_index=-100)
     nsp = F.cross_entropy(output.seq_relationship_logits, batch.random_b)
@@ -81,7 +91,9 @@ def test_saved_model_gives_the_same_logits_in_transformers(saved):
     transformers, theirs = huggingface_model(folder, torch.float32)
     batch = make_batch()
     hidden = model.eval().encode(batch.tokens, batch.segments, batch.mask)
-    inputs = dict(input_ids=batch.tokens, token_type_ids=batch.segments, attention_mask=batch.mask.long())
+    inputs = dict(
+        input_ids=batch.tokens, token_type_ids=batch.segments, attention_mask=batch.mask.long()
+    )
     masked_lm = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
     for logits in (theirs.eval()(**inputs).prediction_logits, masked_lm(**inputs).logits):
         ours = model.mlm_logits(hidden)
@@ -98,14 +110,32 @@ def test_a_block_is_torchs_encoder_layer():
     torch.manual_seed(0)
     block = make_model(torch.float64).blocks[0]
     layer = torch.nn.TransformerEncoderLayer(
-        CONFIG.width, CONFIG.heads, CONFIG.feed_forward, dropout=0.0, activation="gelu",
-        layer_norm_eps=1e-12, batch_first=True, norm_first=False, dtype=torch.float64)
-    pairs = {"qkv": layer.self_attn.in_proj_weight, "attention_out": layer.self_attn.out_proj.weight,
-             "up": layer.linear1.weight, "down": layer.linear2.weight,
-             "attention_norm": layer.norm1.weight, "norm": layer.norm2.weight}
-    biases = {"qkv": layer.self_attn.in_proj_bias, "attention_out": layer.self_attn.out_proj.bias,
-              "up": layer.linear1.bias, "down": layer.linear2.bias,
-              "attention_norm": layer.norm1.bias, "norm": layer.norm2.bias}
+        CONFIG.width,
+        CONFIG.heads,
+        CONFIG.feed_forward,
+        dropout=0.0,
+        activation="gelu",
+        layer_norm_eps=1e-12,
+        batch_first=True,
+        norm_first=False,
+        dtype=torch.float64,
+    )
+    pairs = {
+        "qkv": layer.self_attn.in_proj_weight,
+        "attention_out": layer.self_attn.out_proj.weight,
+        "up": layer.linear1.weight,
+        "down": layer.linear2.weight,
+        "attention_norm": layer.norm1.weight,
+        "norm": layer.norm2.weight,
+    }
+    biases = {
+        "qkv": layer.self_attn.in_proj_bias,
+        "attention_out": layer.self_attn.out_proj.bias,
+        "up": layer.linear1.bias,
+        "down": layer.linear2.bias,
+        "attention_norm": layer.norm1.bias,
+        "norm": layer.norm2.bias,
+    }
     with torch.no_grad():
         for name in pairs:
             pairs[name].copy_(getattr(block, name).weight)
@@ -138,12 +168,21 @@ def test_sums_do_not_depend_on_padding_or_on_how_a_batch_is_cut():
     for name in ("tokens", "segments", "mask"):
         setattr(long, name, F.pad(getattr(batch, name), (0, 8)))
     long.positions = F.pad(batch.positions // 16 * 24 + batch.positions % 16, (0, 5))
-    long.labels = F.pad(batch.labels, (0, 5), value=-100)            # rows that do not count
+    long.labels = F.pad(batch.labels, (0, 5), value=-100)  # rows that do not count
     torch.testing.assert_close(model(long), whole, rtol=1e-12, atol=0)
-    parts = [model(SimpleNamespace(
-        tokens=batch.tokens[b:b + 1], segments=batch.segments[b:b + 1], mask=batch.mask[b:b + 1],
-        positions=batch.positions[2 * b:2 * b + 2] - 16 * b, labels=batch.labels[2 * b:2 * b + 2],
-        random_b=batch.random_b[b:b + 1])) for b in range(3)]
+    parts = [
+        model(
+            SimpleNamespace(
+                tokens=batch.tokens[b : b + 1],
+                segments=batch.segments[b : b + 1],
+                mask=batch.mask[b : b + 1],
+                positions=batch.positions[2 * b : 2 * b + 2] - 16 * b,
+                labels=batch.labels[2 * b : 2 * b + 2],
+                random_b=batch.random_b[b : b + 1],
+            )
+        )
+        for b in range(3)
+    ]
     for part, total in zip(zip(*parts), whole):
         torch.testing.assert_close(sum(part), total, rtol=1e-12, atol=0)
 
@@ -157,9 +196,12 @@ def test_flops_are_those_that_torch_counts():
         (losses.mlm_sum + losses.nsp_sum).backward()
     ours = 2 * bert.flops_per_example(config, 16, 2)
     attention = 3 * 2 * config.layers * 4 * 16 * 16 * config.width
-    # Torch counts no attention of the CPU's fused kernel, or five products of its backward for our four.
-    assert any(abs(counter.get_total_flops() - (ours - attention * share)) < 0.01 * ours
-               for share in (1, 0, -1 / 6))
+    # Torch counts no attention of the CPU's fused kernel, or five products of its backward where we
+    # count four.
+    assert any(
+        abs(counter.get_total_flops() - (ours - attention * share)) < 0.01 * ours
+        for share in (1, 0, -1 / 6)
+    )
 
 
 def test_initial_loss_is_that_of_guessing():
@@ -175,7 +217,7 @@ def test_presets():
     assert large.vocab_size == 30528 and large.max_positions == 512
     with torch.device("meta"):
         model = bert.BertForPreTraining(large)
-    assert sum(p.numel() for p in model.parameters()) == 336_232_258       # papers.md, 1.4
+    assert sum(p.numel() for p in model.parameters()) == 336_232_258  # papers.md, 1.4
     with pytest.raises(bert.ModelError, match="huge.*tiny, mini, small, medium, base, large"):
         bert.BertConfig.preset("huge", 100)
 
@@ -193,10 +235,16 @@ def test_saved_weights_come_back_bit_for_bit(saved):
 def test_old_names_and_other_vocabularies_load(tmp_path, saved):
     model, folder = saved
     weights = bert.read_weights(folder)
-    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"):
-           tensor for name, tensor in weights.items()}
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in weights.items()
+    }
     old["bert.embeddings.position_ids"] = torch.arange(512)[None]
-    old["bert.embeddings.word_embeddings.weight"] = old["bert.embeddings.word_embeddings.weight"][:190]
+    old["bert.embeddings.word_embeddings.weight"] = old["bert.embeddings.word_embeddings.weight"][
+        :190
+    ]
     old["cls.predictions.bias"] = old["cls.predictions.bias"][:190]
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 190}))
@@ -219,7 +267,9 @@ def test_bad_folders_are_one_line(tmp_path, saved, program):
     with pytest.raises(bert.ModelError, match="not a BERT"):
         bert.load_huggingface(folder)
     run = program("bert.py", tmp_path / "nowhere", "a [MASK]")
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and run.stderr.startswith("bert.py: ")
+    assert (
+        run.returncode == 1 and run.stderr.count("\n") == 1 and run.stderr.startswith("bert.py: ")
+    )
 
 
 def test_fill_in_program(shards, tmp_path, program):
@@ -240,7 +290,9 @@ def test_masks_stand_where_the_words_would(shards):
     people = len(tokenizer.encode("people"))
     masked = bert.encode_with_masks(tokenizer, "school [MASK] money.")
     begin = 1 + len(tokenizer.encode("school"))
-    assert masked == whole[:begin] + [4] + whole[begin + people:]
+    assert masked == whole[:begin] + [4] + whole[begin + people :]
     assert bert.encode_with_masks(tokenizer, "[MASK]") == [2, 4, 3]
     assert bert.encode_with_masks(tokenizer, "[MASK] [MASK]") == [2, 4, 4, 3]
-    assert piece("[MASK]") == bert.MASK and piece("[CLS]") == bert.CLS and piece("[SEP]") == bert.SEP
+    assert (
+        piece("[MASK]") == bert.MASK and piece("[CLS]") == bert.CLS and piece("[SEP]") == bert.SEP
+    )

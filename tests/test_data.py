@@ -1,4 +1,5 @@
 """data.py: formats and bad input, the shards on disk, and the statistics of masks and pairs."""
+
 import bz2
 import gzip
 import json
@@ -48,17 +49,34 @@ def test_sentences(text, count):
 
 def test_text_json_lines_and_their_archives_give_the_same_shards(documents, tmp_path, program):
     text = as_lines(documents)
-    jsonl = "".join(json.dumps({"id": i, "text": "\n".join(d)}) + "\n" for i, d in enumerate(documents))
-    inputs = {"a.txt": text.encode(), "b.jsonl": jsonl.encode(),
-              "windows.txt": b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()}
-    inputs |= {"a.txt.gz": gzip.compress(inputs["a.txt"]), "b.jsonl.gz": gzip.compress(inputs["b.jsonl"]),
-               "a.txt.bz2": bz2.compress(inputs["a.txt"]), "a.txt.xz": lzma.compress(inputs["a.txt"])}
+    jsonl = "".join(
+        json.dumps({"id": i, "text": "\n".join(d)}) + "\n" for i, d in enumerate(documents)
+    )
+    inputs = {
+        "a.txt": text.encode(),
+        "b.jsonl": jsonl.encode(),
+        "windows.txt": b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+    }
+    inputs |= {
+        "a.txt.gz": gzip.compress(inputs["a.txt"]),
+        "b.jsonl.gz": gzip.compress(inputs["b.jsonl"]),
+        "a.txt.bz2": bz2.compress(inputs["a.txt"]),
+        "a.txt.xz": lzma.compress(inputs["a.txt"]),
+    }
     folders = []
     for name, content in inputs.items():
         (tmp_path / name).write_bytes(content)
-        if name in ("a.txt", "b.jsonl.gz"):              # as a user would; the others in this process
-            run = program("data.py", tmp_path / name, "--out", tmp_path / f"out-{name}",
-                          "--vocab-size", 320, "--shards", 4)
+        if name in ("a.txt", "b.jsonl.gz"):  # as a user would; the others in this process
+            run = program(
+                "data.py",
+                tmp_path / name,
+                "--out",
+                tmp_path / f"out-{name}",
+                "--vocab-size",
+                320,
+                "--shards",
+                4,
+            )
             assert run.returncode == 0, run.stderr
             assert "400 documents" in run.stdout
         else:
@@ -71,7 +89,7 @@ def test_wrapped_prose_and_paragraphs_are_split_at_sentence_ends(documents, tmp_
     wrapped, paragraphs = [], []
     for document in documents:
         words = " ".join(document).split()
-        wrapped.append("\n".join(" ".join(words[i:i + 9]) for i in range(0, len(words), 9)))
+        wrapped.append("\n".join(" ".join(words[i : i + 9]) for i in range(0, len(words), 9)))
         paragraphs.append(" ".join(document))
     for name, blocks in (("wrapped.txt", wrapped), ("paragraphs.txt", paragraphs)):
         (tmp_path / name).write_text("\n\n\n".join(blocks))
@@ -81,7 +99,9 @@ def test_wrapped_prose_and_paragraphs_are_split_at_sentence_ends(documents, tmp_
 def test_lines_are_kept_when_asked(tmp_path):
     (tmp_path / "a.txt").write_text("One. Two.\nThree. Four.\n\nFive. Six.\n")
     assert list(data.read_documents([tmp_path / "a.txt"], "lines")) == [
-        ["One. Two.", "Three. Four."], ["Five. Six."]]
+        ["One. Two.", "Three. Four."],
+        ["Five. Six."],
+    ]
 
 
 def test_the_default_corpus_is_english_prose():
@@ -96,8 +116,14 @@ def test_the_default_corpus_is_english_prose():
 BAD = {
     "empty.txt": (b"", "0 documents"),
     "blank.txt": (b"\n\n \n", "0 documents"),
-    "latin1.txt": ("Un café.\n".encode() + "Un café.\n".encode("latin-1"), "latin1.txt, line 2, byte 6: not UTF-8"),
-    "cut.txt.gz": (gzip.compress(b"word " * 9999)[:-9], "cut.txt.gz: the compressed file is damaged"),
+    "latin1.txt": (
+        "Un café.\n".encode() + "Un café.\n".encode("latin-1"),
+        "latin1.txt, line 2, byte 6: not UTF-8",
+    ),
+    "cut.txt.gz": (
+        gzip.compress(b"word " * 9999)[:-9],
+        "cut.txt.gz: the compressed file is damaged",
+    ),
     "no.txt.gz": (b"plain text", "no.txt.gz: the compressed file is damaged"),
     "no.txt.xz": (b"plain text", "no.txt.xz: the compressed file is damaged"),
     "no.txt.bz2": (b"plain text", "no.txt.bz2"),
@@ -121,7 +147,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path):
 def test_program_ends_with_one_line_and_status_1(tmp_path, program):
     run = program("data.py", tmp_path / "missing.txt", "--out", tmp_path / "out")
     assert run.returncode == 1 and run.stdout == ""
-    assert run.stderr.strip().splitlines()[-1] == f"data.py: {tmp_path}/missing.txt: No such file or directory"
+    assert (
+        run.stderr.strip().splitlines()[-1]
+        == f"data.py: {tmp_path}/missing.txt: No such file or directory"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -135,7 +164,7 @@ def test_a_folder_of_another_corpus_is_refused_and_kept(documents, shards, tmp_p
     folder = tmp_path / "shards"
     shutil.copytree(shards, folder)
     before = files_of(folder)
-    data.prepare(lambda: iter(documents), folder, 320, 4)                 # the same: nothing to do
+    data.prepare(lambda: iter(documents), folder, 320, 4)  # the same: nothing to do
     with pytest.raises(data.DataError, match="another corpus.*400 documents"):
         data.prepare(lambda: iter(documents[1:]), folder, 320, 4)
     with pytest.raises(data.DataError, match="other settings"):
@@ -156,16 +185,25 @@ def test_no_text_can_spell_a_special_symbol(shards):
 
 # Shards
 
+
 def test_shards_hold_every_document_once_and_1_percent_is_apart(documents, shards):
     manifest = data.load_manifest(shards)
     assert manifest["heldout_documents"] == 100 and manifest["train_documents"] == 300
     assert manifest["vocab_size"] == 320 and manifest["corpus"]["documents"] == 400
     tokenizer, found = data.load_tokenizer(shards / "tokenizer.model"), []
     for name in ["heldout"] + [f"train-{s:05d}" for s in range(4)]:
-        tokens, sentences, offsets = (np.load(shards / f"{name}.{a}.npy", mmap_mode="r") for a in data.ARRAYS)
-        assert tokens.dtype == np.uint16 and sentences[-1] == len(tokens) and offsets[-1] == len(sentences) - 1
-        found += [tuple(tuple(tokens[sentences[k]:sentences[k + 1]]) for k in range(*pair))
-                  for pair in zip(offsets, offsets[1:])]
+        tokens, sentences, offsets = (
+            np.load(shards / f"{name}.{a}.npy", mmap_mode="r") for a in data.ARRAYS
+        )
+        assert (
+            tokens.dtype == np.uint16
+            and sentences[-1] == len(tokens)
+            and offsets[-1] == len(sentences) - 1
+        )
+        found += [
+            tuple(tuple(tokens[sentences[k] : sentences[k + 1]]) for k in range(*pair))
+            for pair in zip(offsets, offsets[1:])
+        ]
     assert sorted(found) == sorted(tuple(map(tuple, tokenizer.encode(d))) for d in documents)
 
 
@@ -178,7 +216,9 @@ def test_large_buffers_are_flushed_in_pieces(tmp_path, monkeypatch):
             writer.write(document)
         writer.close()
     for array in data.ARRAYS:
-        assert (tmp_path / f"s10.{array}.npy").read_bytes() == (tmp_path / f"s{1 << 20}.{array}.npy").read_bytes()
+        assert (tmp_path / f"s10.{array}.npy").read_bytes() == (
+            tmp_path / f"s{1 << 20}.{array}.npy"
+        ).read_bytes()
     assert np.load(tmp_path / "s10.tokens.npy").dtype == np.uint32
 
 
@@ -192,7 +232,9 @@ def damage(folder, name, how):
         path.write_bytes(content[:-8] if how == "cut" else content)
 
 
-@pytest.mark.parametrize("how,message", [("flip", "damaged"), ("cut", "bytes, expected"), ("missing", "missing")])
+@pytest.mark.parametrize(
+    "how,message", [("flip", "damaged"), ("cut", "bytes, expected"), ("missing", "missing")]
+)
 def test_a_damaged_shard_is_named(shards, tmp_path, how, message):
     shutil.copytree(shards, tmp_path / "copy")
     data.verify(tmp_path / "copy")
@@ -200,7 +242,7 @@ def test_a_damaged_shard_is_named(shards, tmp_path, how, message):
     for rank, size in ((0, 1), (0, 2), (2, 4), (5, 3)):
         with pytest.raises(data.DataError, match=f"train-00002.tokens.npy.*{message}"):
             data.verify(tmp_path / "copy", rank, size)
-    data.verify(tmp_path / "copy", 1, 2)                   # these ranks never read shard 2
+    data.verify(tmp_path / "copy", 1, 2)  # these ranks never read shard 2
     data.verify(tmp_path / "copy", 3, 4)
 
 
@@ -219,10 +261,13 @@ def test_a_damaged_manifest_or_another_version_is_refused(shards, tmp_path):
 
 # Examples
 
+
 def locate(shard, segment):
     """The documents (numbers) in which a run of tokens stands."""
-    joined, run = b"".join(t.to_bytes(2, "little") for t in map(int, shard.tokens)), \
-        b"".join(t.to_bytes(2, "little") for t in map(int, segment))
+    joined, run = (
+        b"".join(t.to_bytes(2, "little") for t in map(int, shard.tokens)),
+        b"".join(t.to_bytes(2, "little") for t in map(int, segment)),
+    )
     found, at = set(), joined.find(run)
     while at >= 0:
         if at % 2 == 0:
@@ -234,7 +279,7 @@ def locate(shard, segment):
 def unmasked(example):
     tokens = example.tokens.copy()
     tokens[example.positions] = example.labels
-    return tokens[1:example.b_start - 1], tokens[example.b_start:-1]
+    return tokens[1 : example.b_start - 1], tokens[example.b_start : -1]
 
 
 @pytest.mark.parametrize("seq_len,phase", PHASES)
@@ -255,9 +300,9 @@ def test_pairs_are_half_true_and_random_ones_from_elsewhere(shards, seq_len, pha
         if example.random_b:
             random_b += 1
             if len(homes) == 1 and len(b) > 3:
-                assert locate(shard, b) - homes            # stands in a document that A is not from
+                assert locate(shard, b) - homes  # stands in a document that A is not from
         else:
-            assert together                                 # B goes on where A ends
+            assert together  # B goes on where A ends
     assert abs(random_b - count / 2) < 4 * math.sqrt(count / 4)
 
 
@@ -276,23 +321,28 @@ def test_masks_are_15_percent_and_80_10_10(shards, seq_len, phase):
         masked += (e.tokens[e.positions] == data.MASK).sum()
         kept += (e.tokens[e.positions] == e.labels).sum()
         where[e.positions] += 1
-    sigma = lambda p: 4 * math.sqrt(p * (1 - p) * chosen)           # noqa: E731
+    sigma = lambda p: 4 * math.sqrt(p * (1 - p) * chosen)  # noqa: E731
     assert abs(chosen - 0.15 * words) < 4 * math.sqrt(0.15 * 0.85 * words)
     assert abs(masked - 0.8 * chosen) < sigma(0.8)
-    assert abs(kept - (0.1 + 0.1 / 315) * chosen) < sigma(0.1)      # a random token may be the right one
-    assert where[1] > 0 and where[0] == 0                           # the first word, never [CLS]
+    assert abs(kept - (0.1 + 0.1 / 315) * chosen) < sigma(
+        0.1
+    )  # a random token may be the right one
+    assert where[1] > 0 and where[0] == 0  # the first word, never [CLS]
 
 
 def test_ten_percent_are_short(shards):
     long, short = data.PretrainingData(shards, 16), 0
     lengths = [len(long[i].tokens) for i in range(4000)]
     full = sum(length == 16 for length in lengths) / 4000
-    assert 0.80 < full < 0.93             # 10 % are short, others end with their document
+    assert 0.80 < full < 0.93  # 10 % are short, others end with their document
 
 
 def test_an_example_is_a_function_of_seed_phase_and_number(shards):
     def text(example):
-        return [list(map(int, part)) for part in (example.tokens, example.positions, example.labels)]
+        return [
+            list(map(int, part)) for part in (example.tokens, example.positions, example.labels)
+        ]
+
     dataset = data.PretrainingData(shards, 32, 0, seed=1)
     there = [text(dataset[i]) for i in range(200)]
     back = {i: text(dataset[i]) for i in reversed(range(200))}
@@ -319,16 +369,17 @@ def test_windows_reach_nearly_every_token(shards):
     shard = dataset.shard(0)
     seen = np.zeros(len(shard.tokens), bool)
     for document in range(len(shard.documents) - 1):
-        first, last = shard.documents[document:document + 2]
+        first, last = shard.documents[document : document + 2]
         for k in range(shard.windows[document + 1] - shard.windows[document]):
             start = data.segment_start(shard, first + k * dataset.body, first, last, dataset.body)
             assert first <= start <= last - 2
-            seen[start:min(start + dataset.body, last)] = True
+            seen[start : min(start + dataset.body, last)] = True
     assert seen.mean() > 0.9
 
 
 def test_batches_are_equal_for_any_number_of_ranks_and_workers(shards):
     dataset = data.PretrainingData(shards, 32, 1, seed=5)
+
     def step_sets(size, micro):
         rows = []
         for rank in range(size):
@@ -336,12 +387,19 @@ def test_batches_are_equal_for_any_number_of_ranks_and_workers(shards):
             for numbers in data.micro_batches(range(2, 5), 16, micro, rank, size):
                 rows[-1].append(list(numbers))
         per_step = 16 // size // micro
-        return [sorted(i for row in rows for group in row[s * per_step:(s + 1) * per_step] for i in group)
-                for s in range(3)]
+        return [
+            sorted(
+                i for row in rows for group in row[s * per_step : (s + 1) * per_step] for i in group
+            )
+            for s in range(3)
+        ]
+
     for size, micro in ((1, 16), (1, 4), (2, 4), (4, 1), (4, 4)):
         assert step_sets(size, micro) == [list(range(16 * s, 16 * s + 16)) for s in (2, 3, 4)]
-    batches = {workers: list(data.loader(dataset, data.micro_batches(range(6), 16, 8, 1, 2), workers))
-               for workers in (0, 1, 4)}
+    batches = {
+        workers: list(data.loader(dataset, data.micro_batches(range(6), 16, 8, 1, 2), workers))
+        for workers in (0, 1, 4)
+    }
     assert len(batches[0]) == 6
     for workers in batches:
         for ours, theirs in zip(batches[0], batches[workers], strict=True):
@@ -357,13 +415,15 @@ def test_collate_says_where_everything_is(shards):
     at = 0
     for b, e in enumerate(examples):
         end = len(e.tokens)
-        assert batch.tokens[b, :end].tolist() == e.tokens.tolist() and not batch.tokens[b, end:].any()
+        assert (
+            batch.tokens[b, :end].tolist() == e.tokens.tolist() and not batch.tokens[b, end:].any()
+        )
         assert batch.mask[b].sum() == end and batch.mask[b, :end].all()
         assert batch.segments[b].nonzero().flatten().tolist() == list(range(e.b_start, end))
-        positions = batch.positions[at:at + len(e.positions)]
+        positions = batch.positions[at : at + len(e.positions)]
         assert (positions - b * batch.tokens.shape[1]).tolist() == e.positions.tolist()
         assert batch.tokens.flatten()[positions].tolist() == e.tokens[e.positions].tolist()
-        assert batch.labels[at:at + len(e.positions)].tolist() == e.labels.tolist()
+        assert batch.labels[at : at + len(e.positions)].tolist() == e.labels.tolist()
         at += len(e.positions)
     assert len(batch.labels) == len(batch.positions) and len(batch.labels) % 64 == 0
     assert 0 <= len(batch.labels) - at < 64

@@ -1,4 +1,5 @@
 """dist.py on Gloo ranks: the reducer against one process, overlap, and what it refuses."""
+
 import contextlib
 import os
 import re
@@ -17,7 +18,7 @@ class Toy(nn.Module):
 
     def __init__(self, unused=False):
         super().__init__()
-        self.table = nn.Embedding(11, 6)                       # also the output matrix
+        self.table = nn.Embedding(11, 6)  # also the output matrix
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.norm = nn.LayerNorm(6)
@@ -46,19 +47,21 @@ def one_process(accumulation=1):
 
 def reduced(world, bucket_mb, accumulation, compression="none"):
     """Gradients of the same batch by the Reducer: each rank takes its share in micro-batches."""
-    torch.manual_seed(100 + world.rank)                         # only rank 0's weights shall count
+    torch.manual_seed(100 + world.rank)  # only rank 0's weights shall count
     model = Toy()
     reducer = dist.Reducer(model, world, bucket_mb, compression)
-    for _ in range(2):                                          # the second step begins clean
+    for _ in range(2):  # the second step begins clean
         reducer.zero_grad()
-        mine = batch(12 * accumulation)[world.rank::world.size].chunk(accumulation)
+        mine = batch(12 * accumulation)[world.rank :: world.size].chunk(accumulation)
         for k, tokens in enumerate(mine):
             with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
                 (model(tokens) / 12 * world.size).backward()
         reducer.finish()
     result = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     assert model.frozen.weight.grad is None
-    assert all(p.grad is reducer.gradients[name] for name, p in model.named_parameters() if p.requires_grad)
+    assert all(
+        p.grad is reducer.gradients[name] for name, p in model.named_parameters() if p.requires_grad
+    )
     reducer.close()
     return result, [p.detach() for p in [*model.parameters(), *model.buffers()]], reducer.bytes_sent
 
@@ -71,7 +74,7 @@ def test_gradients_are_those_of_one_process(tmp_path, size, bucket_mb):
     for gradients, weights, sent in outcomes:
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
-            assert torch.equal(gradients[name], outcomes[0][0][name])      # on all ranks the same bits
+            assert torch.equal(gradients[name], outcomes[0][0][name])  # on all ranks the same bits
         assert all(torch.equal(a, b) for a, b in zip(weights, outcomes[0][1]))
         assert (sent == 0) == (size == 1)
 
@@ -83,14 +86,16 @@ def test_micro_batches_add_up(tmp_path, accumulation):
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
         trainable = sum(g.numel() for g in expected.values())
-        assert abs(sent - 4 * trainable) <= 8                   # once a step: 2 (n-1)/n x 4 bytes
+        assert abs(sent - 4 * trainable) <= 8  # once a step: 2 (n-1)/n x 4 bytes
 
 
 @pytest.mark.parametrize("compression,tolerance,share", [("fp16", 2e-3, 0.5), ("bf16", 2e-2, 0.5)])
 def test_half_precision_on_the_wire(tmp_path, compression, tolerance, share):
     expected = one_process()
     dense = run_ranks(reduced, 2, tmp_path, 0.0002, 1)
-    for rank, (gradients, _, sent) in enumerate(run_ranks(reduced, 2, tmp_path, 0.0002, 1, compression)):
+    for rank, (gradients, _, sent) in enumerate(
+        run_ranks(reduced, 2, tmp_path, 0.0002, 1, compression)
+    ):
         for name, gradient in expected.items():
             scale = gradient.abs().max()
             assert (gradients[name] - gradient).abs().max() <= tolerance * scale
@@ -111,7 +116,7 @@ def half_model(world, dtype):
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(dtype)
     reducer = dist.Reducer(model, world)
-    for k in range(200):                            # each adds less than bf16 could add to the sum
+    for k in range(200):  # each adds less than bf16 could add to the sum
         with reducer.accumulate() if k < 199 else contextlib.nullcontext():
             (model.bias.sum() + 0 * model.weight.sum()).backward()
     reducer.finish()
@@ -129,15 +134,17 @@ def overlap(world):
     """Events of one backward: (what, number) in their real order."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
     reducer, events = dist.Reducer(model, world, bucket_mb=0.005), []
-    model[0].weight.register_hook(lambda gradient: time.sleep(0.3))       # the last layer to be ready
+    model[0].weight.register_hook(lambda gradient: time.sleep(0.3))  # the last layer to be ready
     for number, p in enumerate(model.parameters()):
         p.register_hook(lambda gradient, number=number: events.append(("gradient", number)))
     average = reducer.compressor.average
+
     def traced(bucket):
         events.append(("begin", None))
         sent = average(bucket)
         events.append(("end", None))
         return sent
+
     reducer.compressor.average = traced
     model(torch.randn(8, 32)).sum().backward()
     reducer.finish()
@@ -148,8 +155,8 @@ def overlap(world):
 def test_buckets_are_averaged_while_backward_goes_on(tmp_path):
     for events, buckets in run_ranks(overlap, 2, tmp_path):
         last_gradient = max(k for k, (what, _) in enumerate(events) if what == "gradient")
-        done_before = [what for what, _ in events[:last_gradient + 1]].count("end")
-        assert buckets == 6 and done_before >= 4                # all but the last one or two
+        done_before = [what for what, _ in events[: last_gradient + 1]].count("end")
+        assert buckets == 6 and done_before >= 4  # all but the last one or two
 
 
 def launch_order(world):
@@ -159,7 +166,7 @@ def launch_order(world):
     average = reducer.compressor.average
     reducer.compressor.average = lambda bucket: sizes.append(len(bucket)) or average(bucket)
     layers = list(model) if world.rank == 0 else list(reversed(model))
-    for layer in layers:                                         # one after the other, in this order
+    for layer in layers:  # one after the other, in this order
         layer(torch.ones(1, layer.in_features)).sum().backward()
     reducer.finish()
     reducer.close()
@@ -207,7 +214,7 @@ def test_gradients_set_to_none_by_an_optimizer_are_found_again():
     model = nn.Linear(3, 1)
     reducer = dist.Reducer(model, dist.World())
     for _ in range(2):
-        torch.optim.SGD(model.parameters(), 0.1).zero_grad()             # sets p.grad to None
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()  # sets p.grad to None
         reducer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         reducer.finish()
@@ -219,12 +226,17 @@ def test_gradients_set_to_none_by_an_optimizer_are_found_again():
 def test_nothing_is_allocated_after_the_first_step():
     model = Toy()
     reducer = dist.Reducer(model, dist.World(), compression="fp16")
+
     def addresses():
         reducer.zero_grad()
         model(batch()).backward()
         reducer.finish()
-        return ([flat.data_ptr() for flat in reducer.buckets], [p.grad.data_ptr() for p in model.parameters()
-                if p.requires_grad], [wire.data_ptr() for wire in reducer.compressor.wires.values()])
+        return (
+            [flat.data_ptr() for flat in reducer.buckets],
+            [p.grad.data_ptr() for p in model.parameters() if p.requires_grad],
+            [wire.data_ptr() for wire in reducer.compressor.wires.values()],
+        )
+
     assert addresses() == addresses() == addresses()
     reducer.close()
 
@@ -237,9 +249,10 @@ def collectives(world):
 
 def test_small_collectives(tmp_path):
     for rank, (shared, total, ranks, place) in enumerate(
-            run_ranks(collectives, 4, tmp_path, local_size=2)):
+        run_ranks(collectives, 4, tmp_path, local_size=2)
+    ):
         assert shared == {"from": 0} and ranks == [0, 1, 2, 3]
-        assert total[:2] == [4.0, 6.0] and total[2] != total[2]         # NaN of rank 1 is not lost
+        assert total[:2] == [4.0, 6.0] and total[2] != total[2]  # NaN of rank 1 is not lost
         assert place == (rank // 2, 2, rank % 2)
     assert dist.World().sum([3]) == [3.0] and dist.World().share("x") == "x"
 
@@ -257,14 +270,18 @@ def test_a_dead_rank_is_an_error_that_says_so(tmp_path):
 
 
 def test_bad_settings_are_one_line():
-    with pytest.raises(dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16"):
+    with pytest.raises(
+        dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16"
+    ):
         dist.Reducer(Toy(), dist.World(), compression="zip")
     with pytest.raises(dist.DistError, match="--bucket-mb"):
         dist.Reducer(Toy(), dist.World(), bucket_mb=0)
 
 
 def test_the_program_measures_each_compressor(program):
-    run = program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "dist.py", "--mb", 1)
+    run = program(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "dist.py", "--mb", 1
+    )
     assert run.returncode == 0, run.stderr
     for name in dist.COMPRESSORS:
         assert re.search(rf"^{name} +1 +[\d.]+ +[\d.]+ +[\d.]+$", run.stdout, re.M), run.stdout

@@ -1,4 +1,5 @@
 """optim.py against its equations in float64 numpy, against torch, and under overflow."""
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,13 +29,13 @@ def numpy_lamb(values, decays, grads, lr, b1, b2, eps, adapt_all, max_grad_norm)
     w = [v.copy() for v in values]
     m, v = [np.zeros_like(x) for x in w], [np.zeros_like(x) for x in w]
     for t, step in enumerate(grads, 1):
-        norm = np.sqrt(sum((g ** 2).sum() for g in step))
+        norm = np.sqrt(sum((g**2).sum() for g in step))
         for i, g in enumerate(step):
             if max_grad_norm is not None and norm > max_grad_norm:
                 g = g / (norm / max_grad_norm)
             m[i] = b1 * m[i] + (1 - b1) * g
-            v[i] = b2 * v[i] + (1 - b2) * g ** 2
-            u = (m[i] / (1 - b1 ** t)) / (np.sqrt(v[i] / (1 - b2 ** t)) + eps) + decays[i] * w[i]
+            v[i] = b2 * v[i] + (1 - b2) * g**2
+            u = (m[i] / (1 - b1**t)) / (np.sqrt(v[i] / (1 - b2**t)) + eps) + decays[i] * w[i]
             wn, un = np.linalg.norm(w[i]), np.linalg.norm(u)
             adapts = (decays[i] != 0 or adapt_all) and wn > 0 and un > 0
             w[i] = w[i] - lr * (wn / un if adapts else 1.0) * u
@@ -45,8 +46,10 @@ def numpy_lamb(values, decays, grads, lr, b1, b2, eps, adapt_all, max_grad_norm)
 def test_lamb_is_its_equations(adapt_all, max_grad_norm):
     values, decays, grads = problem()
     params = [torch.tensor(value, requires_grad=True) for value in values]
-    groups = [{"params": [p for p, d in zip(params, decays) if d == decay], "weight_decay": decay}
-              for decay in (0.1, 0.0)]
+    groups = [
+        {"params": [p for p, d in zip(params, decays) if d == decay], "weight_decay": decay}
+        for decay in (0.1, 0.0)
+    ]
     optimizer = optim.LAMB(groups, lr=0.02, adapt_all=adapt_all, max_grad_norm=max_grad_norm)
     for step in grads:
         for p, g in zip(params, step):
@@ -84,7 +87,7 @@ def test_groups_put_every_bias_and_layer_norm_without_decay():
     assert sorted(decayed + free) == sorted(names)
     matrices = [n for n, p in model.named_parameters() if p.dim() == 2]
     assert sorted(decayed) == sorted(matrices)
-    # 2 layers x (4 biases of Linear, 2 LayerNorm) + embeddings' norm, pooler, nsp, transform, its norm, output
+    # 2 layers x (4 biases, 2 norms) + embeddings' norm, pooler, nsp, transform and its norm, output
     assert len(free) == 2 * (4 + 4) + 2 + 1 + 1 + 1 + 2 + 1
 
 
@@ -104,7 +107,7 @@ def test_master_weights_keep_what_16_bits_would_lose(dtype):
         with torch.no_grad():
             masters["weight"] += 1e-4
         optim.copy_to_model(masters, model)
-    assert abs(model.weight.item() - 1.1) < 0.01         # added to the model itself it stays 1
+    assert abs(model.weight.item() - 1.1) < 0.01  # added to the model itself it stays 1
 
 
 def test_master_weights_of_fp32_are_the_parameters():
@@ -120,7 +123,7 @@ def test_loss_scaler_halves_doubles_and_is_bounded():
     assert scaler.scale == 4.0 and scaler.skipped == 1
     assert [scaler.update(False, 2, {}) for _ in range(3)] == [True] * 3 and scaler.scale == 8.0
     scaler.update(False, 5, {})
-    scaler.update(True, 6, {})                           # the count of good steps starts again
+    scaler.update(True, 6, {})  # the count of good steps starts again
     for _ in range(2):
         scaler.update(False, 7, {})
     assert scaler.scale == 4.0
@@ -165,9 +168,9 @@ def test_polynomial_schedule_is_nvidias():
     rates = [optim.warmup_polynomial(step, phase) for step in range(phase.steps)]
     top = rates.index(max(rates))
     assert abs(top - 2000) <= 2 and max(rates) == pytest.approx(6e-3, rel=1e-3)
-    assert rates[top + 1] == pytest.approx(0.846 * 6e-3, rel=1e-3)     # papers.md, 3.2
+    assert rates[top + 1] == pytest.approx(0.846 * 6e-3, rel=1e-3)  # papers.md, 3.2
     assert rates[0] > 0 and rates[-1] > 0
-    assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True)
+    assert rates[top + 1 :] == sorted(rates[top + 1 :], reverse=True)
 
 
 def test_hold_schedule_warms_up_holds_and_decays_to_zero():
@@ -176,4 +179,4 @@ def test_hold_schedule_warms_up_holds_and_decays_to_zero():
     assert rates[:400] == sorted(rates[:400]) and rates[0] == pytest.approx(1 / 400, rel=0.01)
     assert all(rate == 1.0 for rate in rates[401:699])
     assert rates[849] == pytest.approx(0.5, abs=0.01) and 0 < rates[-1] < 0.01
-    assert max(abs(a - b) for a, b in zip(rates, rates[1:])) < 0.01      # nowhere a jump
+    assert max(abs(a - b) for a, b in zip(rates, rates[1:])) < 0.01  # nowhere a jump

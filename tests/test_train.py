@@ -1,4 +1,5 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
+
 import dataclasses
 import json
 import os
@@ -19,8 +20,10 @@ import train
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-SHORT = ["--phase1-steps", "8", "--phase2-steps", "6", "--phase1-batch", "8", "--phase2-batch", "8",
-         "--micro-batch", "2", "--workers", "0", "--checkpoint-every", "3", "--eval-every", "100"]
+SHORT = (
+    "--phase1-steps 8 --phase2-steps 6 --phase1-batch 8 --phase2-batch 8 --micro-batch 2 "
+    "--workers 0 --checkpoint-every 3 --eval-every 100"
+).split()
 
 
 def metrics(out, kind="train"):
@@ -29,19 +32,22 @@ def metrics(out, kind="train"):
 
 
 def training(world, argv, sabotage=None):
-    """Trains on one rank of several; `sabotage(world)` may patch this process first. Returns what the
-    rank's weights add up to, bit for bit."""
+    """Trains on one rank of several; `sabotage` may patch this process first. Returns what the bits
+    of the rank's weights add up to."""
     train.EVAL_EXAMPLES = 32
     recipe = train.RECIPES["demo"]
-    train.RECIPES["demo"] = recipe._replace(phases=[
-        dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe.phases])
+    train.RECIPES["demo"] = recipe._replace(
+        phases=[dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe.phases]
+    )
     built = []
     build = train.build
     train.build = lambda *args: built.append(build(*args)) or built[0]
     if sabotage:
         sabotage[0](world, *sabotage[1:])
     train.train(train.parse_arguments(argv), world)
-    return sum(int(master.detach().view(torch.int32).long().sum()) for master in built[0][2].values())
+    return sum(
+        int(master.detach().view(torch.int32).long().sum()) for master in built[0][2].values()
+    )
 
 
 def run(shards, out, tmp_path, *argv, size=1, sabotage=None, check=True):
@@ -62,10 +68,14 @@ def assert_same_state(a, b):
     for key, state in a["optimizer"]["state"].items():
         for name, value in state.items():
             other = b["optimizer"]["state"][key][name]
-            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, name)
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (
+                key,
+                name,
+            )
 
 
 # The same training on any number of ranks
+
 
 @pytest.fixture(scope="module")
 def one_rank(shards, tmp_path_factory):
@@ -79,16 +89,29 @@ def one_rank(shards, tmp_path_factory):
 
 
 def equal_training(phase):
-    steps = ["--phase1-steps", 20, "--phase2-steps", 0] if phase == 1 else \
-        ["--phase1-steps", 0, "--phase2-steps", 20]
-    return [*steps, "--phase1-batch", 64, "--phase2-batch", 64, "--dropout", 0, "--precision", "fp32",
-            "--workers", 0]
+    steps = (
+        "--phase1-steps 20 --phase2-steps 0" if phase == 1 else "--phase1-steps 0 --phase2-steps 20"
+    )
+    rest = "--phase1-batch 64 --phase2-batch 64 --dropout 0 --precision fp32 --workers 0"
+    return f"{steps} {rest}".split()
 
 
 @pytest.mark.parametrize("phase", [1, 2])
-@pytest.mark.parametrize("size,micro", [(1, 4), (1, 8), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16)])
-def test_losses_do_not_depend_on_ranks_or_micro_batches(shards, tmp_path, one_rank, phase, size, micro):
-    sums = run(shards, tmp_path / "out", tmp_path, *equal_training(phase), "--micro-batch", micro, size=size)
+@pytest.mark.parametrize(
+    "size,micro", [(1, 4), (1, 8), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16)]
+)
+def test_losses_do_not_depend_on_ranks_or_micro_batches(
+    shards, tmp_path, one_rank, phase, size, micro
+):
+    sums = run(
+        shards,
+        tmp_path / "out",
+        tmp_path,
+        *equal_training(phase),
+        "--micro-batch",
+        micro,
+        size=size,
+    )
     losses = [line["loss"] for line in metrics(tmp_path / "out")]
     assert len(losses) == 20 and len(set(sums)) == 1
     assert losses[0] == pytest.approx(one_rank[phase][0], rel=1e-6)
@@ -98,24 +121,29 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(shards, tmp_path, one_ra
 
 # Killed and started again
 
+
 def kill_after_update(world, rank, step):
     """kill -9 in the middle of a step: the weights are new, nothing of it is written."""
     copy, calls = optim.copy_to_model, []
+
     def patched(masters, model):
         copy(masters, model)
         calls.append(1)
         if world.rank == rank and len(calls) == step:
             os.kill(os.getpid(), signal.SIGKILL)
+
     optim.copy_to_model = patched
 
 
 def kill_after_checkpoint(world, step):
     """kill -9 right after the checkpoint of a step."""
     checkpoint = train.checkpoint
+
     def patched(state, *rest):
         checkpoint(state, *rest)
         if state["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
+
     train.checkpoint = patched
 
 
@@ -124,19 +152,24 @@ def kill_after_checkpoint(world, step):
 def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path, precision, size):
     argv = [*SHORT, "--precision", precision, "--dropout", 0.1]
     whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=size)
-    kills = [(kill_after_update, size - 1, 5),          # in phase 1; from the checkpoint of step 3
-             (kill_after_checkpoint, 8),                # between the phases
-             (kill_after_update, 0, 5)]                 # in phase 2, after a resume from step 8
+    kills = [
+        (kill_after_update, size - 1, 5),  # in phase 1; from the checkpoint of step 3
+        (kill_after_checkpoint, 8),  # between the phases
+        (kill_after_update, 0, 5),
+    ]  # in phase 2, after a resume from step 8
     for kill in kills:
-        outcomes = run(shards, tmp_path / "killed", tmp_path, *argv, size=size, sabotage=kill, check=False)
+        outcomes = run(
+            shards, tmp_path / "killed", tmp_path, *argv, size=size, sabotage=kill, check=False
+        )
         assert None in outcomes
         assert all(outcome is None or isinstance(outcome, dist.RankLost) for outcome in outcomes)
     rest = run(shards, tmp_path / "killed", tmp_path, *argv, size=size)
     assert rest == whole
     assert_same_state(last_state(tmp_path / "whole"), last_state(tmp_path / "killed"))
-    for key in ("step", "loss", "lr", "examples", "grad_norm"):          # no step twice, none missing
-        assert [line[key] for line in metrics(tmp_path / "whole")] == \
-            [line[key] for line in metrics(tmp_path / "killed")]
+    for key in ("step", "loss", "lr", "examples", "grad_norm"):  # no step twice, none missing
+        assert [line[key] for line in metrics(tmp_path / "whole")] == [
+            line[key] for line in metrics(tmp_path / "killed")
+        ]
     assert metrics(tmp_path / "whole", "eval")[-1] == metrics(tmp_path / "killed", "eval")[-1]
 
 
@@ -151,10 +184,13 @@ def test_a_run_goes_on_with_other_ranks(shards, tmp_path):
 
 # Checkpoints
 
+
 def test_what_lies_behind_the_start_is_forgotten(shards, tmp_path):
     out = tmp_path / "out"
+
     def steps():
         return [int(path.stem[5:]) for path in sorted((out / "checkpoints").iterdir())]
+
     run(shards, out, tmp_path, *SHORT)
     assert steps() == [8, 12, 14]
     shutil.copy(out / "checkpoints" / "step-000008.pt", tmp_path / "eight.pt")
@@ -179,9 +215,11 @@ def test_a_checkpoint_is_whole_or_is_not_there(tmp_path, monkeypatch):
     path = tmp_path / "step-000007.pt"
     train.save_checkpoint(path, some_state(), keep=[])
     assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
-    assert torch.load(path, weights_only=True)["step"] == 7               # an ordinary torch file too
+    assert torch.load(path, weights_only=True)["step"] == 7  # an ordinary torch file too
+
     def full(self, part):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(train.HashingFile, "write", full)
     with pytest.raises(OSError):
         train.save_checkpoint(tmp_path / "step-000009.pt", some_state(), keep=[])
@@ -191,11 +229,13 @@ def test_a_checkpoint_is_whole_or_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", ["cut", "flip", "empty"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     for step in (5, 6):
-        train.save_checkpoint(tmp_path / f"step-{step:06d}.pt", {**some_state(), "step": step}, keep=[])
+        train.save_checkpoint(
+            tmp_path / f"step-{step:06d}.pt", {**some_state(), "step": step}, keep=[]
+        )
     newest, said = tmp_path / "step-000006.pt", []
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
-    newest.write_bytes({"cut": content[:len(content) // 2], "flip": content, "empty": b""}[how])
+    newest.write_bytes({"cut": content[: len(content) // 2], "flip": content, "empty": b""}[how])
     (tmp_path / "step-000007.pt.tmp").write_bytes(b"half")
     assert train.find_checkpoint(tmp_path, "auto", said.append)["step"] == 5
     assert len(said) == 1 and "step-000006.pt is cut or damaged" in said[0]
@@ -221,9 +261,11 @@ def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
 
 # fp16 and steps that do not count
 
+
 def spoil_loss(world, rank, steps):
     """The loss of one rank becomes infinite in some steps (counted from 1)."""
     forward, calls = bert.BertForPreTraining.forward, []
+
     def patched(self, batch):
         losses = forward(self, batch)
         if self.training:
@@ -231,69 +273,93 @@ def spoil_loss(world, rank, steps):
             if world.rank == rank and len(calls) in steps:
                 losses = losses._replace(mlm_sum=losses.mlm_sum * float("inf"))
         return losses
+
     bert.BertForPreTraining.forward = patched
 
 
 @pytest.mark.parametrize("precision,scale", [("fp16", 65536.0), ("fp32", 1.0)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precision, scale):
-    argv = ["--phase1-steps", 20, "--phase1-batch", 4, "--phase2-batch", 4, "--workers", 0,
-            "--micro-batch", 2, "--precision", precision, "--checkpoint-every", 1]
+    argv = "--phase1-steps 20 --phase1-batch 4 --phase2-batch 4 --micro-batch 2 --workers 0".split()
+    argv += ["--precision", precision, "--checkpoint-every", 1]
     out = tmp_path / "out"
     before = run(shards, out, tmp_path, *argv, "--max-steps", 3, size=2)
     state = last_state(out)
     spoil = (spoil_loss, 1, {1})
     after = run(shards, out, tmp_path, *argv, "--max-steps", 4, size=2, sabotage=spoil)
-    assert after == before and before[0] == before[1]              # the weights, on both ranks
+    assert after == before and before[0] == before[1]  # the weights, on both ranks
     skipped = last_state(out)
     assert skipped["step"] == 4 and skipped["scaler"]["scale"] == state["scaler"]["scale"] / 2
-    assert_same_state({**skipped, "step": 3, "examples": 0, "scaler": 0},
-                      {**state, "examples": 0, "scaler": 0})
+    assert_same_state(
+        {**skipped, "step": 3, "examples": 0, "scaler": 0}, {**state, "examples": 0, "scaler": 0}
+    )
     assert [line["skipped"] for line in metrics(out)] == [0, 0, 0, 1]
     moved = run(shards, out, tmp_path, *argv, "--max-steps", 5, size=2)
     assert moved != after and metrics(out)[-1]["loss_scale"] == scale / 2
 
 
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
-    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--precision", "fp32", "--phase1-steps", 90,
-                   sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
+    outcomes = run(
+        shards,
+        tmp_path / "out",
+        tmp_path,
+        *SHORT,
+        "--precision",
+        "fp32",
+        "--phase1-steps",
+        90,
+        sabotage=(spoil_loss, 0, range(9, 10000)),
+        check=False,
+    )
     assert isinstance(outcomes[0], optim.TrainingStopped)
-    assert re.match(r"step \d+: the gradient of \S+ is not finite.*floor of 6.1\S*e-05", str(outcomes[0]))
+    assert re.match(
+        r"step \d+: the gradient of \S+ is not finite.*floor of 6.1\S*e-05", str(outcomes[0])
+    )
     assert all(torch.isfinite(w).all() for w in last_state(tmp_path / "out")["weights"].values())
 
 
 # What is refused before any training
 
+
 @pytest.fixture
 def refused(shards, tmp_path, monkeypatch, capsys):
     """Runs train.py in this process with bad arguments; returns (status, stderr)."""
+
     def run_main(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
         with pytest.raises(SystemExit) as caught:
             train.main()
-        stderr = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py")]
+        stderr = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py")
+        ]
         assert not (tmp_path / "out" / "metrics.jsonl").exists()
         return caught.value.code, stderr
+
     return run_main
 
 
-@pytest.mark.parametrize("argv,status,message", [
-    (["--model", "huge"], 2, "--model: invalid choice: 'huge' (choose from .*tiny.*large"),
-    (["--recipe", "x"], 2, "--recipe: invalid choice: 'x' (choose from .*demo.*nvlamb-64k"),
-    (["--precision", "fp8"], 2, "--precision: invalid choice: 'fp8' (choose from .*bf16"),
-    (["--optimizer", "sgd"], 2, "--optimizer: invalid choice: 'sgd' (choose from .*lamb"),
-    (["--compression", "zip"], 2, "--compression: invalid choice: 'zip' (choose from .*fp16"),
-    (["--no-such-flag"], 2, "unrecognized arguments: --no-such-flag"),
-    (["--log-every", "0"], 2, "--log-every must be at least 1"),
-    (["--phase1-batch", "100", "--micro-batch", "8"], 1,
-     "phase 1: a global batch of 100 does not divide into 1 ranks x micro-batches of 8; the nearest "
-     "that does is --phase1-batch 96"),
-    (["--phase1-steps", "0", "--phase2-steps", "0"], 1, "no steps are left"),
-    (["--bucket-mb", "-1"], 1, "set --bucket-mb above 0"),
-    (["--data", "/nowhere"], 1, "/nowhere/manifest.json is missing"),
-    (["--corpus", "/nowhere.txt", "--data", "/tmp/none"], 1, "/nowhere.txt: No such file"),
-])
+DOES_NOT_DIVIDE = (
+    "phase 1: a global batch of 100 does not divide into 1 ranks x micro-batches of 8; "
+    "the nearest that does is --phase1-batch 96"
+)
+WRONG = [
+    ("--model huge", 2, "--model: invalid choice: 'huge' (choose from .*tiny.*large"),
+    ("--recipe x", 2, "--recipe: invalid choice: 'x' (choose from .*demo.*nvlamb-64k"),
+    ("--precision fp8", 2, "--precision: invalid choice: 'fp8' (choose from .*bf16"),
+    ("--optimizer sgd", 2, "--optimizer: invalid choice: 'sgd' (choose from .*lamb"),
+    ("--compression zip", 2, "--compression: invalid choice: 'zip' (choose from .*fp16"),
+    ("--no-such-flag", 2, "unrecognized arguments: --no-such-flag"),
+    ("--log-every 0", 2, "--log-every must be at least 1"),
+    ("--phase1-batch 100 --micro-batch 8", 1, DOES_NOT_DIVIDE),
+    ("--phase1-steps 0 --phase2-steps 0", 1, "no steps are left"),
+    ("--bucket-mb -1", 1, "set --bucket-mb above 0"),
+    ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
+    ("--corpus /nowhere.txt --data /nowhere", 1, "/nowhere.txt: No such file"),
+]
+
+
+@pytest.mark.parametrize("argv,status,message", WRONG)
 def test_wrong_arguments_are_one_line(refused, shards, tmp_path, argv, status, message):
-    code, stderr = refused("--data", shards, "--out", tmp_path / "out", *argv)
+    code, stderr = refused("--data", shards, "--out", tmp_path / "out", *argv.split())
     assert code == status and len(stderr) == 1
     assert re.search(message.replace("(", r"\("), stderr[0]), stderr
 
@@ -309,27 +375,39 @@ def test_damaged_shards_are_named_before_training(refused, shards, tmp_path):
 
 
 def test_no_permission_to_write_is_said_before_training(shards, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")                  # a file where a folder must go: fails for root too
-    monkeypatch.setattr(sys, "argv", ["train.py", "--data", str(shards), "--out", str(tmp_path / "file" / "out")])
+    (tmp_path / "file").write_text("")  # a file where a folder must go: fails for root too
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--data", str(shards), "--out", str(tmp_path / "file" / "out")]
+    )
     with pytest.raises(SystemExit):
         train.main()
     stderr = capsys.readouterr().err
-    assert stderr.startswith("train.py: ") and str(tmp_path / "file") in stderr and stderr.count("\n") == 1
+    assert (
+        stderr.startswith("train.py: ")
+        and str(tmp_path / "file") in stderr
+        and stderr.count("\n") == 1
+    )
 
 
-@pytest.mark.parametrize("change", [["--model", "mini"], ["--seed", "5"], ["--lr-scale", "2"], ["--dropout", "0.3"]])
+@pytest.mark.parametrize(
+    "change", [["--model", "mini"], ["--seed", "5"], ["--lr-scale", "2"], ["--dropout", "0.3"]]
+)
 def test_another_run_in_the_same_folder_is_refused(shards, tmp_path, change):
     run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-steps", 1)
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
-    outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, *change, check=False)
-    assert isinstance(outcome, train.Refused) and "of another run" in str(outcome) and "(was " in str(outcome)
+    (outcome,) = run(shards, tmp_path / "out", tmp_path, *SHORT, *change, check=False)
+    assert (
+        isinstance(outcome, train.Refused)
+        and "of another run" in str(outcome)
+        and "(was " in str(outcome)
+    )
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 
 def test_shards_of_another_vocabulary_are_refused(documents, shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-steps", 1)
     train.data.prepare(lambda: iter(documents), tmp_path / "other", vocab_size=300, shards=4)
-    outcome, = run(tmp_path / "other", tmp_path / "out", tmp_path, *SHORT, check=False)
+    (outcome,) = run(tmp_path / "other", tmp_path / "out", tmp_path, *SHORT, check=False)
     assert isinstance(outcome, train.Refused)
     assert "model.vocab_size" in str(outcome) or "tokenizer" in str(outcome)
 
@@ -341,24 +419,28 @@ def other_seed(world):
 
 
 def test_ranks_that_were_started_differently_are_told(shards, tmp_path):
-    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(other_seed,), check=False)
+    outcomes = run(
+        shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(other_seed,), check=False
+    )
     assert all(isinstance(outcome, train.Refused) for outcome in outcomes)
     assert "rank 1 was started differently: phase1.lr" in str(outcomes[0])
 
 
 # Derived numbers
 
+
 def test_phases_are_looked_up_in_one_place():
     phases = [train.Phase(64, 8, steps, 1e-3, 0.1) for steps in (3, 0, 2)]
-    assert [(number, local) for number, _, local in (train.phase_at(phases, step) for step in range(5))] == \
-        [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
+    assert [
+        (number, local) for number, _, local in (train.phase_at(phases, step) for step in range(5))
+    ] == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
     with pytest.raises(IndexError):
         train.phase_at(phases, 5)
 
 
 def test_micro_batches_are_derived():
     cpu, phase = torch.device("cpu"), train.Phase(128, 96, 1, 1e-3, 0.1)
-    assert train.micro_batch_of(phase, 0, None, 1, cpu) == 48             # 64 would be 8,192 tokens
+    assert train.micro_batch_of(phase, 0, None, 1, cpu) == 48  # 64 would be 8,192 tokens
     assert train.micro_batch_of(phase, 0, None, 2, cpu) == 48
     assert train.micro_batch_of(phase, 0, None, 3, cpu) == 32
     assert train.micro_batch_of(phase, 1, [8, 4], 3, cpu) == 4
@@ -368,43 +450,56 @@ def test_micro_batches_are_derived():
 
 def test_the_published_recipes():
     nvidia, lans = train.RECIPES["nvlamb-64k"].phases, train.RECIPES["lans-96k"].phases
-    assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == \
-        [(128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
+    assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
+        (128, 65536, 7038, 6e-3),
+        (512, 32768, 1563, 4e-3),
+    ]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
 
 
 def test_auto_precision_needs_hardware(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    assert train.choose_precision("auto", cpu) == "bf16" and train.choose_precision("fp16", cpu) == "fp16"
+    assert (
+        train.choose_precision("auto", cpu) == "bf16"
+        and train.choose_precision("fp16", cpu) == "fp16"
+    )
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
     assert train.choose_precision("auto", cpu) == "fp32"
 
 
 # Memory
 
+
 def log_memory(world, path):
     metric = train.Log.metric
+
     def patched(self, kind, **fields):
         metric(self, kind, **fields)
         with open("/proc/self/statm") as file, open(path, "a") as log:
             log.write(f"{kind} {int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')}\n")
+
     train.Log.metric = patched
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_does_not_grow(shards, tmp_path):
-    run(shards, tmp_path / "out", tmp_path, "--phase1-steps", 500, "--phase2-steps", 0, "--phase1-batch", 16,
-        "--workers", 0, "--checkpoint-every", 200, sabotage=(log_memory, tmp_path / "rss"))
-    rss = [int(line.split()[1]) for line in (tmp_path / "rss").read_text().splitlines()
-           if line.startswith("train")]
+    argv = (
+        "--phase1-steps 500 --phase2-steps 0 --phase1-batch 16 --workers 0 --checkpoint-every 200"
+    )
+    sabotage = log_memory, tmp_path / "rss"
+    run(shards, tmp_path / "out", tmp_path, *argv.split(), sabotage=sabotage)
+    rss = [
+        int(line.split()[1])
+        for line in (tmp_path / "rss").read_text().splitlines()
+        if line.startswith("train")
+    ]
     assert len(rss) == 500 and rss[-1] <= 1.02 * rss[49]
 
 
 # The programs, as the README has them
 
-LITTLE = ["--phase1-steps", "4", "--phase2-steps", "2", "--phase1-batch", "8", "--phase2-batch", "8",
-          "--log-every", "2"]
+LITTLE = "--phase1-steps 4 --phase2-steps 2 --phase1-batch 8 --phase2-batch 8 --log-every 2".split()
 
 
 def test_python_train_py(shards, tmp_path, program):
@@ -413,35 +508,49 @@ def test_python_train_py(shards, tmp_path, program):
     assert first.returncode == 0, first.stderr
     out = tmp_path / "out"
     lines = metrics(out)
-    assert lines[0]["mlm_loss"] == pytest.approx(metrics(out, "eval")[0]["unigram_entropy"], abs=0.3)
-    assert {"step", "phase", "seq_len", "loss", "mlm_loss", "nsp_loss", "lr", "grad_norm", "loss_scale", "skipped",
-            "examples", "seconds", "examples_per_second", "mfu", "bytes_sent", "wait_seconds"} <= set(lines[0])
+    assert lines[0]["mlm_loss"] == pytest.approx(
+        metrics(out, "eval")[0]["unigram_entropy"], abs=0.3
+    )
+    fields = (
+        "step phase seq_len loss mlm_loss nsp_loss lr grad_norm loss_scale skipped examples "
+        "seconds examples_per_second mfu bytes_sent wait_seconds"
+    )
+    assert set(fields.split()) <= set(lines[0])
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["phase"] for line in lines] == [1, 1, 1, 1, 2, 2]
     header = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
     assert header["kind"] == "run" and header["world"] == 1 and header["parameters"] > 0
     for result in metrics(out, "eval"):
-        assert {"step", "phase", "mlm_loss", "mlm_accuracy", "nsp_accuracy", "unigram_entropy"} <= set(result)
+        fields = "step phase mlm_loss mlm_accuracy nsp_accuracy unigram_entropy"
+        assert set(fields.split()) <= set(result)
     assert (out / "log.txt").read_text() == first.stdout
-    assert "phase 1: 4 steps x 8 examples of 64 tokens = 1 rank(s) x micro-batch 8 x accumulation 1" in first.stdout
-    assert sorted(path.name for path in (out / "model").iterdir()) == \
-        ["config.json", "model.safetensors", "tokenizer.model"]
+    plan = "4 steps x 8 examples of 64 tokens = 1 rank(s) x micro-batch 8 x accumulation 1"
+    assert f"phase 1: {plan}" in first.stdout
+    assert sorted(path.name for path in (out / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    ]
     again = program(*arguments)
     assert again.returncode == 0 and "Done after step 6 of 6" in again.stdout
     assert metrics(out) == lines
 
 
 def test_torchrun_train_py(shards, tmp_path, program):
-    run = program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "--data", shards,
-                  "--out", tmp_path / "out", *LITTLE, "--compression", "bf16")
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    arguments = ["--data", shards, "--out", tmp_path / "out", "--compression", "bf16", *LITTLE]
+    run = program(*torchrun, "train.py", *arguments)
     assert run.returncode == 0, run.stderr
-    assert "2 rank(s) on 1 node(s)" in run.stdout and run.stdout.count("Done after step 6 of 6") == 1
+    assert (
+        "2 rank(s) on 1 node(s)" in run.stdout and run.stdout.count("Done after step 6 of 6") == 1
+    )
     assert all(line["bytes_sent"] > 0 for line in metrics(tmp_path / "out"))
 
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
     (tmp_path / "my.txt").write_text("\n\n".join("\n".join(d) for d in documents))
-    arguments = [ROOT / "train.py", "--corpus", "my.txt", "--out", "runs/mine", "--vocab-size", 300, *LITTLE]
+    arguments = "--corpus my.txt --out runs/mine --vocab-size 300".split() + LITTLE
+    arguments = [ROOT / "train.py", *arguments]
     run = program(*arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "shards" / "my" / "manifest.json").exists()
@@ -453,11 +562,13 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
 
 def test_sigterm_stops_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "train.py", "--data", shards, "--out", out, "--phase1-batch", "8",
-         "--checkpoint-every", "1000", "--eval-every", "1000"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    rare = "--phase1-batch 8 --checkpoint-every 1000 --eval-every 1000".split()
+    arguments = [sys.executable, "train.py", "--data", shards, "--out", out, *rare]
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.time() + 60
-    while time.time() < deadline and not ((out / "metrics.jsonl").exists() and len(metrics(out)) >= 3):
+    while time.time() < deadline and not (
+        (out / "metrics.jsonl").exists() and len(metrics(out)) >= 3
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
