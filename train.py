@@ -397,7 +397,8 @@ def prepare_data(args, world):
 
     def make():
         if world.local_rank == 0 and (args.corpus or (missing and not args.data)):
-            data.prepare(data.corpus_reader(args.corpus), folder, args.vocab_size)
+            reader = data.corpus_reader(args.corpus)
+            print(data.describe(data.prepare(reader, folder, args.vocab_size)))
 
     for job in (make, lambda: data.verify(folder, world.rank, world.size)):
         problem = None
