@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -283,7 +284,10 @@ def read_weights(folder):
     if not path.exists() and not pickled.exists():
         raise ModelError(f"{folder} holds neither {path.name} nor {pickled.name}")
     if not path.exists():
-        return torch.load(pickled, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(pickled, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, IndexError):
+            raise ModelError(f"{pickled} is damaged, or holds more than weights") from None
     types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
              "BF16": torch.bfloat16, "I64": torch.int64}
     try:
@@ -310,10 +314,14 @@ def load_huggingface(folder):
         theirs = json.loads((Path(folder) / "config.json").read_text())
     except OSError as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{folder}/config.json is damaged ({error})") from None
     if theirs.get("model_type") != "bert" or theirs.get("hidden_act", "gelu") != "gelu":
         raise ModelError(f"{folder} is not a BERT with GELU (model_type "
                          f"{theirs.get('model_type')!r}, hidden_act {theirs.get('hidden_act')!r})")
     fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
+    if lacking := {"layers", "width", "heads", "feed_forward", "vocab_size"} - set(fields):
+        raise ModelError(f"{folder}/config.json lacks {', '.join(CONFIG[key] for key in lacking)}")
     model = BertForPreTraining(BertConfig(**{
         **fields, "vocab_size": -(-fields["vocab_size"] // 64) * 64}))
     weights = {}
@@ -326,6 +334,8 @@ def load_huggingface(folder):
         names = huggingface_names(name)
         if all(part in weights for part in names):
             value = torch.cat([weights[part] for part in names])
+            if value.shape[1:] != parameter.shape[1:] or len(value) > len(parameter):
+                raise ModelError(f"{folder}: {names[0]} has a shape that config.json does not give")
             with torch.no_grad():
                 parameter[:len(value)].copy_(value)
                 parameter[len(value):].zero_()
@@ -394,7 +404,7 @@ def main():
             raise ModelError(f"{path} is missing; copy there the one of the model's training")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
         filled = fill_mask(model, tokenizer, args.text)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         sys.exit(f"bert.py: {error}")
     for number, candidates in enumerate(filled, 1):
         if len(filled) > 1:

@@ -29,12 +29,17 @@ import io
 import itertools
 import json
 import lzma
+import multiprocessing.forkserver
 import os
 import re
 import shutil
+import signal
+import socket
 import sys
 import sysconfig
+import threading
 import time
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,11 +99,13 @@ def read_lines(path):
         with OPENERS.get(Path(path).suffix, open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield text.replace("\0", " ").strip()
+                if "\0" in text:
+                    raise DataError(f"{path}, line {number}: a NUL byte; this is not a text file")
+                yield text.strip()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}, byte {error.start}: not UTF-8; convert the file, "
                         "for example with iconv") from None
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: the compressed file is damaged after line {number} ({error})") \
             from None
     except OSError as error:
@@ -121,22 +128,25 @@ def is_prose(blocks):
 
 
 def blocks_of(path):
-    """Yields the documents of a file as lists of lines that are not blank."""
-    lines = read_lines(path)
-    first = next((line for line in lines if line), "")
-    lines = itertools.chain([first], lines)
+    """Yields the documents of a file as lists of lines that are not blank; raises DataError where a
+    line of JSON has no text, or where a million lines pass without the end of a document."""
+    first = next(filter(None, read_lines(path)), "")
     if re.match(r"\{\s*[\"}]", first):
-        for line in filter(None, lines):
+        for number, line in enumerate(read_lines(path), 1):
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                raise DataError(f"{path}: a line is not a JSON object with a `text` field: "
-                                f"{line[:60]!r}") from None
+                text = json.loads(line)["text"].encode("utf-8", "replace").decode() if line else ""
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise DataError(f"{path}, line {number}: not a JSON object with a text in its "
+                                f"`text` field: {line[:60]!r}") from None
             yield [part for part in map(str.strip, text.splitlines()) if part]
     else:
-        for blank, block in itertools.groupby(lines, lambda line: not line):
+        for blank, block in itertools.groupby(read_lines(path), lambda line: not line):
             if not blank:
-                yield list(block)
+                document = list(itertools.islice(block, 1_000_000))
+                if next(block, None) is not None:
+                    raise DataError(f"{path}: a million lines without a blank one, which separates "
+                                    f"documents, from {document[0][:60]!r} on")
+                yield document
 
 
 def read_documents(paths, split="auto"):
@@ -194,7 +204,8 @@ def machine_documentation():
     library = Path(sysconfig.get_paths()["stdlib"])
     roots = [library, Path(np.__file__).parent, Path(torch.__file__).parent]
     files = [file for root in roots for file in sorted(root.rglob("*.py"))
-             if root != library or not {"site-packages", "test", "tests"} & set(file.parts)]
+             if root != library
+             or not {"site-packages", "test", "tests"} & set(file.relative_to(root).parts)]
     try:
         from pydoc_data.topics import topics          # missing in some embedded Pythons
     except ImportError:
@@ -357,6 +368,8 @@ def prepare(documents, folder, vocab_size=8192, shards=8, cased=False):
     at most half, evenly spread over the corpus, go to a held-out shard of their own.
     Raises DataError if the folder holds something else or the text cannot be used.
     """
+    if shards < 1 or vocab_size < 16:
+        raise DataError("at least one shard and 16 pieces of vocabulary are needed")
     folder = Path(folder)
     settings = {"version": VERSION, "vocab_size": vocab_size, "shards": shards, "cased": cased}
     corpus = survey(progress(documents(), "reading"))
@@ -374,7 +387,11 @@ def prepare(documents, folder, vocab_size=8192, shards=8, cased=False):
     if held_out < 2 or corpus["documents"] - held_out < 2 * shards:
         raise DataError(f"the corpus has {corpus['documents']} documents, too few for {shards} "
                         "shards and held-out documents; documents are separated by blank lines")
-    temporary = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    mine = f"{folder.name}.partial-{socket.gethostname()}-"
+    for rest in folder.parent.glob(f"{mine}*"):               # of a run that was killed here
+        if not alive(int(rest.name.removeprefix(mine))):
+            shutil.rmtree(rest)
+    temporary = folder.with_name(f"{mine}{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
         tokenizer = train_tokenizer(progress(documents(), "training tokenizer"), vocab_size, cased)
@@ -383,10 +400,25 @@ def prepare(documents, folder, vocab_size=8192, shards=8, cased=False):
                     **write_shards(documents(), temporary, tokenizer, corpus, shards, held_out)}
         manifest["files"]["tokenizer.model"] = file_entry(temporary / "tokenizer.model")
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        os.replace(temporary, folder)
+        try:
+            os.replace(temporary, folder)
+        except OSError:                 # another node, on the same disk, was faster
+            if load_manifest(folder) != manifest:
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return manifest
+
+
+def alive(pid):
+    """Returns True if a process of this number runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_shards(documents, folder, tokenizer, corpus, shards, held_out):
@@ -432,13 +464,14 @@ def load_manifest(folder):
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
+        version = manifest["version"]
     except FileNotFoundError:
         raise DataError(f"{path} is missing: no prepared shards there; make them with data.py") \
             from None
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         raise DataError(f"{path} is damaged; prepare the folder again with data.py") from None
-    if manifest.get("version") != VERSION:
-        raise DataError(f"{path} is of format {manifest.get('version')}, this program reads "
+    if version != VERSION:
+        raise DataError(f"{path} is of format {version}, this program reads "
                         f"{VERSION}; prepare the folder again with data.py")
     return manifest
 
@@ -648,18 +681,35 @@ def micro_batches(steps, global_batch, micro_batch, rank, size):
             yield numbers[k:k + micro_batch]
 
 
-def loader(dataset, batches, workers=1, pin_memory=False):
+def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
     """Returns a DataLoader that yields the Batch of each list of example numbers, in order.
 
-    Workers are started fresh (forkserver), since a fork after threads have run can deadlock.
+    prefetch: batches that each worker makes ahead. Workers are started fresh (forkserver), since a
+    fork after threads have run can deadlock. A SIGTERM to the whole process group (torchrun and
+    batch systems send it) does not end them, so that the step can be finished; our end does.
     """
-    context = None
-    if workers:
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+    if not workers:
+        return torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate,
+                                           pin_memory=pin_memory)
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)       # the workers' server inherits it
+    multiprocessing.forkserver.ensure_running()
+    signal.signal(signal.SIGTERM, before)
     return torch.utils.data.DataLoader(
         dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers,
-        pin_memory=pin_memory, multiprocessing_context=context)
+        prefetch_factor=prefetch, pin_memory=pin_memory, multiprocessing_context=context,
+        worker_init_fn=functools.partial(end_with, os.getpid()))
+
+
+def end_with(pid, worker):
+    """Ends this worker process once the process `pid` is gone, however it went; not on SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)          # torch has set a handler of its own before
+    def watch():
+        while alive(pid):
+            time.sleep(1)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # ----- The program -----

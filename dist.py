@@ -37,7 +37,9 @@ class RankLost(DistError):
 class World:
     """This process among all of them, and the few small collectives that the training loop needs.
 
-    A context manager: leaving it, also by an exception, closes the process group.
+    A context manager: leaving it, also by an exception, closes the process group. The small
+    collectives go over Gloo also where gradients go over NCCL, so that a rank that died is an
+    exception here instead of an aborted process.
     """
     rank: int = 0            # among all processes
     size: int = 1
@@ -52,7 +54,7 @@ class World:
 
         Exact for integers below 2^53. The answer is the same on every rank.
         """
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64)
         self.all_reduce(total)
         return total.tolist()
 
@@ -74,7 +76,7 @@ class World:
         values = [value]
         if self.size > 1:
             with self.answering():
-                torch.distributed.broadcast_object_list(values, 0, device=self.device)
+                torch.distributed.broadcast_object_list(values, 0)
         return values[0]
 
     def gather(self, value):
@@ -103,8 +105,9 @@ class World:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.close()
+    def __exit__(self, kind, *_):
+        if kind is None or not issubclass(kind, RankLost):     # closing would wait for that rank
+            self.close()
 
 
 def init(timeout=600.0, init_method="env://"):
@@ -127,10 +130,9 @@ def init(timeout=600.0, init_method="env://"):
     if world.size > 1:
         try:
             torch.distributed.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", init_method=init_method,
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
                 rank=world.rank, world_size=world.size,
-                timeout=datetime.timedelta(seconds=timeout),
-                device_id=device if device.type == "cuda" else None)
+                timeout=datetime.timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {world.rank} of {world.size} could not meet the others: "
                            f"{str(error).strip().splitlines()[0][:200]}") from error

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -136,9 +137,13 @@ def parse_arguments(argv=None):
     add("--resume", default="auto", metavar="auto|never|PATH", help="the newest checkpoint "
         "in --out, none (those in --out are removed), or this one")
     args = parser.parse_args(argv)
-    for name in ("log_every", "eval_every", "checkpoint_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    least = dict(log_every=1, eval_every=1, checkpoint_every=1, max_steps=1, workers=0, seed=0,
+                 phase1_steps=0, phase2_steps=0, phase1_batch=1, phase2_batch=1, dropout=0)
+    for name, value in least.items():
+        if getattr(args, name) is not None and getattr(args, name) < value:
+            parser.error(f"--{name.replace('_', '-')} must be at least {value}")
+    if min(args.micro_batch or [1]) < 1 or (args.dropout or 0) >= 1:
+        parser.error("--micro-batch must be at least 1 and --dropout below 1")
     return args
 
 
@@ -153,8 +158,6 @@ def plan_phases(args):
             phase, lr=phase.lr * args.lr_scale,
             steps=phase.steps if steps is None else steps,
             global_batch=phase.global_batch if batch is None else batch))
-    if any(phase.steps < 0 or phase.global_batch < 1 for phase in phases):
-        raise Refused("steps must not be negative and batches at least 1")
     if not any(phase.steps for phase in phases):
         raise Refused("no steps are left to do; raise --phase1-steps or --phase2-steps")
     return phases
@@ -176,8 +179,8 @@ def micro_batch_of(phase, number, given, size, device):
     on a GPU). Raises Refused, naming the nearest global batch, where the batch does not divide.
     """
     unit = size * (given[min(number, len(given) - 1)] if given else 1)
-    if unit < 1 or phase.global_batch % unit:
-        nearest = max(1, round(phase.global_batch / max(unit, 1))) * unit
+    if phase.global_batch % unit:
+        nearest = max(1, round(phase.global_batch / unit)) * unit
         raise Refused(f"phase {number + 1}: a global batch of {phase.global_batch} does not divide "
                       f"into {size} ranks x micro-batches of {unit // size}; the nearest that does "
                       f"is --phase{number + 1}-batch {nearest}")
@@ -226,16 +229,21 @@ class Log:
         if self.active:
             tqdm.write(text)
             sys.stdout.flush()
-            with open(self.folder / "log.txt", "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            self._append("log.txt", text)
 
     def metric(self, kind, **fields):
         """Adds a line to metrics.jsonl; numbers that are not finite become null."""
         if self.active:
             fields = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                       for key, value in fields.items()}
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **fields}) + "\n")
+            self._append("metrics.jsonl", json.dumps({"kind": kind, **fields}))
+
+    def _append(self, name, line):
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:                     # a full disk must not end the training
+            tqdm.write(f"warning: {self.folder / name}: {error.strerror}")
 
     def read(self):
         """Returns the lines of metrics.jsonl, a list of dicts, without a half-written last one."""
@@ -265,14 +273,19 @@ def git_commit():
 # ----- Checkpoints: one file each, its digest behind it -----
 
 class HashingFile:
-    """A file to write to that computes the SHA-256 of all that went by."""
+    """A file to write to that computes the SHA-256 of all that went by, and remembers what failed:
+    torch.save puts an error of its own in place of a full disk's."""
 
     def __init__(self, file):
-        self.file, self.digest = file, hashlib.sha256()
+        self.file, self.digest, self.error = file, hashlib.sha256(), None
 
     def write(self, part):
         self.digest.update(part)
-        return self.file.write(part)
+        try:
+            return self.file.write(part)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self):
         self.file.flush()
@@ -297,11 +310,23 @@ def save_checkpoint(path, state, keep):
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)                       # the name is on the disk too
         os.close(folder)
+    except RuntimeError as error:
+        raise hashing.error or error from None
     finally:
         temporary.unlink(missing_ok=True)
-    for old in sorted(path.parent.glob("step-*.pt"))[:-2]:
+    for old in checkpoints_in(path.parent)[:-2]:
         if old not in keep:
             old.unlink()
+
+
+def checkpoints_in(folder):
+    """Returns the paths of a folder's checkpoints, in the order of their steps."""
+    return sorted(folder.glob("step-*.pt"), key=step_of)
+
+
+def step_of(path):
+    """Returns the step in a checkpoint's name."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def read_checkpoint(path):
@@ -316,6 +341,8 @@ def read_checkpoint(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise Refused(f"{path} is not one of our checkpoints; nothing in it was run") from None
 
 
 def find_checkpoint(folder, resume, say):
@@ -327,8 +354,8 @@ def find_checkpoint(folder, resume, say):
     if resume not in ("auto", "never"):
         return read_checkpoint(Path(resume))
     for rest in folder.glob("*.tmp"):
-        rest.unlink()                          # of a run that was killed while it wrote
-    paths = sorted(folder.glob("step-*.pt"), reverse=True) if resume == "auto" else []
+        rest.unlink(missing_ok=True)           # of a run that was killed while it wrote
+    paths = checkpoints_in(folder)[::-1] if resume == "auto" else []
     for path in paths:
         try:
             return read_checkpoint(path)
@@ -342,8 +369,8 @@ def find_checkpoint(folder, resume, say):
 def forget_behind(step, folder, log):
     """Removes checkpoints and metrics of steps behind `step`, from where the run goes on: they are
     done again, and a checkpoint left from before would look like the newest."""
-    for path in folder.glob("step-*.pt"):
-        if int(path.stem.removeprefix("step-")) > step:
+    for path in checkpoints_in(folder):
+        if step_of(path) > step:
             path.unlink()
     log.rewind(step)
 
@@ -400,15 +427,29 @@ def prepare_data(args, world):
             reader = data.corpus_reader(args.corpus)
             print(data.describe(data.prepare(reader, folder, args.vocab_size)))
 
-    for job in (make, lambda: data.verify(folder, world.rank, world.size)):
-        problem = None
-        try:
-            job()
-        except (data.DataError, OSError) as error:
-            problem = str(error)
-        if problems := [words for words in world.gather(problem) if words]:
-            raise Refused(problems[0])
+    together(world, make)
+    together(world, lambda: data.verify(folder, world.rank, world.size))
     return folder, data.load_manifest(folder)
+
+
+def together(world, job):
+    """Returns job(), called on every rank; if it fails on one, all raise Refused with its words."""
+    result = problem = None
+    try:
+        result = job()
+    except (Refused, data.DataError, OSError) as error:
+        problem = str(error)
+    if problems := [words for words in world.gather(problem) if words]:
+        raise Refused(problems[0])
+    return result
+
+
+def open_folder(out):
+    """Makes the folder of results; raises OSError where nothing can be written."""
+    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (out / "log.txt").touch()
+    (out / "checkpoints" / "writable.tmp").touch()
+    (out / "checkpoints" / "writable.tmp").unlink(missing_ok=True)
 
 
 def seed_dropout(*numbers):
@@ -438,10 +479,9 @@ def settle(args, world):
     """Returns the Plan for the arguments; raises Refused or data.DataError if it cannot work."""
     phases = plan_phases(args)
     micro = [micro_batch_of(phase, number, args.micro_batch, world.size, world.device)
-             for number, phase in enumerate(phases)]
+             if phase.steps else 1 for number, phase in enumerate(phases)]
     out = Path(args.out or f"runs/{args.recipe}")
-    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (out / "log.txt").touch()                                # no permission shows here
+    together(world, lambda: open_folder(out))
     shards, manifest = prepare_data(args, world)
     recipe = RECIPES[args.recipe]
     dropout = recipe.dropout if args.dropout is None else args.dropout
@@ -466,8 +506,8 @@ def build(plan, args, world):
     """Returns (model, reducer, masters, optimizer, scaler), as they are before the first step."""
     torch.manual_seed(args.seed)
     model = bert.BertForPreTraining(plan.config)
-    # Begin at the token frequencies: the first loss is the unigram entropy, not log V. In the demo it
-    # saves some 300 steps. Rows that only pad the vocabulary are as unlikely as the rarest token.
+    # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
+    # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
     rarity = torch.from_numpy(data.unigram_losses(plan.shards)).float()
     model.mlm_bias.data.fill_(-rarity.max())[:len(rarity)] = -rarity
     model.to(world.device, PRECISIONS[plan.precision])
@@ -492,7 +532,8 @@ def train(args, world):
     log = Log(plan.out, world.rank == 0)
     model, reducer, masters, optimizer, scaler = build(plan, args, world)
     checkpoints, step, examples, seconds = plan.out / "checkpoints", 0, 0, 0.0
-    state = find_checkpoint(checkpoints, args.resume, log.say) if world.rank == 0 else None
+    state = together(world, lambda: find_checkpoint(checkpoints, args.resume, log.say)
+                     if world.rank == 0 else None)
     if state := world.share(state):
         if state["run"] != plan.run:
             raise Refused(f"the checkpoint in {plan.out} is of another run: "
@@ -504,6 +545,7 @@ def train(args, world):
         optim.copy_to_model(masters, model)
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
+    del state
     if log.active:
         forget_behind(step, checkpoints, log)
     introduce(plan, args, world, log, model, step)
@@ -511,7 +553,8 @@ def train(args, world):
     forward = torch.compile(model, dynamic=True) if args.compile else model
     last = sum(phase.steps for phase in plan.phases)
     stop_at = min(last, args.max_steps or last)
-    stopping = []                                              # SIGTERM: stop after this step
+    # Stop after the step under way on SIGTERM, or when torchrun is gone: orphans must not train on.
+    stopping, parent = [], os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     batches = bar = None
 
@@ -520,12 +563,13 @@ def train(args, world):
         number, phase, local = phase_at(plan.phases, step)
         if batches is None or local == 0:
             micro, batch_size = plan.micro_batches[number], phase.global_batch
+            accumulation = batch_size // (micro * world.size)
             batches = iter(data.loader(
                 data.PretrainingData(plan.shards, phase.seq_len, number, args.seed),
                 data.micro_batches(range(local, phase.steps), batch_size, micro,
                                    world.rank, world.size),
-                args.workers, pin_memory=world.device.type == "cuda"))
-            accumulation = batch_size // (micro * world.size)
+                args.workers, prefetch=2 + accumulation // max(1, args.workers),
+                pin_memory=world.device.type == "cuda"))
             bar = tqdm(desc=f"phase {number + 1}", total=phase.steps, initial=local, unit="step",
                        disable=None if log.active else True, dynamic_ncols=True)
         began = time.perf_counter()
@@ -535,7 +579,8 @@ def train(args, world):
         data_seconds = time.perf_counter() - began
         masked, tokens, stop = world.sum([
             sum(int((batch.labels != data.IGNORED).sum()) for batch in step_batches),
-            sum(int(batch.mask.sum()) for batch in step_batches), len(stopping)])
+            sum(int(batch.mask.sum()) for batch in step_batches),
+            len(stopping) + (parent is not None and os.getppid() != parent)])
 
         # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
         reducer.zero_grad()
@@ -589,9 +634,7 @@ def train(args, world):
             log.metric("eval", step=step, phase=number + 1, **result)
             log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
         if step % args.checkpoint_every == 0 or phase_ends or ends:
-            if not math.isfinite(float(optim.global_norm(list(masters.values())))):
-                raise optim.TrainingStopped(f"step {step}: the weights are not finite; no "
-                                            "checkpoint is saved of them")
+            compare_weights(masters, world, step)
             if log.active:
                 checkpoint({"run": plan.run, "step": step, "examples": examples, "seconds": seconds,
                             "weights": masters, "optimizer": optimizer.state_dict(),
@@ -600,7 +643,8 @@ def train(args, world):
             bar.close()
             batches = None
         if stop:
-            log.say(f"stopped by SIGTERM after step {step}; the same command goes on from there")
+            log.say(f"stopped {'by SIGTERM' if stopping else 'without torchrun'} after step {step}"
+                    "; the same command goes on from there")
             break
     # ----- the training loop ends -----
 
@@ -608,6 +652,20 @@ def train(args, world):
     if log.active:
         bert.save_huggingface(model, plan.shards / "tokenizer.model", plan.out / "model")
         report(plan, args, log, model, step, last)
+
+
+@torch.no_grad()
+def compare_weights(masters, world, step):
+    """Raises optim.TrainingStopped if weights are not finite, or not the same bits on all ranks."""
+    if not math.isfinite(float(optim.global_norm(list(masters.values())))):
+        raise optim.TrainingStopped(f"step {step}: the weights are not finite; no checkpoint is "
+                                    "saved of them")
+    bits = [int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values()]
+    for rank, other in enumerate(world.gather(sum(bits))):
+        if other != sum(bits):
+            raise optim.TrainingStopped(f"step {step}: the weights of rank {rank} are not those of "
+                                        f"rank {world.rank}; no checkpoint is saved. Go on from "
+                                        "the last one, and have that machine's memory checked")
 
 
 def checkpoint(state, folder, phases, log):

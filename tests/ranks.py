@@ -21,8 +21,10 @@ def start_server():
     multiprocessing.forkserver.ensure_running()
 
 
-def _main(function, rank, size, store, arguments, local_size):
+def _main(function, rank, size, store, arguments, local_size, gpu):
     local_size = local_size or size
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Gloo also where there is a GPU
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -44,7 +46,7 @@ def _main(function, rank, size, store, arguments, local_size):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
 
-def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True):
+def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
@@ -52,7 +54,9 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True)
     """
     store = tmp_path / f"store-{uuid.uuid4().hex}"
     ranks = [
-        CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size))
+        CONTEXT.Process(
+            target=_main, args=(function, rank, size, store, arguments, local_size, gpu)
+        )
         for rank in range(size)
     ]
     for process in ranks:

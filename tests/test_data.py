@@ -1,11 +1,13 @@
 """data.py: formats and bad input, the shards on disk, and the statistics of masks and pairs."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
 import math
 import shutil
+import socket
 
 import numpy as np
 import pytest
@@ -128,6 +130,8 @@ BAD = {
     "no.txt.xz": (b"plain text", "no.txt.xz: the compressed file is damaged"),
     "no.txt.bz2": (b"plain text", "no.txt.bz2"),
     "bad.jsonl": (b'{"text": "One."}\n{"title": "x"}\n', "bad.jsonl.*`text`"),
+    "nul.txt": (b"One.\nTw\0o.\n", "nul.txt, line 2: a NUL byte"),
+    "null.jsonl": (b'{"text": "One."}\n{"text": null}\n', "null.jsonl, line 2: not a JSON object"),
     "few.txt": (b"One.\n\nTwo.\n", "too few"),
     "missing.txt": (None, "missing.txt: No such file"),
 }
@@ -331,7 +335,7 @@ def test_masks_are_15_percent_and_80_10_10(shards, seq_len, phase):
 
 
 def test_ten_percent_are_short(shards):
-    long, short = data.PretrainingData(shards, 16), 0
+    long = data.PretrainingData(shards, 16)
     lengths = [len(long[i].tokens) for i in range(4000)]
     full = sum(length == 16 for length in lengths) / 4000
     assert 0.80 < full < 0.93  # 10 % are short, others end with their document
@@ -442,3 +446,30 @@ def test_documents_of_one_sentence_or_one_long_line_make_true_pairs(tmp_path):
         assert len(a) and len(b)
         starts.add(tuple(a[:8]))
     assert len(starts) > 0.9 * i
+
+
+def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path):
+    for suffix, compress in (
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+    ):
+        good = compress(as_lines(documents).encode())
+        for at in range(20, len(good), len(good) // 30):
+            content = bytearray(good)
+            content[at] ^= 0x55
+            (tmp_path / f"a.txt{suffix}").write_bytes(content)
+            with contextlib.suppress(data.DataError):  # nothing else may come out
+                list(data.read_documents([tmp_path / f"a.txt{suffix}"]))
+
+
+def test_lone_surrogates_in_json_become_question_marks(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "One \\ud800 two."}\n')
+    assert list(data.read_documents([tmp_path / "a.jsonl"])) == [["One ? two."]]
+
+
+def test_what_a_killed_preparation_left_is_removed(documents, tmp_path):
+    rest = tmp_path / f"out.partial-{socket.gethostname()}-99999999"
+    rest.mkdir()
+    data.prepare(lambda: iter(documents), tmp_path / "out", 320, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -299,4 +299,4 @@ def average_on_gpu(world):
 
 @pytest.mark.gpu
 def test_the_lane_is_a_stream_on_a_gpu(tmp_path):
-    assert all(run_ranks(average_on_gpu, 1, tmp_path)[0])
+    assert all(run_ranks(average_on_gpu, 1, tmp_path, gpu=True)[0])
