@@ -704,7 +704,7 @@ def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
 
 def end_with(pid, worker):
     """Ends this worker process once the process `pid` is gone, however it went; not on SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)          # torch has set a handler of its own before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)         # over the handler that torch has set
     def watch():
         while alive(pid):
             time.sleep(1)

@@ -126,6 +126,9 @@ def parse_arguments(argv=None):
     add("--micro-batch", type=int, nargs="+", metavar="N", help="examples a rank at a time, one "
         "number or one a phase; default: about 8,192 tokens, 32,768 on a GPU")
     add("--compression", default="none", choices=dist.COMPRESSORS, help="what crosses the wire")
+    add("--topk-fraction", type=float, default=0.01, metavar="X", help="sent by topk")
+    add("--chunk-fraction", type=float, default=0.05, metavar="X", help="sent by chunk")
+    add("--powersgd-rank", type=int, default=4, metavar="N", help="of powersgd's factors")
     add("--bucket-mb", type=float, default=4.0, metavar="N", help="gradients sent at a time")
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
     add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples")
@@ -472,6 +475,7 @@ class Plan(NamedTuple):
     config: bert.BertConfig
     precision: str
     optimizer: str
+    options: dict            # of the compressor
     run: dict                # what the result depends on: equal on all ranks and after a resume
 
 
@@ -493,13 +497,16 @@ def settle(args, world):
            "corpus": manifest["corpus"]["sha256"][:16],
            "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16],
            **{f"model.{key}": value for key, value in dataclasses.asdict(config).items()}}
+    options = {"topk": {"fraction": args.topk_fraction}, "chunk": {"fraction": args.chunk_fraction},
+               "powersgd": {"rank": args.powersgd_rank}}.get(args.compression, {})
+    run |= {f"{args.compression}.{key}": value for key, value in options.items()}
     for number, phase in enumerate(phases, 1):
         run |= {f"phase{number}.{key}": getattr(value, "__name__", value)
                 for key, value in dataclasses.asdict(phase).items()}
     for rank, other in enumerate(world.gather(run)):
         if other != run:
             raise Refused(f"rank {rank} was started differently: {differences(other, run)}")
-    return Plan(phases, micro, out, shards, config, precision, optimizer, run)
+    return Plan(phases, micro, out, shards, config, precision, optimizer, options, run)
 
 
 def build(plan, args, world):
@@ -511,7 +518,7 @@ def build(plan, args, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.shards)).float()
     model.mlm_bias.data.fill_(-rarity.max())[:len(rarity)] = -rarity
     model.to(world.device, PRECISIONS[plan.precision])
-    reducer = dist.Reducer(model, world, args.bucket_mb, args.compression)
+    reducer = dist.Reducer(model, world, args.bucket_mb, args.compression, **plan.options)
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]
@@ -545,6 +552,7 @@ def train(args, world):
         optim.copy_to_model(masters, model)
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
+        reducer.load_state_dict(state["compression"])
     del state
     if log.active:
         forget_behind(step, checkpoints, log)
@@ -583,8 +591,8 @@ def train(args, world):
             len(stopping) + (parent is not None and os.getppid() != parent)])
 
         # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
-        reducer.zero_grad()
         scale = scaler.scale
+        reducer.zero_grad(scale)
         total = torch.zeros(4, dtype=torch.float64, device=world.device)
         for k, batch in enumerate(step_batches):
             seed_dropout(args.seed, step, k, world.rank)
@@ -599,6 +607,7 @@ def train(args, world):
         norm = float(optim.global_norm(reducer.buckets))
         *sums, overflows = world.sum([*total.tolist(), not math.isfinite(norm)])
         counts = scaler.update(overflows > 0, step + 1, reducer.gradients)
+        reducer.commit(counts)
         lr = phase.schedule(local, phase)
         if counts:
             optim.unscale_and_clip_(reducer.buckets, norm, scale, CLIP)
@@ -635,10 +644,12 @@ def train(args, world):
             log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
         if step % args.checkpoint_every == 0 or phase_ends or ends:
             compare_weights(masters, world, step)
+            residuals = reducer.state_dict()           # on every rank: they are averaged
             if log.active:
                 checkpoint({"run": plan.run, "step": step, "examples": examples, "seconds": seconds,
                             "weights": masters, "optimizer": optimizer.state_dict(),
-                            "scaler": scaler.state_dict()}, checkpoints, plan.phases, log)
+                            "scaler": scaler.state_dict(), "compression": residuals},
+                           checkpoints, plan.phases, log)
         if phase_ends or ends:
             bar.close()
             batches = None

@@ -104,7 +104,7 @@ def test_half_precision_on_the_wire(tmp_path, compression, tolerance, share):
 
 def sums_of_large_numbers(world):
     bucket = torch.full((4,), 40000.0)
-    dist.make_compressor("fp16", world).average(bucket)
+    dist.make_compressor("fp16", world, [(4,)]).average(bucket)
     return bucket.tolist()
 
 
@@ -137,15 +137,14 @@ def overlap(world):
     model[0].weight.register_hook(lambda gradient: time.sleep(0.3))  # the last layer to be ready
     for number, p in enumerate(model.parameters()):
         p.register_hook(lambda gradient, number=number: events.append(("gradient", number)))
-    average = reducer.compressor.average
+    average = dist.NoCompression.average
 
-    def traced(bucket):
-        events.append(("begin", None))
-        sent = average(bucket)
+    def traced(self, bucket, scale):
+        sent = average(self, bucket, scale)
         events.append(("end", None))
         return sent
 
-    reducer.compressor.average = traced
+    dist.NoCompression.average = traced
     model(torch.randn(8, 32)).sum().backward()
     reducer.finish()
     reducer.close()
@@ -163,8 +162,7 @@ def launch_order(world):
     """Ranks whose gradients become ready in different orders; returns the sizes sent, in order."""
     model = nn.ModuleList(nn.Linear(k, 1, bias=False) for k in (3, 5, 7))
     reducer, sizes = dist.Reducer(model, world, bucket_mb=1e-9), []
-    average = reducer.compressor.average
-    reducer.compressor.average = lambda bucket: sizes.append(len(bucket)) or average(bucket)
+    dist.NoCompression.average = lambda self, bucket, scale: sizes.append(len(bucket)) or 0
     layers = list(model) if world.rank == 0 else list(reversed(model))
     for layer in layers:  # one after the other, in this order
         layer(torch.ones(1, layer.in_features)).sum().backward()
@@ -234,7 +232,7 @@ def test_nothing_is_allocated_after_the_first_step():
         return (
             [flat.data_ptr() for flat in reducer.buckets],
             [p.grad.data_ptr() for p in model.parameters() if p.requires_grad],
-            [wire.data_ptr() for wire in reducer.compressor.wires.values()],
+            [bucket.compressor.wire.data_ptr() for bucket in reducer._buckets],
         )
 
     assert addresses() == addresses() == addresses()
@@ -271,7 +269,7 @@ def test_a_dead_rank_is_an_error_that_says_so(tmp_path):
 
 def test_bad_settings_are_one_line():
     with pytest.raises(
-        dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16"
+        dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16, int8"
     ):
         dist.Reducer(Toy(), dist.World(), compression="zip")
     with pytest.raises(dist.DistError, match="--bucket-mb"):
@@ -295,6 +293,136 @@ def average_on_gpu(world):
     reducer.finish()
     reducer.close()
     return [bool(g.isfinite().all() and g.any()) for g in reducer.gradients.values()]
+
+
+# Lossy compression
+
+SHAPES = [(64, 48), (37,), (3, 5), (70, 30)]
+COUNT = 64 * 48 + 37 + 15 + 2100
+LOSSY = ["int8", "onebit", "topk", "chunk", "powersgd"]
+
+
+def gradient(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(COUNT, generator=generator) * torch.linspace(0.1, 3, COUNT)
+
+
+def fifty_steps(world, name):
+    """Returns (difference of in and out + residual, the last mean, bytes, size of the residual)."""
+    compressor = dist.make_compressor(name, world, SHAPES)
+    went_in = went_out = torch.zeros(COUNT, dtype=torch.float64)
+    for step in range(50):
+        scale = 2.0 ** (step % 3)  # residuals must not mind the scale
+        bucket = gradient(world.rank, step) * scale
+        sent = compressor.average(bucket, scale)
+        compressor.commit(True)
+        mean = sum(gradient(rank, step) for rank in range(world.size)) / world.size
+        went_in, went_out = went_in + mean, went_out + bucket.double() / scale
+    rest = compressor.fold().double()
+    difference = (went_in - went_out - rest).abs().max().item()
+    return difference, bucket, sent, rest.norm().item() / went_in.norm().item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_went_out_and_the_residual_are_what_came_in(tmp_path, name, size):
+    outcomes = run_ranks(fifty_steps, size, tmp_path, name)
+    for difference, last, sent, rest in outcomes:
+        assert difference < 2e-4  # 50 steps of numbers around 3
+        assert torch.equal(last, outcomes[0][1])  # on all ranks the same bits
+        assert sent <= 4 * COUNT * (size - 1) and (sent == 0) == (size == 1)
+        assert rest < {"int8": 0.01, "onebit": 2, "topk": 9, "chunk": 9, "powersgd": 2}[name]
+
+
+def test_one_bit_sends_a_bit_a_number(tmp_path):
+    for _, _, sent, _ in run_ranks(fifty_steps, 2, tmp_path, "onebit"):
+        assert abs(sent - 2 * (COUNT / 2 / 8 + 4)) <= 8  # two phases of half of the signs
+
+
+def overflow_between(world, name):
+    compressor = dist.make_compressor(name, world, SHAPES)
+
+    def step(number, spoil=False):
+        bucket = gradient(world.rank, number)
+        if spoil and world.rank == 1:
+            bucket[7] = float("inf")
+            bucket[3000] = float("nan")
+        compressor.average(bucket)
+        finite = bool(bucket.isfinite().all())
+        compressor.commit(finite)
+        return finite, bucket
+
+    first = [step(number)[0] for number in range(3)]
+    before = {key: value.clone() for key, value in compressor.state.items()}
+    spoiled, _ = step(3, spoil=True)
+    same = all(torch.equal(before[key], value) for key, value in compressor.state.items())
+    return first, spoiled, same, step(4)[0]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_an_overflow_on_one_rank_leaves_no_trace(tmp_path, name):
+    for first, spoiled, same, after in run_ranks(overflow_between, 2, tmp_path, name):
+        assert first == [True] * 3 and not spoiled and same and after
+
+
+def constant(world, name):
+    compressor, total = dist.make_compressor(name, world, SHAPES), torch.zeros(COUNT)
+    for _ in range(300):
+        bucket = gradient(world.rank, 0)
+        compressor.average(bucket)
+        compressor.commit(True)
+        total += bucket
+    mean = sum(gradient(rank, 0) for rank in range(world.size)) / world.size
+    return ((total / 300 - mean).norm() / mean.norm()).item()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_constant_gradient_arrives_in_full_over_time(tmp_path, name):
+    for error in run_ranks(constant, 2, tmp_path, name):
+        assert error < 0.25
+
+
+def residuals(world, name, bucket_mb, state):
+    """One step from a state of the compressors (or none), and the state behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40))
+    reducer = dist.Reducer(model, world, bucket_mb, name)
+    if state:
+        reducer.load_state_dict(state)
+        again = reducer.state_dict()
+        reducer.close()
+        return again
+    torch.manual_seed(world.rank)
+    model(torch.randn(5, 64)).square().sum().backward()
+    reducer.finish()
+    reducer.commit(True)
+    state = reducer.state_dict()
+    reducer.close()
+    return {kind: {key: value.clone() for key, value in state[kind].items()} for kind in state}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_residuals_travel_to_other_ranks_and_buckets(tmp_path, name):
+    two = run_ranks(residuals, 2, tmp_path, name, 0.001, None)
+    three = run_ranks(residuals, 3, tmp_path, name, 100.0, two[0])
+    assert any(value.any() for value in two[0]["residual"].values())
+    for state in two + three:
+        for kind, values in two[0].items():
+            for key, value in values.items():
+                torch.testing.assert_close(state[kind][key], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name,options,message",
+    [
+        ("topk", {"fraction": 0.0}, "--topk-fraction"),
+        ("chunk", {"fraction": 2.0}, "--chunk-fraction"),
+        ("powersgd", {"rank": 0}, "--powersgd-rank"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(name, options, message):
+    with pytest.raises(dist.DistError, match=message):
+        dist.make_compressor(name, dist.World(), SHAPES, **options)
 
 
 @pytest.mark.gpu

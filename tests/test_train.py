@@ -173,6 +173,19 @@ def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path, precision, size)
     assert metrics(tmp_path / "whole", "eval")[-1] == metrics(tmp_path / "killed", "eval")[-1]
 
 
+@pytest.mark.parametrize("compression", ["int8", "onebit", "topk", "chunk", "powersgd"])
+def test_a_run_with_lossy_compression_resumes_with_the_same_bits(shards, tmp_path, compression):
+    argv = [*SHORT, "--compression", compression, "--precision", "fp32"]
+    whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=2)
+    kill = kill_after_update, 1, 8
+    run(shards, tmp_path / "killed", tmp_path, *argv, size=2, sabotage=kill, check=False)
+    assert run(shards, tmp_path / "killed", tmp_path, *argv, size=2) == whole
+    a, b = last_state(tmp_path / "whole"), last_state(tmp_path / "killed")
+    assert_same_state(a, b)
+    for name, residual in a["compression"]["residual"].items():
+        assert torch.equal(residual, b["compression"]["residual"][name])
+
+
 def test_a_run_goes_on_with_other_ranks(shards, tmp_path):
     argv = [*SHORT, "--precision", "fp32", "--dropout", 0]
     run(shards, tmp_path / "one", tmp_path, *argv)
@@ -401,6 +414,7 @@ WRONG = [
     ("--micro-batch 0", 2, "--micro-batch must be at least 1"),
     ("--dropout 1.5", 2, "--dropout below 1"),
     ("--resume /nowhere.pt", 1, "/nowhere.pt: No such file"),
+    ("--compression powersgd --powersgd-rank 0", 1, "--powersgd-rank to 1 or more"),
     ("--bucket-mb -1", 1, "set --bucket-mb above 0"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
     ("--corpus /nowhere.txt --data /nowhere", 1, "/nowhere.txt: No such file"),
