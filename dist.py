@@ -15,6 +15,8 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
+import json
 import math
 import os
 import statistics
@@ -677,42 +679,58 @@ class Reducer:
 # ----- The program: what this network does -----
 
 def measure(world, name, megabytes, rounds=5):
-    """Returns (milliseconds, bytes) that one bucket of fp32 gradients takes to be averaged with a
-    compressor: the median of some rounds on the slowest rank, and what each rank sends."""
+    """Returns a dict of what it takes to average fp32 gradients of one matrix with a compressor:
+    milliseconds, the median of some rounds on the slowest rank; bytes that each rank sends; GB/s of
+    gradients; the error, relative to the exact mean, of the first round, before any feedback."""
     rows = max(1, int(megabytes * 1e6 / 4 / 1024))
-    gradient = torch.randn(rows * 1024, device=world.device)
-    bucket = torch.empty_like(gradient)
-    compressor, seconds, sent = make_compressor(name, world, [(rows, 1024)]), [], 0
+    generator = torch.Generator().manual_seed(world.rank)
+    gradient = torch.randn(rows * 1024, generator=generator).to(world.device)
+    exact = gradient / world.size
+    world.all_reduce(exact)
+    compressor, seconds, errors = make_compressor(name, world, [(rows, 1024)]), [], []
     for _ in range(rounds + 1):                                        # the first one warms up
-        bucket.copy_(gradient)
+        bucket = gradient.clone()
         world.sum([0])                                                 # all ranks start together
         began = time.perf_counter()
         sent = compressor.average(bucket)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(max(world.gather(time.perf_counter() - began)))
-    return 1e3 * statistics.median(seconds[1:]), sent
+        errors.append(float((bucket - exact).norm() / exact.norm()))
+        compressor.commit(True)
+    median = statistics.median(seconds[1:])
+    return {"compression": name, "megabytes": megabytes, "milliseconds": 1e3 * median,
+            "bytes_sent": sent, "gigabytes_per_second": megabytes / 1e3 / median,
+            "error": errors[0]}
 
 
 def main():
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
     add = parser.add_argument
-    add("--mb", type=float, nargs="+", default=[1, 25, 100], help="sizes of the fp32 gradients")
+    add("--mb", type=float, nargs="+", default=[1, 25, 100, 400], help="sizes of the gradients")
+    add("--json", metavar="FILE", help="write the table there as well")
     add("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = parser.parse_args()
     try:
         with init(args.timeout) as world:
+            table = []
             if world.rank == 0:
                 print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}. GB/s is "
-                      "of fp32 gradients averaged, whatever crossed the wire.")
-                print(f"{'compression':<12}{'MB':>8}{'ms':>10}{'MB sent':>10}{'GB/s':>8}")
-            for name in COMPRESSORS:
-                for megabytes in args.mb:
-                    milliseconds, sent = measure(world, name, megabytes)
-                    if world.rank == 0:
-                        print(f"{name:<12}{megabytes:>8g}{milliseconds:>10.2f}{sent / 1e6:>10.2f}"
-                              f"{megabytes / milliseconds:>8.2f}", flush=True)
-    except DistError as error:
+                      "of fp32 gradients averaged, whatever crossed the wire; error is that of one "
+                      "step on random numbers, before feedback.")
+                print(f"{'compression':<12}{'MB':>6}{'ms':>10}{'MB sent':>10}{'GB/s':>8}"
+                      f"{'error':>10}")
+            for name, megabytes in itertools.product(COMPRESSORS, args.mb):
+                row = measure(world, name, megabytes)
+                table.append(row)
+                if world.rank == 0:
+                    print(f"{name:<12}{megabytes:>6g}{row['milliseconds']:>10.2f}"
+                          f"{row['bytes_sent'] / 1e6:>10.2f}{row['gigabytes_per_second']:>8.2f}"
+                          f"{row['error']:>10.1e}", flush=True)
+            if args.json and world.rank == 0:
+                with open(args.json, "w") as file:
+                    json.dump({"ranks": world.size, "nodes": world.nodes, "rows": table}, file)
+    except (DistError, OSError) as error:
         sys.exit(f"dist.py: {error}")
 
 
