@@ -637,7 +637,8 @@ class Reducer:
     def finish(self):
         """Waits until every bucket is averaged; afterwards all ranks hold the same gradients.
 
-        Raises DistError if a parameter took no part in the loss, naming it; RankLost if a rank is.
+        Raises DistError if a parameter took no part in the loss, naming it; RankLost if a rank died
+        or does not answer.
         """
         unused = [name for bucket in self._buckets for name in bucket.missing]
         if unused:

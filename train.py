@@ -100,8 +100,13 @@ def parse_arguments(argv=None):
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else "")
+
+    class Help(argparse.ArgumentDefaultsHelpFormatter):
+        def _get_help_string(self, action):          # no "(default: None)" behind a told default
+            return super()._get_help_string(action) if action.default else action.help
+
     parser = Parser(description="BERT pre-training in two phases.", allow_abbrev=False,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                    formatter_class=Help)
     add = parser.add_argument
     # What to train on, and where results go
     add("--data", metavar="DIR", help="prepared shards; default: shards/ and the corpus's name")
