@@ -19,7 +19,9 @@ import itertools
 import json
 import math
 import os
+import socket
 import statistics
+import struct
 import sys
 import time
 
@@ -53,6 +55,8 @@ class World:
     node: int = 0
     nodes: int = 1
     device: torch.device = torch.device("cpu")
+    group: object = None     # torch's process group; None is all processes
+    levels: tuple = ()       # on several nodes with several ranks each, see `two_levels`
 
     def sum(self, values):
         """Returns the sums over all ranks of a list of numbers, as floats; NaN and inf survive.
@@ -67,7 +71,7 @@ class World:
         """Sums a tensor over all ranks, in place; raises RankLost if a rank does not answer."""
         if self.size > 1:
             with self.answering():
-                torch.distributed.all_reduce(tensor)
+                torch.distributed.all_reduce(tensor, group=self.group)
 
     def all_to_all(self, rows):
         """Returns, for rows (size, k) of which row j is for rank j, the rows (size, k) meant for
@@ -75,15 +79,26 @@ class World:
         received = rows.clone()
         if self.size > 1:
             with self.answering():
-                torch.distributed.all_to_all_single(received, rows)
+                torch.distributed.all_to_all_single(received, rows, group=self.group)
         return received
+
+    def reduce_scatter(self, tensor):
+        """Returns part `rank` of the `size` equal parts of a flat tensor (n,), summed over the
+        ranks: (n / size,); with one rank the tensor itself."""
+        if self.size == 1:
+            return tensor
+        part = torch.empty_like(tensor[:len(tensor) // self.size])
+        with self.answering():
+            torch.distributed.reduce_scatter(part, list(tensor.chunk(self.size)), group=self.group)
+        return part
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
         gathered = tensor.repeat(self.size, *[1] * tensor.dim()).view(self.size, *tensor.shape)
         if self.size > 1:
             with self.answering():
-                torch.distributed.all_gather(list(gathered.unbind()), tensor.contiguous())
+                torch.distributed.all_gather(list(gathered.unbind()), tensor.contiguous(),
+                                             group=self.group)
         return gathered
 
     def broadcast(self, tensors):
@@ -106,18 +121,23 @@ class World:
         values = [value] * self.size
         if self.size > 1:
             with self.answering():
-                torch.distributed.all_gather_object(values, value)
+                torch.distributed.all_gather_object(values, value, group=self.group)
         return values
 
     @contextlib.contextmanager
     def answering(self):
-        """Turns the failure of a collective into a RankLost."""
+        """Turns the failure of a collective into a RankLost, or into a DistError if torch's backend
+        lacks it."""
         try:
             yield
         except RuntimeError as error:
+            words = str(error).strip().splitlines()[0][:160]
+            if isinstance(error, NotImplementedError) or "not support" in words:
+                raise DistError(f"torch {torch.__version__} cannot do this on {self.device.type} "
+                                f"({words}); take another --compression") from error
             raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
-                           f"({str(error).strip().splitlines()[0][:160]}); start the same command "
-                           "again to go on from the last checkpoint") from error
+                           f"({words}); start the same command again to go on from the last "
+                           "checkpoint") from error
 
     def close(self):
         """Closes the process group, if there is one; a group left open aborts at exit."""
@@ -136,10 +156,14 @@ def init(timeout=600.0, init_method="env://"):
     """Returns the World of this process, from the environment that torchrun sets.
 
     Ranks talk by NCCL where there is CUDA and by Gloo on CPU; without torchrun there is one rank.
-    timeout: seconds that a collective waits for a rank. Raises RankLost if the ranks do not meet.
+    timeout: seconds that a collective waits for a rank. Raises DistError if the nodes have unequal
+    numbers of ranks, RankLost if the ranks do not meet.
     """
     env = {key: int(os.environ.get(key, default)) for key, default in
            dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=0).items()}
+    if env["WORLD_SIZE"] % env["LOCAL_WORLD_SIZE"]:
+        raise DistError(f"{env['WORLD_SIZE']} ranks in all do not divide into nodes of "
+                        f"{env['LOCAL_WORLD_SIZE']}; set the same --nproc_per_node on every node")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if env["LOCAL_WORLD_SIZE"] > torch.cuda.device_count():
@@ -150,15 +174,53 @@ def init(timeout=600.0, init_method="env://"):
     world = World(env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"],
                   env["GROUP_RANK"], env["WORLD_SIZE"] // env["LOCAL_WORLD_SIZE"], device)
     if world.size > 1:
+        if interface := interface_towards(os.environ.get("MASTER_ADDR", ""), world.nodes):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        limit = datetime.timedelta(seconds=timeout)
         try:
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
-                rank=world.rank, world_size=world.size,
-                timeout=datetime.timedelta(seconds=timeout))
+                rank=world.rank, world_size=world.size, timeout=limit)
+            if world.nodes > 1 and world.local_size > 1:
+                world = dataclasses.replace(world, levels=two_levels(world, limit))
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {world.rank} of {world.size} could not meet the others: "
                            f"{str(error).strip().splitlines()[0][:200]}") from error
     return world
+
+
+def interface_towards(address, nodes):
+    """Returns the name of the network interface whose address packets to `address` leave from, or
+    None if that is not known.
+
+    Gloo otherwise takes the interface of the host's own name, often the wrong one where there are
+    several, or one that other nodes cannot reach. Looked up on Linux only.
+    """
+    try:
+        import fcntl
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))                # sends nothing: it only picks the route
+            ours = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):     # 0x8915 is SIOCGIFADDR
+                    found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(found[20:24]) == ours:
+                        return None if ours.startswith("127.") and nodes > 1 else name
+    except (ImportError, OSError):
+        pass
+    return None
+
+
+def two_levels(world, timeout):
+    """Returns two Worlds: the ranks of this node, and those with this local rank on all nodes."""
+    n, ranks = world.local_size, range(world.size)
+    both = []
+    for mine, teams in [(world.node, [ranks[k * n:(k + 1) * n] for k in range(world.nodes)]),
+                        (world.local_rank, [ranks[k::n] for k in range(n)])]:
+        groups = [torch.distributed.new_group(list(team), timeout=timeout) for team in teams]
+        both.append(World(teams[mine].index(world.rank), len(teams[mine]), device=world.device,
+                          group=groups[mine]))
+    return tuple(both)
 
 
 # ----- Compressors: what crosses the wire -----
@@ -207,6 +269,7 @@ class ErrorFeedback:
     none. A step's new residual is pending until `commit` is told that the step counts: an overflow
     leaves no trace. On the mean over the ranks, in + old residual = out + new residual.
     """
+    padding = 0              # numbers behind the residual, for chunks of equal length
 
     def __init__(self, world, shapes, **options):
         self.world, self.count = world, sum(math.prod(shape) for shape in shapes)
@@ -214,15 +277,23 @@ class ErrorFeedback:
         self.pending = {name: tensor.clone() for name, tensor in self.state.items()}
 
     def new_state(self, shapes):
-        """Returns all that a step leaves to the next, {name: tensor}: at least "residual" (n,)."""
-        return {"residual": torch.zeros(self.count, device=self.world.device)}
+        """Returns all that a step leaves to the next, {name: tensor}: at least "residual"
+        (n + padding,)."""
+        return {"residual": torch.zeros(self.count + self.padding, device=self.world.device)}
 
     def average(self, bucket, scale=1.0):
         """Puts the lossy mean over the ranks into a flat fp32 bucket (n,) of gradients that are
-        multiplied by `scale`; returns the bytes that this rank sent."""
-        bucket.mul_(1 / scale).add_(self.state["residual"])
-        sent = self.exchange(bucket)
-        bucket.mul_(scale)
+        multiplied by `scale`; returns the bytes that this rank sent.
+
+        Subclasses have `exchange(value, mean)`: value (n + padding,) is what shall be sent, and
+        becomes what was not; the mean of what was sent goes to `mean` (n,).
+        """
+        value = self.pending["residual"]
+        torch.add(self.state["residual"][:self.count], bucket, alpha=1 / scale,
+                  out=value[:self.count])
+        sent = self.exchange(value, bucket)
+        if scale != 1:
+            bucket.mul_(scale)
         return sent
 
     def commit(self, counts):
@@ -230,15 +301,15 @@ class ErrorFeedback:
         if counts:
             self.state, self.pending = self.pending, self.state
 
-    def factors(self, names):
-        """Returns what is kept for single tensors beside the residual, by their names."""
+    def factors(self):
+        """Returns what is kept for single tensors beside the residual, by the tensor's number."""
         return {}
 
     def fold(self):
         """Averages what was not yet sent over the ranks, in place, and returns it (n,)."""
         self.state["residual"].div_(self.world.size)
         self.world.all_reduce(self.state["residual"])
-        return self.state["residual"]
+        return self.state["residual"][:self.count]
 
 
 class TwoPhase(ErrorFeedback):
@@ -246,31 +317,36 @@ class TwoPhase(ErrorFeedback):
     every rank goes to rank j (all_to_all), which averages the chunks, compresses the average again
     with an error of its own, the server error, and sends it to all (all_gather).
 
-    Subclasses turn rows of fp32 numbers into rows of bytes, `encode`, and back, `decode`.
+        q_i = C(g_i + e_i)                e_i = g_i + e_i - q_i                worker i, all chunks
+        q = C(mean_i q_i + e)             e = mean_i q_i + e - q               server j, chunk j
+
+    Subclasses turn rows of fp32 numbers into rows of bytes, `encode`, and leave in the rows what
+    the bytes lack; and turn them back, `decode`.
     """
     UNIT = 32                # a chunk is a multiple of this: 32 signs are as long as the scale
 
     def new_state(self, shapes):
         n = self.world.size
         self.chunk = -(-self.count // (n * self.UNIT)) * self.UNIT
-        starts = torch.arange(n, device=self.world.device) * self.chunk
-        self.lengths = (self.count - starts).clamp(1, self.chunk)           # without the padding
-        self.padded = torch.zeros(n, self.chunk, device=self.world.device)
-        return super().new_state(shapes) | {"server": torch.zeros_like(self.padded[0])}
+        self.padding = n * self.chunk - self.count
+        starts = torch.arange(n) * self.chunk
+        self.lengths = (self.count - starts).clamp(0, self.chunk).tolist()   # without the padding
+        self.rows = torch.empty(n, self.chunk, device=self.world.device)
+        return super().new_state(shapes) | {"server": torch.zeros_like(self.rows[0])}
 
-    def exchange(self, value):
-        """Replaces value (n,) by the mean; the errors of both phases are pending."""
-        rank = self.world.rank
-        self.padded.view(-1)[:self.count] = value
-        wire = self.encode(self.padded, self.lengths)
-        kept = self.padded - self.decode(wire)
-        self.pending["residual"].copy_(kept.view(-1)[:self.count])
-        mine = self.decode(self.world.all_to_all(wire)).mean(0).add_(self.state["server"])
-        mine[max(0, self.count - rank * self.chunk):] = 0                   # the padding
-        answer = self.encode(mine[None], self.lengths[rank:rank + 1])
-        torch.sub(mine, self.decode(answer)[0], out=self.pending["server"])
-        self.pending["server"][max(0, self.count - rank * self.chunk):] = 0
-        value.copy_(self.decode(self.world.all_gather(answer[0])).view(-1)[:self.count])
+    def exchange(self, value, mean):
+        """Sends value (n + padding,), keeps the errors of both phases; see ErrorFeedback."""
+        value[self.count:] = 0
+        wire = self.encode(value.view_as(self.rows), self.lengths)
+        value[self.count:] = 0
+        received = self.decode(self.world.all_to_all(wire))
+        mine, length = self.pending["server"], self.lengths[self.world.rank]
+        torch.sum(received, 0, out=mine)
+        torch.add(self.state["server"], mine, alpha=1 / self.world.size, out=mine)
+        mine[length:] = 0
+        answer = self.encode(mine[None], [length])
+        mine[length:] = 0
+        mean.copy_(self.decode(self.world.all_gather(answer[0])).view(-1)[:self.count])
         return 2 * (self.world.size - 1) * wire.shape[1]
 
     def fold(self):
@@ -284,79 +360,130 @@ class OneBitCompression(TwoPhase):
     """Sends one sign a number and one scale a chunk: 1-bit Adam's compressor (arXiv 2102.02888).
 
         s = ||x|| / sqrt(n)          q = s sign(x), where sign(0) = +1
+
+    On a CPU the work is NumPy's: its comparison, `packbits` and `take` of eight signs at a time
+    are several times faster than torch's comparison and `index_select`.
     """
 
     def new_state(self, shapes):
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-        self.signs = torch.from_numpy(bits * 2.0 - 1).float().to(self.world.device)     # (256, 8)
+        self.signs = torch.from_numpy(1 - 2.0 * bits).float().to(self.world.device)     # (256, 8)
         return super().new_state(shapes)
 
     def encode(self, rows, lengths):
-        """Returns rows of bytes (R, chunk / 8 + 4): packed signs, then the scale."""
-        scales = torch.linalg.vector_norm(rows, dim=1).div_(lengths.sqrt())
-        positive = rows >= 0
+        """Returns rows of bytes (R, chunk / 8 + 4): packed signs, then the scale; subtracts what
+        they stand for from the rows (R, chunk)."""
+        scales = torch.stack([row.dot(row) / max(1, length) for row, length in zip(rows, lengths)])
+        scales = scales.sqrt_()[:, None]
         if rows.is_cuda:
             shifts = torch.arange(7, -1, -1, device=rows.device)
-            packed = (positive.unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.uint8)
+            packed = ((rows < 0).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.uint8)
         else:
-            packed = torch.from_numpy(np.packbits(positive.numpy(), axis=1))
-        return torch.cat([packed, scales[:, None].view(torch.uint8)], 1)
+            packed = torch.from_numpy(np.packbits(rows.numpy() < 0, axis=1))
+        wire = torch.cat([packed, scales.view(torch.uint8)], 1)
+        rows.sub_(self.decode(wire))
+        return wire
 
     def decode(self, wire):
-        """Returns the rows (R, chunk) that rows of bytes stand for."""
-        scales = wire[:, -4:].view(torch.float32)                               # (R, 1)
-        signs = self.signs.index_select(0, wire[:, :-4].flatten().int())
-        return signs.view(len(wire), -1).mul_(scales)
+        """Returns the rows (R, chunk) that rows of bytes stand for, in a buffer that the next call
+        overwrites."""
+        rows = self.rows[:len(wire)]
+        for row, signs, scale in zip(rows, wire[:, :-4], wire[:, -4:].view(torch.float32)):
+            table = self.signs * scale                                          # (256, 8)
+            if wire.is_cuda:
+                torch.index_select(table, 0, signs.int(), out=row.view(-1, 8))
+            else:
+                np.take(table.numpy(), signs.numpy(), 0, out=row.view(-1, 8).numpy(), mode="clip")
+        return rows
 
 
 class Int8Compression(TwoPhase):
-    """Sends 8 bits a number and one fp32 scale a block of 256, the largest of which becomes 127."""
+    """Sends 8 bits a number and one fp32 scale a block of 256, the largest of which becomes 127
+    (block-wise quantisation as of Dettmers et al., arXiv 2110.02861, section 2.1, here linear).
+
+        s = max |x| / 127            q = s round(x / s)
+    """
     UNIT = 256
 
     def encode(self, rows, lengths):
-        """Returns rows of bytes (R, chunk + chunk / 64): the numbers, then the scales."""
+        """Returns rows of bytes (R, chunk + chunk / 64): the numbers, then the scales; subtracts
+        what they stand for from the rows (R, chunk)."""
         blocks = rows.unflatten(1, (-1, self.UNIT))                             # (R, blocks, 256)
         scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
-        numbers = (blocks / scales).round_().to(torch.int8)
-        return torch.cat([numbers.flatten(1).view(torch.uint8),
+        numbers = self.rows[:len(rows)].view_as(blocks)
+        torch.mul(blocks, 1 / scales, out=numbers).round_()
+        wire = torch.cat([numbers.to(torch.int8).flatten(1).view(torch.uint8),
                           scales.flatten(1).view(torch.uint8)], 1)
+        blocks.sub_(numbers.mul_(scales))
+        return wire
 
     def decode(self, wire):
-        """Returns the rows (R, chunk) that rows of bytes stand for."""
-        numbers = wire[:, :self.chunk].view(torch.int8).unflatten(1, (-1, self.UNIT)).float()
+        """Returns the rows (R, chunk) that rows of bytes stand for, in a buffer that the next call
+        overwrites."""
+        rows = self.rows[:len(wire)]
+        rows.copy_(wire[:, :self.chunk].view(torch.int8))
         scales = wire[:, self.chunk:].view(torch.float32)
-        return numbers.mul_(scales[:, :, None]).flatten(1)
+        rows.unflatten(1, (-1, self.UNIT)).mul_(scales[:, :, None])
+        return rows
 
 
 class TopKCompression(ErrorFeedback):
     """Sends each rank's largest `fraction` of the numbers, with their places, by all_gather
     (Deep Gradient Compression, arXiv 1712.01887, without its momentum correction).
 
-    A number costs 8 bytes and goes to all N - 1 others: from N = 1 / fraction ranks on, fp32 by a
-    ring sends less.
+        S = the k largest |g + e|        q = g + e on S, 0 elsewhere        e = g + e - q
+
+    A number costs 8 bytes and goes to all N - 1 others, (N - 1) 8 k bytes against 2 (N - 1) / N 4 n
+    of fp32 by a ring: with k = fraction n, dense wins from N = 1 / fraction ranks on.
     """
 
     def new_state(self, shapes, fraction=0.01):
         if not 0 < fraction <= 1:
             raise DistError(f"a share of {fraction} cannot work; set --topk-fraction in (0, 1]")
+        if fraction * self.world.size > 1:
+            raise DistError(f"topk of a share of {fraction} sends more than fp32 on "
+                            f"{self.world.size} ranks; set --topk-fraction below "
+                            f"{1 / self.world.size:.4g}")
         self.k = max(1, int(fraction * self.count))
         return super().new_state(shapes)
 
-    def exchange(self, value):
-        """Replaces value (n,) by the mean of what the ranks sent; the rest is pending."""
-        places = value.abs().topk(self.k, sorted=False).indices
+    def exchange(self, value, mean):
+        """Sends the largest of value (n,), keeps the rest; see ErrorFeedback."""
+        places = largest(value, self.k)
         wire = torch.stack([value[places], places.int().view(torch.float32)])           # (2, k)
-        self.pending["residual"].copy_(value).index_fill_(0, places, 0)
-        value.zero_()
+        if not value.dot(value).isfinite():
+            wire[0, 0] = math.nan                      # an overflow must be seen, wherever it was
+        value.index_fill_(0, places, 0)
+        mean.zero_()
         for numbers, places in self.world.all_gather(wire):
-            value.index_add_(0, places.view(torch.int32), numbers / self.world.size)
+            mean.index_add_(0, places.view(torch.int32), numbers / self.world.size)
         return (self.world.size - 1) * wire.numel() * 4
+
+
+def largest(x, k):
+    """Returns the places (k,) of the k largest |x| of a flat tensor, in any order.
+
+    On a CPU, a sample of 1 in 97 gives a threshold that a little more than k numbers should pass,
+    and only those are sorted (as Deep Gradient Compression does, section 3.4, but exact).
+    """
+    if x.is_cuda:
+        return x.abs().topk(k, sorted=False).indices
+    a = np.abs(x.numpy())
+    sample = np.sort(a[::97])
+    threshold = sample[max(0, len(sample) - 8 - int(1.2 * k / 97))]
+    places = np.flatnonzero(a >= threshold)
+    if len(places) < k:                                # an unlucky sample, or NaN in it
+        places = np.arange(len(a))
+    return torch.from_numpy(places[np.argpartition(a[places], len(places) - k)[-k:]])
 
 
 class ChunkCompression(ErrorFeedback):
     """Sends the chunks with the largest norms: GradientFlow's coarse-grained sparse communication
     (arXiv 1902.06855, section 3.2). All ranks add up the L1 norms of their chunks, so all pick the
-    same ones, and a plain all-reduce of those is enough.
+    same ones, and a plain all-reduce of those is enough, on any number of ranks.
+
+        S = the k chunks c with the largest sum_i ||g_i[c] + e_i[c]||_1
+        q = mean_i (g_i + e_i) on S, 0 elsewhere        e_i = 0 on S, g_i + e_i elsewhere
     """
     CHUNK = 1024
 
@@ -365,21 +492,22 @@ class ChunkCompression(ErrorFeedback):
             raise DistError(f"a share of {fraction} cannot work; set --chunk-fraction in (0, 1]")
         chunks = -(-self.count // self.CHUNK)
         self.k = max(1, round(fraction * chunks))
-        self.padded = torch.zeros(chunks, self.CHUNK, device=self.world.device)
+        self.padding = chunks * self.CHUNK - self.count
         return super().new_state(shapes)
 
-    def exchange(self, value):
-        """Replaces value (n,) by the mean of the chosen chunks and 0; the rest is pending."""
-        self.padded.view(-1)[:self.count] = value
-        norms = self.padded.abs().sum(1)
+    def exchange(self, value, mean):
+        """Sends the chosen chunks of value (n + padding,), keeps the rest; see ErrorFeedback."""
+        chunks = value.view(-1, self.CHUNK)
+        norms = torch.linalg.vector_norm(chunks, ord=1, dim=1)
         self.world.all_reduce(norms)
-        chosen = norms.topk(self.k).indices
-        sums = self.padded[chosen].div_(self.world.size)
+        chosen = norms.topk(self.k).indices.tolist()   # slices are copied faster than indices
+        sums = torch.stack([chunks[c] for c in chosen]).div_(self.world.size)
         self.world.all_reduce(sums)
-        self.padded[chosen] = 0
-        self.pending["residual"].copy_(self.padded.view(-1)[:self.count])
-        self.padded.zero_()[chosen] = sums
-        value.copy_(self.padded.view(-1)[:self.count])
+        mean.zero_()
+        for c, part in zip(chosen, sums):
+            chunks[c].zero_()
+            place = mean[c * self.CHUNK:(c + 1) * self.CHUNK]
+            place.copy_(part[:len(place)])
         return sum(all_reduce_bytes(tensor, self.world.size) for tensor in (norms, sums))
 
 
@@ -388,47 +516,53 @@ class PowerSGDCompression(ErrorFeedback):
 
         P = sum_i M_i Q        P = orthonormal(P)        Q = mean_i M_i^T P        M = P Q^T
 
-    Q is the next step's start. Vectors, and matrices a x b with 2 r (a + b) >= a b, go dense.
+    with M_i = G_i + E_i of rank i, and E_i = M_i - M kept. Q is the next step's start. Vectors, and
+    matrices a x b with 2 r (a + b) >= a b, go dense. Factors are stored as rows, (r, a) and (r, b):
+    products with them read the matrix once.
     """
+
+    @staticmethod
+    def gains(shape, rank=4):
+        """Returns whether factors of this rank are worth it for a tensor of this shape."""
+        return len(shape) == 2 and rank <= min(shape) and \
+            2 * rank * sum(shape) < shape[0] * shape[1]
 
     def new_state(self, shapes, rank=4):
         if rank < 1:
             raise DistError(f"a rank of {rank} cannot work; set --powersgd-rank to 1 or more")
-        self.shapes = shapes
-        self.low = [len(s) == 2 and 2 * rank * (s[0] + s[1]) < s[0] * s[1] and rank <= min(s)
-                    for s in shapes]
+        self.shapes, self.low = shapes, [self.gains(s, rank) for s in shapes]
         generator = torch.Generator().manual_seed(0)               # the same Q on every rank
-        starts = [torch.randn(s[1], rank, generator=generator).to(self.world.device)
-                  for s, low in zip(shapes, self.low) if low]
-        return super().new_state(shapes) | {f"q{i}": q for i, q in enumerate(starts)}
+        return super().new_state(shapes) | {
+            f"q{i}": torch.randn(rank, s[1], generator=generator).to(self.world.device)
+            for i, (s, low) in enumerate(zip(shapes, self.low)) if low}
 
-    def exchange(self, value):
-        """Replaces value (n,) by the mean of low rank; what it lacks is pending."""
-        kept = self.pending["residual"].copy_(value)
-        parts = [part.view(shape) for part, shape in
-                 zip(value.split([math.prod(s) for s in self.shapes]), self.shapes)]
-        low = [part for part, is_low in zip(parts, self.low) if is_low]
-        dense = [part for part, is_low in zip(parts, self.low) if not is_low]
-        left, sent = self.sums([m @ self.state[f"q{i}"] for i, m in enumerate(low)])
-        left = [torch.linalg.qr(p).Q for p in left]
-        right, more = self.sums([m.T @ p for m, p in zip(low, left)] + dense)
-        for i, (m, p) in enumerate(zip(low, left)):
-            q = self.pending[f"q{i}"].copy_(right[i])
-            torch.mm(p, q.T, out=m)
-        for part, mean in zip(dense, right[len(low):]):
-            part.copy_(mean)
-        kept.sub_(value)
-        at = 0
-        for part, is_low in zip(parts, self.low):                  # dense parts keep nothing back
-            if not is_low:
-                kept[at:at + part.numel()] = 0
-            at += part.numel()
+    def exchange(self, value, mean):
+        """Sends value (n,) as factors, keeps what they lack; see ErrorFeedback."""
+        parts = self.split(value)
+        low = {i: m for i, m in enumerate(parts) if self.low[i]}
+        dense = [i for i in range(len(parts)) if i not in low]
+        left, sent = self.sums([self.state[f"q{i}"] @ m.T for i, m in low.items()])
+        left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]                    # (r, a)
+        right, more = self.sums([p @ m for p, m in zip(left, low.values())]
+                                + [parts[i] for i in dense])
+        means = self.split(mean)
+        for (i, m), p, q in zip(low.items(), left, right):
+            self.pending[f"q{i}"].copy_(q)
+            torch.mm(p.T, q, out=means[i])
+            m.sub_(means[i])
+        for i, part in zip(dense, right[len(low):]):
+            means[i].copy_(part)
+            parts[i].zero_()
         return sent + more
 
-    def factors(self, names):
-        """Returns Q of each matrix that goes as factors."""
-        low = [name for name, is_low in zip(names, self.low) if is_low]
-        return {name: self.state[f"q{i}"] for i, name in enumerate(low)}
+    def split(self, flat):
+        """Returns the tensors that lie in a flat one (n,), as views."""
+        return [part.view(shape) for part, shape in
+                zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
+
+    def factors(self):
+        """Returns Q (r, b) of each matrix that goes as factors, by the matrix's number."""
+        return {i: self.state[f"q{i}"] for i, low in enumerate(self.low) if low}
 
     def sums(self, tensors):
         """Returns (the means over the ranks of some tensors, bytes sent), in one all-reduce."""
@@ -478,14 +612,20 @@ class ThreadLane:
 
     def submit(self, job):
         """Queues a function without arguments."""
-        self.jobs.append(self.pool.submit(job))
+        self.jobs.append(self.pool.submit(self._timed, job))
+
+    @staticmethod
+    def _timed(job):
+        began = time.perf_counter()
+        job()
+        return time.perf_counter() - began
 
     def wait(self):
-        """Waits for all jobs; returns the seconds that took. Raises the first job's exception."""
+        """Waits for all jobs; returns the seconds that took and the list of each job's seconds.
+        Raises the first job's exception."""
         began, jobs, self.jobs = time.perf_counter(), self.jobs, []
-        for job in jobs:
-            job.result()
-        return time.perf_counter() - began
+        each = [job.result() for job in jobs]
+        return time.perf_counter() - began, each
 
     def close(self):
         self.pool.shutdown(cancel_futures=True)
@@ -495,20 +635,26 @@ class StreamLane:
     """Runs jobs on a CUDA stream of their own, each behind what its caller's stream has queued."""
 
     def __init__(self, device):
-        self.stream = torch.cuda.Stream(device)
+        self.stream, self.events = torch.cuda.Stream(device), []
 
     def submit(self, job):
         """Queues a function without arguments; its kernels run on the lane."""
         self.stream.wait_stream(torch.cuda.current_stream())
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         with torch.cuda.stream(self.stream):
+            events[0].record()
             job()
+            events[1].record()
+        self.events.append(events)
 
     def wait(self):
-        """Waits for backward, then for the lane; returns the seconds that the lane took longer."""
+        """Waits for backward, then for the lane; returns the seconds that the lane took longer and
+        the list of each job's seconds."""
         torch.cuda.current_stream().synchronize()
         began = time.perf_counter()
         self.stream.synchronize()
-        return time.perf_counter() - began
+        seconds, events, self.events = time.perf_counter() - began, self.events, []
+        return seconds, [first.elapsed_time(last) / 1e3 for first, last in events]
 
     def close(self):
         self.stream.synchronize()
@@ -517,18 +663,88 @@ class StreamLane:
 # ----- The reducer -----
 
 class Bucket:
-    """One flat fp32 tensor, its compressor, and which of its parameters are not ready yet."""
+    """One flat fp32 tensor, which of its parameters are not ready yet, and how it is averaged.
+
+    On several nodes with several ranks each, in two levels (as Goyal et al., arXiv 1706.02677,
+    section 4.2): each rank of a node adds up its part of the node's buckets, exchanges it with its
+    peers on the other nodes through the compressor, and the node's ranks gather the parts again.
+    So each number crosses the network once a node, and only there is compression lossy.
+    """
 
     def __init__(self, parameters, world, compression, options):
         self.shapes = {name: p.shape for name, p in parameters}
-        self.flat = torch.zeros(sum(p.numel() for _, p in parameters), device=world.device)
-        self.compressor = make_compressor(compression, world, list(self.shapes.values()), **options)
-        self.missing = set(self.shapes)
+        self.inner, outer = world.levels or (World(device=world.device), world)
+        count = sum(p.numel() for _, p in parameters)
+        part = -(-count // self.inner.size)
+        self.padded = torch.zeros(part * self.inner.size, device=world.device)
+        self.flat = self.padded[:count]
+        begin = min(count, part * self.inner.rank)
+        self.mine = slice(begin, min(count, begin + part))         # of the flat bucket
+        self.pieces = pieces(self.shapes, self.mine.start, self.mine.stop)
+        self.compressor = make_compressor(compression, outer, [shape for _, shape in self.pieces],
+                                          **options)
+        self.clear()
+
+    def clear(self):
+        """Begins a step: no gradient is there."""
+        self.empty, self.missing = set(self.shapes), set(self.shapes)
 
     def views(self, flat):
         """Returns {name: view} of a flat tensor with the bucket's layout."""
         parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
         return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts)}
+
+    def average(self, scale):
+        """Averages the bucket over all ranks; returns the bytes that this rank sent: to the other
+        nodes, or on a single node to the other ranks."""
+        if self.inner.size > 1:
+            self.padded.div_(self.inner.size)
+        part = self.inner.reduce_scatter(self.padded)
+        real = self.mine.stop - self.mine.start        # none in the last parts of a small bucket
+        sent = self.compressor.average(part[:real], scale) if real else 0
+        if self.inner.size > 1:
+            self.padded.copy_(self.inner.all_gather(part).view(-1))
+        return sent
+
+    def fold(self):
+        """Returns {name: what was not yet sent of it}, averaged over all ranks, and leaves that as
+        every rank's residual; and what the compressors keep beside it, {name@local_rank: tensor}.
+        """
+        part = torch.zeros(len(self.padded) // self.inner.size, device=self.padded.device)
+        part[:self.mine.stop - self.mine.start] = self.compressor.fold()
+        whole = self.inner.all_gather(part).view(-1)[:len(self.flat)]
+        factors = {f"{self.pieces[i][0]}@{self.inner.rank}": factor.cpu()
+                   for i, factor in self.compressor.factors().items()}
+        for other in self.inner.gather(factors):
+            factors |= other
+        return self.views(whole), factors
+
+    def unfold(self, residual, factors):
+        """Takes up what `fold` returned on any number of ranks and nodes."""
+        whole = torch.cat([residual[name].flatten() for name in self.shapes])
+        self.compressor.state["residual"][:self.compressor.count] = whole[self.mine]
+        for i, factor in self.compressor.factors().items():
+            name = f"{self.pieces[i][0]}@"                # the rows of one matrix have one start
+            others = [key for key in sorted(factors) if key.startswith(name)]
+            for key in others[:1] + [key for key in others if key == f"{name}{self.inner.rank}"]:
+                factor.copy_(factors[key])
+
+
+def pieces(shapes, start, stop):
+    """Returns [(name, shape)] of what lies between two places of a flat bucket of tensors, {name:
+    shape}: whole tensors, whole rows of one, and as vectors the rows that are cut through."""
+    found, at = [], 0
+    for name, shape in shapes.items():
+        count, width = math.prod(shape), math.prod(shape[1:])
+        begin, end = max(start - at, 0), min(stop - at, count)
+        first, last = -(-begin // width), end // width             # rows that are whole
+        if begin < end and first >= last:
+            found.append((name, (end - begin,)))
+        elif begin < end:
+            parts = (first * width - begin,), (last - first, *shape[1:]), (end - last * width,)
+            found += [(name, part) for part in parts if math.prod(part)]
+        at += count
+    return found
 
 
 class Reducer:
@@ -544,45 +760,58 @@ class Reducer:
     It makes every rank's parameters and buffers those of rank 0, and gives each trainable parameter
     a view into a bucket: fp32 parameters find it as `p.grad`; fp16 and bf16 ones have theirs added
     to it and dropped, so that micro-batches add up in fp32. `gradients` maps names to the views,
-    `buckets` lists the flat tensors; all is allocated here, once. After `finish`, `bytes_sent` and
-    `wait_seconds` tell what this step cost; `commit` tells the compressors whether it counts. The
-    embedding that is tied to the MLM head is ready last: its bucket cannot hide behind backward.
+    `buckets` lists the flat tensors; all is allocated here, once. A bucket takes parameters until
+    it holds bucket_mb MB of gradients; by default a 12th of all, but 1 to 25 MB.
+
+    After `finish`, `bytes_sent` is what this rank sent in the step (between nodes, where there are
+    several), `wait_seconds` how long `finish` waited for the lane, and `bucket_seconds` how long
+    the lane took for each bucket; `commit` tells the compressors whether the step counts. The
+    embedding that is tied to the MLM head is ready last: its bucket, the last one, cannot hide
+    behind backward.
     """
 
-    def __init__(self, module, world, bucket_mb=4.0, compression="none", **options):
-        if bucket_mb <= 0:
+    def __init__(self, module, world, bucket_mb=None, compression="none", **options):
+        if bucket_mb is not None and not bucket_mb > 0:
             raise DistError(f"a bucket of {bucket_mb} MB is not possible; set --bucket-mb above 0")
         self.world = world
         cuda = world.device.type == "cuda"
-        self.lane = StreamLane(world.device) if cuda else ThreadLane()
         world.broadcast([t.detach() for t in [*module.parameters(), *module.buffers()]])
         self._pack(module, bucket_mb, compression, options)
-        for _, p in self._trainable(module):
+        self.lane = StreamLane(world.device) if cuda else ThreadLane()
+        for p in self.names:
             p.register_post_accumulate_grad_hook(self._ready)
         self.synchronising = True
         self.zero_grad()
 
-    @staticmethod
-    def _trainable(module):
-        return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-
-    # Pack: parameters in reverse order, roughly the order in which their gradients become ready.
+    # Pack: parameters in reverse order, roughly the order in which their gradients become ready;
+    # those of modules that hold an embedding come last, in buckets of their own.
 
     def _pack(self, module, bucket_mb, compression, options):
-        self.names, self.gradients, groups, room = {}, {}, [], 0
-        for name, p in reversed(self._trainable(module)):
-            if p.numel() * 4 > room:
-                groups.append([])
-                room = bucket_mb * 1e6
-            groups[-1].append((name, p))
-            room -= p.numel() * 4
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if compression == "powersgd" and not any(
+                PowerSGDCompression.gains(p.shape, **options) for _, p in trainable):
+            raise DistError(f"powersgd with {options} gains nothing for any matrix of this model; "
+                            "set a lower --powersgd-rank")
+        trainable.sort(key=lambda pair: "." not in pair[0])   # the module's own are its output's
+        inputs = {p for owner in module.modules() for p in owner.parameters()
+                  if any(isinstance(child, torch.nn.Embedding) for child in owner.children())}
+        if bucket_mb is None:
+            bucket_mb = min(25.0, max(1.0, sum(p.numel() for _, p in trainable) * 4e-6 / 12))
+        self.names, self.gradients, groups = {}, {}, []
+        for late in (False, True):
+            room = 0
+            for name, p in reversed([pair for pair in trainable if (pair[1] in inputs) == late]):
+                if room <= 0:
+                    groups.append([])
+                    room = bucket_mb * 1e6
+                groups[-1].append((name, p))
+                room -= p.numel() * 4
         self._buckets = [Bucket(group, self.world, compression, options) for group in groups]
         self.bucket_of = {}
         for bucket, group in zip(self._buckets, groups):
             self.gradients |= bucket.views(bucket.flat)
             for name, p in group:
                 self.names[p], self.bucket_of[name] = name, bucket
-                p.grad = self.gradients[name] if p.dtype == torch.float32 else None
 
     @property
     def buckets(self):
@@ -590,13 +819,14 @@ class Reducer:
         return [bucket.flat for bucket in self._buckets]
 
     def zero_grad(self, scale=1.0):
-        """Begins a step: all gradients become zero, nothing is under way. scale: what the loss is
+        """Begins a step: no parameter has a gradient, nothing is under way. scale: what the loss is
         multiplied by in this step, so that residuals can be kept unscaled."""
         self.scale = scale
-        torch._foreach_zero_(self.buckets)
+        for p in self.names:
+            p.grad = None
         for bucket in self._buckets:
-            bucket.missing = set(bucket.shapes)
-        self.launched, self.bytes_sent, self.wait_seconds = 0, 0, 0.0
+            bucket.clear()
+        self.launched, self.bytes_sent, self.wait_seconds, self.bucket_seconds = 0, 0, 0.0, []
 
     @contextlib.contextmanager
     def accumulate(self):
@@ -611,12 +841,14 @@ class Reducer:
 
     def _ready(self, p):
         name = self.names[p]
-        view = self.gradients[name]
-        if p.grad is not view:
+        view, bucket = self.gradients[name], self.bucket_of[name]
+        if name in bucket.empty:           # the step's first gradient needs no zeros to add to
+            view.copy_(p.grad)
+            bucket.empty.remove(name)
+        elif p.grad is not view:
             view.add_(p.grad)
-            p.grad = view if p.dtype == torch.float32 else None
+        p.grad = view if p.dtype == torch.float32 else None
         if self.synchronising:
-            bucket = self.bucket_of[name]
             if name not in bucket.missing:
                 raise DistError(f"the gradient of {name} was ready twice in one step; wrap every "
                                 "backward but the last in accumulate(), and call zero_grad()")
@@ -632,7 +864,7 @@ class Reducer:
             self.launched += 1
 
     def _average(self, bucket):
-        self.bytes_sent += bucket.compressor.average(bucket.flat, self.scale)
+        self.bytes_sent += bucket.average(self.scale)
 
     def finish(self):
         """Waits until every bucket is averaged; afterwards all ranks hold the same gradients.
@@ -644,7 +876,7 @@ class Reducer:
         if unused:
             raise DistError(f"no gradient for {', '.join(sorted(unused))}: it takes no part in the "
                             "loss; set requires_grad=False or leave it out of the model")
-        self.wait_seconds = self.lane.wait()
+        self.wait_seconds, self.bucket_seconds = self.lane.wait()
 
     def commit(self, counts):
         """Tells the compressors whether the step counts; if not, their residuals stay as before."""
@@ -652,25 +884,22 @@ class Reducer:
             bucket.compressor.commit(counts)
 
     def state_dict(self):
-        """Returns what the compressors keep from step to step, by kind and parameter: {} without
+        """Returns what the compressors keep from step to step, {kind: {name: tensor}}: {} without
         lossy compression. All ranks call it together: what they have not sent yet is averaged over
         them, here and in the run that goes on, so that any number of ranks can take it up."""
         state = {}
         for bucket in self._buckets:
             if bucket.compressor.state:
-                state.setdefault("residual", {}).update(bucket.views(bucket.compressor.fold()))
-                for name, factor in bucket.compressor.factors(list(bucket.shapes)).items():
-                    state.setdefault("factors", {})[name] = factor
+                residual, factors = bucket.fold()
+                state.setdefault("residual", {}).update(residual)
+                state.setdefault("factors", {}).update(factors)
         return state
 
     def load_state_dict(self, state):
         """Takes up what `state_dict` returned, on any number of ranks and with any bucket size."""
         for bucket in self._buckets:
             if bucket.compressor.state:
-                for name, view in bucket.views(bucket.compressor.state["residual"]).items():
-                    view.copy_(state["residual"][name])
-                for name, factor in bucket.compressor.factors(list(bucket.shapes)).items():
-                    factor.copy_(state["factors"][name])
+                bucket.unfold(state["residual"], state["factors"])
 
     def close(self):
         """Ends the background lane."""

@@ -134,7 +134,8 @@ def parse_arguments(argv=None):
     add("--topk-fraction", type=float, default=0.01, metavar="X", help="sent by topk")
     add("--chunk-fraction", type=float, default=0.05, metavar="X", help="sent by chunk")
     add("--powersgd-rank", type=int, default=4, metavar="N", help="of powersgd's factors")
-    add("--bucket-mb", type=float, default=4.0, metavar="N", help="gradients sent at a time")
+    add("--bucket-mb", type=float, metavar="N", help="gradients sent at a time, in MB; default: a "
+        "12th of all, from 1 to 25")
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
     add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples")
     add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for a rank")
@@ -634,7 +635,8 @@ def train(args, world):
                    grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
                    examples=examples, seconds=seconds, examples_per_second=rate,
                    mfu=flops / peak / world.size, bytes_sent=reducer.bytes_sent,
-                   wait_seconds=reducer.wait_seconds, data_seconds=data_seconds)
+                   wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds,
+                   data_seconds=data_seconds)
         bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
                             f"lr {lr:.1e} scale {scale:g} {rate:.0f} examples/s")
         bar.update()

@@ -36,7 +36,7 @@ def _main(function, rank, size, store, arguments, local_size, gpu):
         GROUP_RANK=str(rank // local_size),
     )
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")       # what a rank says is in its log.txt
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is in its log.txt
     tqdm.set_lock(threading.RLock())  # its own outlives a killed rank
     try:
         with dist.init(60, f"file://{store}") as world:

@@ -80,6 +80,21 @@ def test_gradients_are_those_of_one_process(tmp_path, size, bucket_mb):
         assert (sent == 0) == (size == 1)
 
 
+@pytest.mark.parametrize("bucket_mb", [0.0002, 100.0])
+def test_two_levels_give_the_same_gradients(tmp_path, bucket_mb):
+    expected, levels = one_process(), {}
+    for local_size in (2, 4):  # two nodes of two, one node of four
+        outcomes = run_ranks(reduced, 4, tmp_path, bucket_mb, 1, local_size=local_size)
+        for gradients, _, _ in outcomes:
+            for name, gradient in expected.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+                assert torch.equal(gradients[name], outcomes[0][0][name])
+        levels[local_size] = sum(sent for _, _, sent in outcomes)
+    trainable = sum(g.numel() for g in expected.values())
+    assert abs(levels[2] - 2 * 4 * trainable) <= 64  # each node sends each number once
+    assert abs(levels[4] - 4 * 1.5 * 4 * trainable) <= 64
+
+
 @pytest.mark.parametrize("accumulation", [1, 3, 4])
 def test_micro_batches_add_up(tmp_path, accumulation):
     expected = one_process(accumulation)
@@ -134,7 +149,7 @@ def test_gradients_of_16_bit_models_add_up_in_fp32(tmp_path, dtype):
 def overlap(world):
     """Events of one backward: (what, number) in their real order."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
-    reducer, events = dist.Reducer(model, world, bucket_mb=0.005), []
+    reducer, events = dist.Reducer(model, world, bucket_mb=0.004), []
     model[0].weight.register_hook(lambda gradient: time.sleep(0.3))  # the last layer to be ready
     for number, p in enumerate(model.parameters()):
         p.register_hook(lambda gradient, number=number: events.append(("gradient", number)))
@@ -157,6 +172,36 @@ def test_buckets_are_averaged_while_backward_goes_on(tmp_path):
         last_gradient = max(k for k, (what, _) in enumerate(events) if what == "gradient")
         done_before = [what for what, _ in events[: last_gradient + 1]].count("end")
         assert buckets == 6 and done_before >= 4  # all but the last one or two
+
+
+def test_a_bucket_has_its_embeddings_last_and_no_crumbs():
+    model = nn.Module()  # registers in the order of a BERT, the output's bias first
+    model.embeddings = nn.Module()
+    model.embeddings.table, model.embeddings.norm = nn.Embedding(50, 8), nn.LayerNorm(8)
+    model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    model.bias = nn.Parameter(torch.zeros(50))
+    reducer = dist.Reducer(model, dist.World(), bucket_mb=72 * 4e-6)
+    names = [list(bucket.shapes) for bucket in reducer._buckets]
+    reducer.close()
+    assert names[0] == ["bias", "blocks.3.bias", "blocks.3.weight"]
+    assert names[-1] == [
+        "embeddings.norm.bias",
+        "embeddings.norm.weight",
+        "embeddings.table.weight",
+    ]
+    assert all(sum(map(torch.Size.numel, b.shapes.values())) >= 72 for b in reducer._buckets)
+
+
+def test_the_lane_counts_its_seconds():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reducer = dist.Reducer(model, dist.World(), bucket_mb=1e-9)
+    average = reducer._buckets[0].average
+    reducer._buckets[0].average = lambda scale: time.sleep(0.2) or average(scale)
+    model(torch.ones(1, 4)).sum().backward()
+    reducer.finish()
+    assert len(reducer.bucket_seconds) == 4 and 0.2 <= reducer.bucket_seconds[0] < 2
+    assert max(reducer.bucket_seconds[1:]) < 0.2 and 0.1 < reducer.wait_seconds < 2
+    reducer.close()
 
 
 def launch_order(world):
@@ -268,7 +313,35 @@ def test_a_dead_rank_is_an_error_that_says_so(tmp_path):
     assert "\n" not in str(outcome)
 
 
-def test_bad_settings_are_one_line():
+def test_the_interface_is_the_one_that_reaches_the_master():
+    assert dist.interface_towards("127.0.0.1", 1) == "lo"
+    assert dist.interface_towards("127.0.0.1", 2) is None  # other nodes cannot reach it
+    assert dist.interface_towards("no such host", 1) is None
+
+
+def lacking(world, name):
+    def refuse(*arguments, **options):
+        raise RuntimeError("Backend gloo does not support alltoall_base")
+
+    torch.distributed.all_to_all_single = refuse
+    dist.make_compressor(name, world, SHAPES).average(torch.ones(COUNT))
+
+
+def test_a_missing_collective_is_not_a_dead_rank(tmp_path):
+    for outcome in run_ranks(lacking, 2, tmp_path, "onebit", check=False):
+        assert type(outcome) is dist.DistError
+        assert "alltoall_base); take another --compression" in str(outcome)
+
+
+def test_bad_settings_are_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(dist.DistError, match="6 ranks .* nodes of 4; set the same --nproc_per"):
+        dist.init()
+    with pytest.raises(dist.DistError, match="--bucket-mb"):
+        dist.Reducer(Toy(), dist.World(), bucket_mb=float("nan"))
+    with pytest.raises(dist.DistError, match="gains nothing.*lower --powersgd-rank"):
+        dist.Reducer(Toy(), dist.World(), compression="powersgd", rank=6)
     with pytest.raises(
         dist.DistError, match="unknown compression 'zip'; known are none, fp16, bf16, int8"
     ):
@@ -378,7 +451,7 @@ def test_a_constant_gradient_arrives_in_full_over_time(tmp_path, name):
 
 
 def residuals(world, name, bucket_mb, state):
-    """One step from a state of the compressors (or none), and the state behind it."""
+    """The state of the compressors after a step; or after no step, from a state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40))
     reducer = dist.Reducer(model, world, bucket_mb, name)
@@ -400,26 +473,88 @@ def residuals(world, name, bucket_mb, state):
 def test_residuals_travel_to_other_ranks_and_buckets(tmp_path, name):
     two = run_ranks(residuals, 2, tmp_path, name, 0.001, None)
     three = run_ranks(residuals, 3, tmp_path, name, 100.0, two[0])
+    four = run_ranks(residuals, 4, tmp_path, name, 0.003, two[0], local_size=2)
     assert any(value.any() for value in two[0]["residual"].values())
-    for state in two + three:
-        for kind, values in two[0].items():
-            for key, value in values.items():
-                torch.testing.assert_close(state[kind][key], value, rtol=1e-6, atol=1e-6)
+    for state in two + three + four:
+        for key, value in two[0]["residual"].items():
+            torch.testing.assert_close(state["residual"][key], value, rtol=1e-6, atol=1e-6)
+        for key, value in state["factors"].items():
+            assert torch.equal(value, two[0]["factors"][key.split("@")[0] + "@0"])
+        assert bool(state["factors"]) == (name == "powersgd")
+
+
+def two_level_steps(world, name):
+    """Ten steps of a Reducer; returns in - out - residual, the last mean, the residual's size."""
+    model = nn.Linear(64, 80)
+    reducer = dist.Reducer(model, world, 100.0, name)
+    difference = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+    for step in range(10):
+        reducer.zero_grad()
+        slopes = [gradient(rank, step)[:5200] for rank in range(world.size)]
+        mine = slopes[world.rank]
+        (model.weight.flatten() @ mine[:5120] + model.bias @ mine[5120:]).backward()
+        reducer.finish()
+        reducer.commit(True)
+        mean = sum(slopes) / world.size
+        difference["weight"] += mean[:5120].view(80, 64) - reducer.gradients["weight"]
+        difference["bias"] += mean[5120:] - reducer.gradients["bias"]
+    rest = reducer.state_dict()["residual"]
+    reducer.close()
+    errors = [(difference[key] - rest[key]).abs().max().item() for key in rest]
+    return max(errors), reducer.gradients["weight"].clone(), rest["weight"].norm().item()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_two_levels_lose_nothing_either(tmp_path, name):
+    outcomes = run_ranks(two_level_steps, 4, tmp_path, name, local_size=2)
+    for error, mean, size in outcomes:
+        assert error < 5e-5 and size > 0
+        assert torch.equal(mean, outcomes[0][1])
+
+
+def test_pieces_of_a_bucket():
+    shapes = {"a": (4, 5), "b": (3,), "c": (2, 2, 2)}
+    assert dist.pieces(shapes, 0, 31) == [("a", (4, 5)), ("b", (3,)), ("c", (2, 2, 2))]
+    assert dist.pieces(shapes, 3, 17) == [("a", (2,)), ("a", (2, 5)), ("a", (2,))]
+    assert dist.pieces(shapes, 6, 9) == [("a", (3,))] and dist.pieces(shapes, 9, 9) == []
+    assert dist.pieces(shapes, 21, 26) == [("b", (2,)), ("c", (3,))]
 
 
 @pytest.mark.parametrize(
     "name,options,message",
     [
         ("topk", {"fraction": 0.0}, "--topk-fraction"),
+        ("topk", {"fraction": 0.6}, "more than fp32 on 2 ranks; set --topk-fraction below 0.5"),
         ("chunk", {"fraction": 2.0}, "--chunk-fraction"),
         ("powersgd", {"rank": 0}, "--powersgd-rank"),
     ],
 )
 def test_options_that_cannot_work_are_refused(name, options, message):
     with pytest.raises(dist.DistError, match=message):
-        dist.make_compressor(name, dist.World(), SHAPES, **options)
+        dist.make_compressor(name, dist.World(size=2), SHAPES, **options)
+
+
+def average_on_gpu(world):
+    """For each compressor, the finite gradients of a step on a GPU, on the CPU."""
+    found = {}
+    for name in dist.COMPRESSORS:
+        torch.manual_seed(100)
+        model = Toy().to(world.device)
+        options = {"rank": 1} if name == "powersgd" else {}
+        reducer = dist.Reducer(model, world, 0.0002, name, **options)
+        (model(batch().to(world.device)) / 12).backward()
+        reducer.finish()
+        reducer.commit(True)
+        found[name] = {key: view.cpu() for key, view in reducer.gradients.items()}
+        assert len(reducer.bucket_seconds) == len(reducer.buckets) and reducer.wait_seconds >= 0
+        reducer.close()
+    return found
 
 
 @pytest.mark.gpu
 def test_the_lane_is_a_stream_on_a_gpu(tmp_path):
-    assert all(run_ranks(average_on_gpu, 1, tmp_path, gpu=True)[0])
+    found, expected = run_ranks(average_on_gpu, 1, tmp_path, gpu=True)[0], one_process()
+    for name, gradients in found.items():
+        assert all(view.isfinite().all() for view in gradients.values())
+        for key in expected if name in ("none", "fp16", "bf16") else ():
+            torch.testing.assert_close(gradients[key], expected[key], rtol=2e-2, atol=2e-2)
