@@ -906,6 +906,46 @@ class Reducer:
         self.lane.close()
 
 
+class Exchange:
+    """Averages the same tensors over the ranks whenever it is called, with a compressor that keeps
+    its errors: what optimizers use that send momentum in place of gradients.
+
+        exchange = Exchange(model.named_parameters(), world, "onebit")
+        exchange([momentum of each parameter])          # the list now holds the means
+
+    """
+
+    def __init__(self, named, world, compression="onebit"):
+        self.bucket, self.bytes_sent = Bucket(list(named), world, compression, {}), 0
+
+    def take_bytes(self):
+        """Returns what this rank sent since the last time."""
+        sent, self.bytes_sent = self.bytes_sent, 0
+        return sent
+
+    def __call__(self, tensors):
+        """Replaces tensors, of the shapes and in the order of `named`, by their means."""
+        views = list(self.bucket.views(self.bucket.flat).values())
+        torch._foreach_copy_(views, tensors)
+        self.bytes_sent += self.bucket.average(1.0)
+        self.bucket.compressor.commit(True)
+        torch._foreach_copy_(tensors, views)
+
+    def reset(self):
+        """Forgets what was not yet sent."""
+        for name in {"residual", "server"} & set(self.bucket.compressor.state):
+            self.bucket.compressor.state[name].zero_()
+
+    def state_dict(self):
+        """Returns what was not yet sent, {name: tensor}; collective, as Reducer.state_dict."""
+        return self.bucket.fold()[0] if self.bucket.compressor.state else {}
+
+    def load_state_dict(self, state):
+        """Takes up what `state_dict` returned, on any number of ranks."""
+        if state:
+            self.bucket.unfold(state, {})
+
+
 # ----- The program: what this network does -----
 
 def measure(world, name, megabytes, rounds=5):

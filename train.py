@@ -68,8 +68,8 @@ RECIPES = {
         Phase(512, 32768, 1563, 4e-3, warmup=0.128, power=0.5, schedule=optim.warmup_polynomial),
     ]),
     # "54 minutes" (arXiv 2006.13484). Batches and the schedule's form are READ in the paper and its
-    # code; steps, rates and shares are RECALL, unconfirmed. Its optimizer, LANS, is not here yet.
-    "lans-96k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
+    # code; steps, rates and shares are RECALL, unconfirmed.
+    "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, [
         Phase(128, 98304, 3519, 6.75e-3, warmup=0.4265, hold=0.2735),       # RECALL
         Phase(512, 33792, 782, 5e-3, warmup=0.192, hold=0.108),             # RECALL
     ]),
@@ -78,8 +78,13 @@ RECIPES = {
 OPTIMIZERS = {               # each from parameter groups and betas
     "lamb": optim.LAMB,
     "nvlamb": functools.partial(optim.LAMB, adapt_all=True, max_grad_norm=1.0),
+    "lans": optim.LANS,
     "adamw": functools.partial(torch.optim.AdamW, eps=1e-6),
+    "onebit-adam": optim.OneBitAdam,
+    "onebit-lamb": optim.OneBitLAMB,
+    "zeroone-adam": optim.ZeroOneAdam,
 }
+EXCHANGING = "onebit-adam", "onebit-lamb", "zeroone-adam"    # these take an exchange as well
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DECAY = 0.01
 CLIP = 1.0                   # the largest global norm of the gradients
@@ -117,6 +122,8 @@ def parse_arguments(argv=None):
     add("--model", default="tiny", choices=bert.PRESETS, help="size of the model")
     add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates")
     add("--optimizer", choices=OPTIMIZERS, help="default: the recipe's")
+    add("--freeze", type=float, metavar="X", help="share of each phase's steps in which onebit-* "
+        "and zeroone-adam still learn the variance, in full precision; default: 0.2")
     add("--dropout", type=float, metavar="P", help="default: the recipe's")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data order, masks, dropout")
     # How the recipe is bent
@@ -198,6 +205,27 @@ def micro_batch_of(phase, number, given, size, device):
     share = phase.global_batch // size
     most = max(1, (8192 if device.type == "cpu" else 32768) // phase.seq_len)
     return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
+
+
+def freeze_steps(args, optimizer, phases):
+    """Returns the steps of each phase before the optimizer freezes its variance, [] for one that
+    never does; raises Refused if a phase has no steps before or after."""
+    if optimizer not in EXCHANGING:
+        if args.freeze is not None:
+            raise Refused(f"--freeze means nothing to {optimizer}; it is for "
+                          f"{', '.join(EXCHANGING)}")
+        return []
+    if args.compression not in ("none", "fp16", "bf16"):
+        raise Refused(f"{optimizer} sends gradients only while it learns the variance, which "
+                      f"--compression {args.compression} would spoil; take none, bf16 or fp16")
+    share = 0.2 if args.freeze is None else args.freeze
+    frozen_from = [round(share * phase.steps) for phase in phases]
+    for number, (steps, phase) in enumerate(zip(frozen_from, phases), 1):
+        if phase.steps and not 0 < steps < phase.steps:
+            raise Refused(f"phase {number}: {optimizer} would freeze its variance after {steps} of "
+                          f"{phase.steps} steps, and needs steps before and after; change --freeze "
+                          f"or --phase{number}-steps")
+    return frozen_from
 
 
 def choose_precision(name, device):
@@ -481,6 +509,7 @@ class Plan(NamedTuple):
     config: bert.BertConfig
     precision: str
     optimizer: str
+    freeze: list             # steps of each phase before the variance is frozen, or none
     options: dict            # of the compressor
     run: dict                # what the result depends on: equal on all ranks and after a resume
 
@@ -498,7 +527,8 @@ def settle(args, world):
     config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=dropout)
     precision = choose_precision(args.precision, world.device)
     optimizer = args.optimizer or recipe.optimizer
-    run = {"optimizer": optimizer, "betas": list(recipe.betas), "seed": args.seed,
+    freeze = freeze_steps(args, optimizer, phases)
+    run = {"optimizer": optimizer, "freeze": freeze, "betas": list(recipe.betas), "seed": args.seed,
            "precision": precision, "compression": args.compression, "shards": manifest["shards"],
            "corpus": manifest["corpus"]["sha256"][:16],
            "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16],
@@ -512,11 +542,12 @@ def settle(args, world):
     for rank, other in enumerate(world.gather(run)):
         if other != run:
             raise Refused(f"rank {rank} was started differently: {differences(other, run)}")
-    return Plan(phases, micro, out, shards, config, precision, optimizer, options, run)
+    return Plan(phases, micro, out, shards, config, precision, optimizer, freeze, options, run)
 
 
 def build(plan, args, world):
-    """Returns (model, reducer, masters, optimizer, scaler), as they are before the first step."""
+    """Returns (model, reducer, masters, optimizer, exchange, scaler), as they are before the first
+    step; exchange is None for an optimizer that needs none."""
     torch.manual_seed(args.seed)
     model = bert.BertForPreTraining(plan.config)
     # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
@@ -528,12 +559,22 @@ def build(plan, args, world):
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]
+    named = [(names, decay) for names, decay in optim.parameter_groups(model, WEIGHT_DECAY)]
     groups = [{"params": [masters[name] for name in names], "weight_decay": decay}
-              for names, decay in optim.parameter_groups(model, WEIGHT_DECAY)]
-    optimizer = OPTIMIZERS[plan.optimizer](groups, betas=RECIPES[args.recipe].betas)
+              for names, decay in named]
+    options, exchange = {"betas": RECIPES[args.recipe].betas}, None
+    if plan.optimizer in EXCHANGING:
+        order = [(name, masters[name]) for names, _ in named for name in names]
+        exchange = options["exchange"] = dist.Exchange(order, world)
+    if plan.optimizer == "zeroone-adam":   # the published 32,678 steps of 125,000
+        steps = sum(phase.steps for phase in plan.phases)
+        options["interval_steps"] = max(1, steps * 32678 // 125000)
+    if plan.optimizer == "adamw" and world.device.type == "cuda":
+        options["fused"] = True
+    optimizer = OPTIMIZERS[plan.optimizer](groups, **options)
     scaled = "fp16" in (plan.precision, args.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(initial=1.0, largest=1.0)
-    return model, reducer, masters, optimizer, scaler
+    return model, reducer, masters, optimizer, exchange, scaler
 
 
 def train(args, world):
@@ -543,7 +584,7 @@ def train(args, world):
     """
     plan = settle(args, world)
     log = Log(plan.out, world.rank == 0)
-    model, reducer, masters, optimizer, scaler = build(plan, args, world)
+    model, reducer, masters, optimizer, exchange, scaler = build(plan, args, world)
     checkpoints, step, examples, seconds = plan.out / "checkpoints", 0, 0, 0.0
     state = together(world, lambda: find_checkpoint(checkpoints, args.resume, log.say)
                      if world.rank == 0 else None)
@@ -559,6 +600,8 @@ def train(args, world):
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         reducer.load_state_dict(state["compression"])
+        if exchange:
+            exchange.load_state_dict(state["exchange"])
     del state
     if log.active:
         forget_behind(step, checkpoints, log)
@@ -599,20 +642,24 @@ def train(args, world):
         # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
         scale = scaler.scale
         reducer.zero_grad(scale)
+        alone = exchange and optimizer.local_gradients(local >= plan.freeze[number])
         total = torch.zeros(4, dtype=torch.float64, device=world.device)
         for k, batch in enumerate(step_batches):
             seed_dropout(args.seed, step, k, world.rank)
-            with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
+            sends = k + 1 == accumulation and not alone
+            with contextlib.nullcontext() if sends else reducer.accumulate():
                 losses = forward(batch.to(world.device))
                 loss = losses.mlm_sum / masked + losses.nsp_sum / batch_size
                 (loss * world.size * scale).backward()       # averaging over ranks divides by size
             total += torch.stack([part.detach().double() for part in losses])
-        reducer.finish()
+        if not alone:
+            reducer.finish()
 
         # 3. Every rank agrees whether the step counts; then unscale, clip, update
         norm = float(optim.global_norm(reducer.buckets))
-        *sums, overflows = world.sum([*total.tolist(), not math.isfinite(norm)])
-        counts = scaler.update(overflows > 0, step + 1, reducer.gradients)
+        *sums, squares = world.sum([*total.tolist(), norm ** 2])
+        norm = math.sqrt(squares / world.size)               # where alone, over all ranks
+        counts = scaler.update(not math.isfinite(norm), step + 1, reducer.gradients)
         reducer.commit(counts)
         lr = phase.schedule(local, phase)
         if counts:
@@ -620,10 +667,15 @@ def train(args, world):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            optim.copy_to_model(masters, model)
+        step, examples = step + 1, examples + batch_size
+        phase_ends, ends = local + 1 == phase.steps, step == stop_at or stop > 0
+        evaluates = step % args.eval_every == 0 or phase_ends
+        saves = step % args.checkpoint_every == 0 or phase_ends or ends
+        if exchange and (evaluates or saves):
+            optimizer.synchronise()
+        optim.copy_to_model(masters, model)
 
         # 4. Log, evaluate, checkpoint
-        step, examples = step + 1, examples + batch_size
         duration = time.perf_counter() - began
         seconds += duration
         mlm_loss, nsp_loss, mlm_accuracy = sums[0] / masked, sums[1] / batch_size, sums[2] / masked
@@ -634,28 +686,30 @@ def train(args, world):
                    mlm_accuracy=mlm_accuracy, nsp_accuracy=sums[3] / batch_size, lr=lr,
                    grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
                    examples=examples, seconds=seconds, examples_per_second=rate,
-                   mfu=flops / peak / world.size, bytes_sent=reducer.bytes_sent,
+                   mfu=flops / peak / world.size,
+                   bytes_sent=reducer.bytes_sent + (exchange.take_bytes() if exchange else 0),
                    wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds,
                    data_seconds=data_seconds)
         bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
                             f"lr {lr:.1e} scale {scale:g} {rate:.0f} examples/s")
         bar.update()
-        phase_ends, ends = local + 1 == phase.steps, step == stop_at or stop > 0
         if step % args.log_every == 0 or phase_ends:
             log.say(f"step {step:>6}/{last}  phase {number + 1}  mlm {mlm_loss:6.3f}  "
                     f"nsp {nsp_loss:.3f}  lr {lr:.2e}  norm {norm / scale:6.2f}  scale {scale:g}  "
                     f"{rate:6.0f} examples/s")
-        if step % args.eval_every == 0 or phase_ends:
+        if evaluates:
             result = evaluate(model, plan.shards, phase, micro, world)
             log.metric("eval", step=step, phase=number + 1, **result)
             log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
-        if step % args.checkpoint_every == 0 or phase_ends or ends:
+        if saves:
             compare_weights(masters, world, step)
-            residuals = reducer.state_dict()           # on every rank: they are averaged
+            # On every rank: what was not yet sent is averaged over them
+            residuals, unsent = reducer.state_dict(), exchange.state_dict() if exchange else {}
             if log.active:
                 checkpoint({"run": plan.run, "step": step, "examples": examples, "seconds": seconds,
                             "weights": masters, "optimizer": optimizer.state_dict(),
-                            "scaler": scaler.state_dict(), "compression": residuals},
+                            "scaler": scaler.state_dict(), "compression": residuals,
+                            "exchange": unsent},
                            checkpoints, plan.phases, log)
         if phase_ends or ends:
             bar.close()
@@ -714,6 +768,9 @@ def introduce(plan, args, world, log, model, step):
         log.say(f"phase {number}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
                 f"{phase.seq_len} tokens = {world.size} rank(s) x micro-batch {micro} x "
                 f"accumulation {phase.global_batch // (micro * world.size)}, lr {phase.lr:g}")
+    if plan.freeze:
+        log.say(f"{plan.optimizer} freezes its variance after "
+                f"{' and '.join(map(str, plan.freeze))} steps of the phases")
     if step:
         log.say(f"going on from the checkpoint of step {step}")
 

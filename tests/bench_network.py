@@ -71,7 +71,10 @@ class Method:
         )
         self.world, self.reducer = world, None
         if name in DDP:
-            self.ddp = DistributedDataParallel(self.model)
+            # With several buckets, its PowerSGD over Gloo starts the second all-reduce of each in
+            # whatever order the first ones end, and the ranks wait for each other: it gets one
+            size = 1000 if name == "ddp-powersgd" else None
+            self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=size)
             DDP[name](self.ddp)
         else:
             self.reducer = dist.Reducer(self.model, world, compression=name)

@@ -186,6 +186,48 @@ def test_a_run_with_lossy_compression_resumes_with_the_same_bits(shards, tmp_pat
         assert torch.equal(residual, b["compression"]["residual"][name])
 
 
+FREEZES = [*SHORT, "--freeze", 0.5, "--precision", "fp32", "--optimizer"]  # after 4 of 8, 3 of 6
+
+
+@pytest.mark.parametrize("optimizer", ["lans", "onebit-adam", "onebit-lamb", "zeroone-adam"])
+def test_each_optimizer_resumes_in_both_phases_with_the_same_bits(shards, tmp_path, optimizer):
+    argv = [*(FREEZES if "-" in optimizer else [*SHORT, "--optimizer"]), optimizer]
+    whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=2)
+    for step in (7, 6):  # in the second stage of phase 1, and from step 6 in that of phase 2
+        kill = kill_after_update, 1, step
+        run(shards, tmp_path / "killed", tmp_path, *argv, size=2, sabotage=kill, check=False)
+    assert run(shards, tmp_path / "killed", tmp_path, *argv, size=2) == whole
+    a, b = last_state(tmp_path / "whole"), last_state(tmp_path / "killed")
+    assert_same_state(a, b)
+    assert a["exchange"].keys() == b["exchange"].keys()
+    assert all(torch.equal(value, b["exchange"][name]) for name, value in a["exchange"].items())
+    assert [line["loss"] for line in metrics(tmp_path / "whole")] == [
+        line["loss"] for line in metrics(tmp_path / "killed")
+    ]
+    if a["exchange"]:
+        sent = [line["bytes_sent"] for line in metrics(tmp_path / "whole")]
+        signs = [*sent[5:8], *sent[11:14]]
+        if optimizer == "zeroone-adam":  # the variance's second step is the fourth exact one
+            assert max(signs) < sent[0] / 10
+        else:  # no gradient crosses the wire
+            assert set(sent[:4] + sent[8:11]) == {sent[0]} and len(set(signs)) == 1
+            assert signs[0] < sent[0] / 25
+
+
+def test_an_exchanging_run_goes_on_with_other_ranks(shards, tmp_path):
+    argv = [*FREEZES, "onebit-lamb", "--dropout", 0, "--phase2-steps", 0]
+    run(shards, tmp_path / "one", tmp_path, *argv)
+    run(shards, tmp_path / "two", tmp_path, *argv, "--max-steps", 6, size=2)
+    run(shards, tmp_path / "two", tmp_path, *argv, size=4)
+    one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
+    assert two[:5] == pytest.approx(one[:5], rel=1e-4)  # before the first exchange
+    assert two == pytest.approx(one, rel=0.05) and len(two) == 8
+    state = last_state(tmp_path / "two")
+    moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
+    positions = [m for m in moments if m.shape == (512, 128) and not m[32:].any()]
+    assert len(positions) == 1 and positions[0][:32].any()  # those not seen stay masked
+
+
 def test_a_run_goes_on_with_other_ranks(shards, tmp_path):
     argv = [*SHORT, "--precision", "fp32", "--dropout", 0]
     run(shards, tmp_path / "one", tmp_path, *argv)
@@ -315,10 +357,21 @@ def spoil_loss(world, rank, steps):
     bert.BertForPreTraining.forward = patched
 
 
-@pytest.mark.parametrize("precision,scale", [("fp16", 65536.0), ("fp32", 1.0)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precision, scale):
+@pytest.mark.parametrize(
+    "precision,scale,optimizer",
+    [
+        ("fp16", 65536.0, "lamb"),
+        ("fp32", 1.0, "lamb"),
+        ("fp32", 1.0, "onebit-lamb --freeze 0.1"),  # the fourth step is in the second stage
+        ("bf16", 1.0, "zeroone-adam --freeze 0.1"),
+    ],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    shards, tmp_path, precision, scale, optimizer
+):
     argv = "--phase1-steps 20 --phase1-batch 4 --phase2-batch 4 --micro-batch 2 --workers 0".split()
     argv += ["--precision", precision, "--checkpoint-every", 1]
+    argv += ["--optimizer", *optimizer.split()]
     out = tmp_path / "out"
     before = run(shards, out, tmp_path, *argv, "--max-steps", 3, size=2)
     state = last_state(out)
@@ -415,6 +468,10 @@ WRONG = [
     ("--dropout 1.5", 2, "--dropout below 1"),
     ("--resume /nowhere.pt", 1, "/nowhere.pt: No such file"),
     ("--compression powersgd --powersgd-rank 0", 1, "--powersgd-rank to 1 or more"),
+    ("--freeze 0.5", 1, "--freeze means nothing to lamb; it is for onebit-adam"),
+    ("--optimizer onebit-adam --freeze 1", 1, "after 2300 of 2300 steps.*change --freeze"),
+    ("--optimizer onebit-lamb --phase2-steps 2", 1, "phase 2: onebit-lamb .* after 0 of 2 steps"),
+    ("--optimizer onebit-lamb --compression topk", 1, "--compression topk would spoil"),
     ("--bucket-mb -1", 1, "set --bucket-mb above 0"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
     ("--corpus /nowhere.txt --data /nowhere", 1, "/nowhere.txt: No such file"),
