@@ -239,15 +239,15 @@ class Exchanging(Optimizer):
         variance is frozen."""
         was = self.param_groups[0]["frozen"]
         if self.freeze and not was:
-            self._set_magnitudes(params, "exp_avg")
+            self._set_magnitudes(params)
         for group in self.param_groups:
             group["frozen"] = self.freeze
         return self.freeze
 
-    def _set_magnitudes(self, params, name):
-        """Chooses the factors that make the root mean squares of state `name` one, and forgets the
+    def _set_magnitudes(self, params):
+        """Chooses the factors that make the momenta's root mean squares equal, and forgets the
         errors, which are in the former units."""
-        lengths = norms(self._of(params, name)[0])[0]
+        lengths = norms(self._of(params, "exp_avg")[0])[0]
         scales = [length / p.numel() ** 0.5 for p, length in zip(params, lengths)]
         united = sum(scales) / len(scales)
         for p, scale in zip(params, scales):
@@ -340,8 +340,8 @@ class OneBitLAMB(Exchanging, LAMB):
             return LAMB.step(self)
         self._count(params)
         m, b1 = self._of(params, "exp_avg")[0], self.defaults["betas"][0]
-        # In the gradients' memory, so that M need not be copied: what goes out is theirs, what comes
-        # back is the new m; only numbers that all ranks share may reach V and the weights
+        # What goes out takes the gradients' memory, and the new m that comes back does: M needs no
+        # copy. Only numbers that all ranks share may reach V and the weights.
         grads = [p.grad for p in params]
         torch._foreach_mul_(grads, 1 - b1)
         torch._foreach_add_(grads, m, alpha=b1)
@@ -433,7 +433,7 @@ class ZeroOneAdam(Exchanging):
         self.learns = not frozen and clock["step"] % clock["variance_every"] == 0
         if not frozen and not self.learns:
             if "magnitude" not in self.state[params[0]]:
-                self._set_magnitudes(params, "exp_avg")
+                self._set_magnitudes(params)
             self._average(params, grads)
         super().step()
         if self.learns:

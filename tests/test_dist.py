@@ -410,11 +410,10 @@ def test_one_bit_sends_a_bit_a_number(tmp_path):
 def overflow_between(world, name):
     compressor = dist.make_compressor(name, world, SHAPES)
 
-    def step(number, spoil=False):
+    def step(number, spoil=None):
         bucket = gradient(world.rank, number)
-        if spoil and world.rank == 1:
-            bucket[7] = float("inf")
-            bucket[3000] = float("nan")
+        if spoil is not None and world.rank == 1:
+            bucket[7] = spoil
         compressor.average(bucket)
         finite = bool(bucket.isfinite().all())
         compressor.commit(finite)
@@ -422,7 +421,7 @@ def overflow_between(world, name):
 
     first = [step(number)[0] for number in range(3)]
     before = {key: value.clone() for key, value in compressor.state.items()}
-    spoiled, _ = step(3, spoil=True)
+    spoiled = [step(3, spoil=float(bad))[0] for bad in ("inf", "-inf", "nan")]
     same = all(torch.equal(before[key], value) for key, value in compressor.state.items())
     return first, spoiled, same, step(4)[0]
 
@@ -430,7 +429,20 @@ def overflow_between(world, name):
 @pytest.mark.parametrize("name", LOSSY)
 def test_an_overflow_on_one_rank_leaves_no_trace(tmp_path, name):
     for first, spoiled, same, after in run_ranks(overflow_between, 2, tmp_path, name):
-        assert first == [True] * 3 and not spoiled and same and after
+        assert first == [True] * 3 and not any(spoiled) and same and after
+
+
+@pytest.mark.parametrize("count,k", [(1, 1), (96, 5), (5224, 52), (100_000, 1000), (100_000, 1)])
+def test_largest_is_topk(count, k):
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=generator)
+    sampled = x.clone()
+    sampled[::97] = 9.0  # the sample promises more large numbers than there are
+    for numbers in (x, x.sort().values, torch.ones(count), torch.zeros(count), sampled):
+        places = dist.largest(numbers, k)
+        assert len(set(places.tolist())) == k
+        expected = numbers.abs().topk(k).values
+        assert torch.equal(numbers[places].abs().sort(descending=True).values, expected)
 
 
 def constant(world, name):

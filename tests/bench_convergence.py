@@ -1,0 +1,81 @@
+"""Optimizers at growing batches, for a fixed number of examples: who still learns?
+
+    python tests/bench_convergence.py                                        # 15 minutes on 2 cores
+    python tests/bench_convergence.py --model small --batches 256 1024 4096 16384 \\
+        --examples 2000000                                                   # on a GPU
+
+Every run sees the same number of examples of 64 tokens with the demo's schedule. The rate of each
+optimizer is given at the smallest batch and grows with the square root of the batch. The last table
+is 1-bit LAMB beside LAMB on two ranks at the smallest batch: loss and bytes that each rank sent.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RATES = {"adamw": 2e-3, "lamb": 1e-2, "lans": 1e-2}  # at batches of --batches[0]
+DEMO_RATE = 1e-2  # of the recipe that --lr-scale multiplies
+
+
+def train(args, optimizer, batch, scale, ranks=1):
+    """Returns (the last held-out MLM loss, bytes that a rank sent) of a run of train.py."""
+    out = ROOT / "runs" / f"convergence-{args.model}-{optimizer}-{batch}x{ranks}"
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["train.py", "--model", args.model, "--optimizer", optimizer, "--out", str(out)]
+    command += ["--phase1-batch", str(batch), "--phase1-steps", str(args.examples // batch)]
+    command += ["--phase2-steps", "0", "--lr-scale", str(scale), "--resume", "never"]
+    command += ["--eval-every", "1000000", "--checkpoint-every", "1000000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"bench_convergence.py: {' '.join(command)} failed:\n{done.stderr}")
+    lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    loss = next(line["mlm_loss"] for line in reversed(lines) if line["kind"] == "eval")
+    return loss, sum(line["bytes_sent"] for line in lines if line["kind"] == "train")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", default="tiny")
+    add("--batches", type=int, nargs="+", default=[32, 128, 512], help="growing by 4")
+    add("--examples", type=int, default=50000)
+    add("--rates", type=float, nargs="+", default=[1.0], help="tries, as multiples of the rates")
+    add("--skip-ranks", action="store_true", help="leave out 1-bit LAMB on two ranks")
+    args = parser.parse_args()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{args.model}, {args.examples:,} examples of 64 tokens, held-out MLM loss, {where}, "
+          f"torch {torch.__version__}")  # fmt: skip
+    print(f"{'batch':>7}{'steps':>8}" + "".join(f"{name:>18}" for name in RATES))
+    for batch in args.batches:
+        cells = []
+        for name, rate in RATES.items():
+            root = (batch / args.batches[0]) ** 0.5
+            tries = [
+                (
+                    train(args, name, batch, factor * root * rate / DEMO_RATE)[0],
+                    factor * root * rate,
+                )
+                for factor in args.rates
+            ]
+            cells.append(f"{min(tries)[0]:.3f} ({min(tries)[1]:.0e})")
+        print(
+            f"{batch:>7}{args.examples // batch:>8}" + "".join(f"{c:>18}" for c in cells),
+            flush=True,
+        )
+    if args.skip_ranks:
+        return
+    print(f"\ntwo ranks, batch {args.batches[0]}\n{'optimizer':<14}{'MLM loss':>10}{'MB sent':>10}")
+    for name in "lamb", "onebit-lamb":
+        loss, sent = train(args, name, args.batches[0], 1.0, ranks=2)
+        print(f"{name:<14}{loss:>10.3f}{sent / 1e6:>10.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
