@@ -85,6 +85,7 @@ OPTIMIZERS = {               # each from parameter groups and betas
     "zeroone-adam": optim.ZeroOneAdam,
 }
 EXCHANGING = "onebit-adam", "onebit-lamb", "zeroone-adam"    # these take an exchange as well
+LONG_MEMORY = 0.999          # their second beta: what is frozen must not be the last few steps'
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DECAY = 0.01
 CLIP = 1.0                   # the largest global norm of the gradients
@@ -528,7 +529,8 @@ def settle(args, world):
     precision = choose_precision(args.precision, world.device)
     optimizer = args.optimizer or recipe.optimizer
     freeze = freeze_steps(args, optimizer, phases)
-    run = {"optimizer": optimizer, "freeze": freeze, "betas": list(recipe.betas), "seed": args.seed,
+    betas = [recipe.betas[0], LONG_MEMORY if optimizer in EXCHANGING else recipe.betas[1]]
+    run = {"optimizer": optimizer, "freeze": freeze, "betas": betas, "seed": args.seed,
            "precision": precision, "compression": args.compression, "shards": manifest["shards"],
            "corpus": manifest["corpus"]["sha256"][:16],
            "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16],
@@ -562,7 +564,7 @@ def build(plan, args, world):
     named = [(names, decay) for names, decay in optim.parameter_groups(model, WEIGHT_DECAY)]
     groups = [{"params": [masters[name] for name in names], "weight_decay": decay}
               for names, decay in named]
-    options, exchange = {"betas": RECIPES[args.recipe].betas}, None
+    options, exchange = {"betas": tuple(plan.run["betas"])}, None
     if plan.optimizer in EXCHANGING:
         order = [(name, masters[name]) for names, _ in named for name in names]
         exchange = options["exchange"] = dist.Exchange(order, world)

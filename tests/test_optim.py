@@ -123,7 +123,7 @@ def test_lans_is_its_equations_at_any_scale_of_the_gradients(factor):
 
 
 class SimulatedExchange:
-    """The two-phase 1-bit exchange of N ranks in float64, from papers.md, section 3.4."""
+    """The two-phase 1-bit exchange of N ranks in float64, block by block."""
 
     def __init__(self, ranks):
         self.ranks, self.errors = ranks, None
@@ -135,20 +135,20 @@ class SimulatedExchange:
         """tensors[i]: the list of rank i; returns the list of means."""
         n, flats = self.ranks, [np.concatenate([t.ravel() for t in mine]) for mine in tensors]
         count = len(flats[0])
-        chunk = -(-count // (n * 32)) * 32
+        size = -(-count // 512) * 512  # zeros fill the last block
         if self.errors is None:
             self.errors = np.zeros((n, count)), np.zeros(count)
         worker, server = self.errors
         mean = np.zeros(count)
-        for begin in range(0, count, chunk):
-            part = slice(begin, min(begin + chunk, count))
+        for begin in range(0, size, 512):
+            part = slice(begin, min(begin + 512, count))
             for i in range(n):
                 x = flats[i][part] + worker[i][part]
-                q = np.sqrt((x**2).mean()) * np.where(x >= 0, 1, -1)
+                q = np.abs(x).sum() / 512 * np.where(x >= 0, 1, -1)
                 worker[i][part] = x - q
                 mean[part] += q / n
             y = mean[part] + server[part]
-            mean[part] = np.sqrt((y**2).mean()) * np.where(y >= 0, 1, -1)
+            mean[part] = np.abs(y).sum() / 512 * np.where(y >= 0, 1, -1)
             server[part] = y - mean[part]
         parts = np.split(mean, np.cumsum([t.size for t in tensors[0]])[:-1])
         return [part.reshape(t.shape) for part, t in zip(parts, tensors[0])]
@@ -383,7 +383,7 @@ def test_exchanging_optimizers_are_their_equations(tmp_path, name, size):
 
 def fp32_exchange(world):
     """Five exchanges of odd shapes by dist.Exchange, and a reset after the third."""
-    shapes = {"a": (7, 33), "b": (5,), "c": (40, 3)}
+    shapes = {"a": (7, 33), "b": (5,), "c": (40, 33)}
     exchange = dist.Exchange([(k, torch.empty(s)) for k, s in shapes.items()], world)
     means = []
     for step in range(5):
@@ -403,7 +403,7 @@ def test_the_exchange_of_train_is_the_simulated_one(tmp_path, size):
     for step in range(5):
         rngs = [np.random.default_rng((rank, step)) for rank in range(size)]
         expected.append(
-            simulated([[rng.normal(size=s) for s in ((7, 33), (5,), (40, 3))] for rng in rngs])
+            simulated([[rng.normal(size=s) for s in ((7, 33), (5,), (40, 33))] for rng in rngs])
         )
         if step == 2:
             simulated.reset()
@@ -411,8 +411,8 @@ def test_the_exchange_of_train_is_the_simulated_one(tmp_path, size):
         for ours, theirs in zip(means, expected):
             for a, b in zip(ours, theirs):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        chunk = -(-356 // (32 * size)) * 32
-        assert sent == 2 * (size - 1) * (chunk // 8 + 4)  # signs and a scale, in two phases
+        blocks = -(-1556 // (512 * size))
+        assert sent == 2 * (size - 1) * blocks * (512 // 8 + 4)  # two phases of signs and scales
 
 
 def test_one_bit_lamb_before_the_freeze_is_lamb_without_bias_correction(monkeypatch):
