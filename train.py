@@ -623,14 +623,7 @@ def train(args, world):
         if batches is None or local == 0:
             micro, batch_size = plan.micro_batches[number], phase.global_batch
             accumulation = batch_size // (micro * world.size)
-            batches = iter(data.loader(
-                data.PretrainingData(plan.shards, phase.seq_len, number, args.seed),
-                data.micro_batches(range(local, phase.steps), batch_size, micro,
-                                   world.rank, world.size),
-                args.workers, prefetch=2 + accumulation // max(1, args.workers),
-                pin_memory=world.device.type == "cuda"))
-            bar = tqdm(desc=f"phase {number + 1}", total=phase.steps, initial=local, unit="step",
-                       disable=None if log.active else True, dynamic_ncols=True)
+            batches, bar = open_phase(plan, args, world, number, local, accumulation)
         began = time.perf_counter()
 
         # 1. The step's micro-batches, and what all ranks must know before backward
@@ -680,25 +673,19 @@ def train(args, world):
         # 4. Log, evaluate, checkpoint
         duration = time.perf_counter() - began
         seconds += duration
-        mlm_loss, nsp_loss, mlm_accuracy = sums[0] / masked, sums[1] / batch_size, sums[2] / masked
-        rate = batch_size / duration
-        flops = rate * bert.flops_per_example(plan.config, tokens / batch_size, masked / batch_size)
-        log.metric("train", step=step, phase=number + 1, seq_len=phase.seq_len,
-                   loss=mlm_loss + nsp_loss, mlm_loss=mlm_loss, nsp_loss=nsp_loss,
-                   mlm_accuracy=mlm_accuracy, nsp_accuracy=sums[3] / batch_size, lr=lr,
+        figures = step_figures(plan, sums, masked, tokens, batch_size, duration, peak * world.size)
+        log.metric("train", step=step, phase=number + 1, seq_len=phase.seq_len, **figures, lr=lr,
                    grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
-                   examples=examples, seconds=seconds, examples_per_second=rate,
-                   mfu=flops / peak / world.size,
+                   examples=examples, seconds=seconds, data_seconds=data_seconds,
                    bytes_sent=reducer.bytes_sent + (exchange.take_bytes() if exchange else 0),
-                   wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds,
-                   data_seconds=data_seconds)
-        bar.set_postfix_str(f"mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
-                            f"lr {lr:.1e} scale {scale:g} {rate:.0f} examples/s")
+                   wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds)
+        bar.set_postfix_str("mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
+                            "{examples_per_second:.0f} examples/s".format(**figures))
         bar.update()
         if step % args.log_every == 0 or phase_ends:
-            log.say(f"step {step:>6}/{last}  phase {number + 1}  mlm {mlm_loss:6.3f}  "
-                    f"nsp {nsp_loss:.3f}  lr {lr:.2e}  norm {norm / scale:6.2f}  scale {scale:g}  "
-                    f"{rate:6.0f} examples/s")
+            log.say("step {:>6}/{}  phase {}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  lr {:.2e}  "
+                    "norm {:6.2f}  scale {:g}  {examples_per_second:6.0f} examples/s".format(
+                        step, last, number + 1, lr, norm / scale, scale, **figures))
         if evaluates:
             result = evaluate(model, plan.shards, phase, micro, world)
             log.metric("eval", step=step, phase=number + 1, **result)
@@ -726,6 +713,30 @@ def train(args, world):
     if log.active:
         bert.save_huggingface(model, plan.shards / "tokenizer.model", plan.out / "model")
         report(plan, args, log, model, step, last)
+
+
+def step_figures(plan, sums, masked, tokens, examples, seconds, peak):
+    """Returns the log's fields that follow from a step's sums over all ranks: of the losses and
+    hits (4 numbers), masked tokens, tokens and examples. peak: FLOP/s of all ranks together."""
+    mlm_loss, nsp_loss, rate = sums[0] / masked, sums[1] / examples, examples / seconds
+    flops = rate * bert.flops_per_example(plan.config, tokens / examples, masked / examples)
+    return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
+            "mlm_accuracy": sums[2] / masked, "nsp_accuracy": sums[3] / examples,
+            "examples_per_second": rate, "mfu": flops / peak}
+
+
+def open_phase(plan, args, world, number, local, accumulation):
+    """Returns (an iterator over this rank's micro-batches from step `local` of a phase, a bar)."""
+    phase, micro = plan.phases[number], plan.micro_batches[number]
+    examples = data.PretrainingData(plan.shards, phase.seq_len, number, args.seed)
+    numbers = data.micro_batches(range(local, phase.steps), phase.global_batch, micro, world.rank,
+                                 world.size)
+    batches = data.loader(examples, numbers, args.workers,
+                          prefetch=2 + accumulation // max(1, args.workers),
+                          pin_memory=world.device.type == "cuda")
+    return iter(batches), tqdm(desc=f"phase {number + 1}", total=phase.steps, initial=local,
+                               unit="step", disable=True if world.rank else None,
+                               dynamic_ncols=True)
 
 
 @torch.no_grad()
