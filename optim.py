@@ -313,12 +313,15 @@ class OneBitLAMB(Exchanging, LAMB):
 
         m = average(b1 m + (1 - b1) g_i)        g = (m - b1 M) / (1 - b1)
         V = b2 V + (1 - b2) g^2                 p = m / (sqrt(v) + eps)        u = p + decay w
-        f = max((sqrt(v) + eps) / (sqrt(V) + eps))
+        f = ||sqrt(v) + eps|| / ||sqrt(V) + eps||
         f = r f + (1 - r)  with  r = min(1, ||p|| / ||u||)                     where there is decay
         f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
         w = w - lr C f u
 
-    The second stage overwrites gradients.
+    Published is f = max((sqrt(v) + eps) / (sqrt(V) + eps)), which a single number decides: the row
+    of a token that has not come up since the freeze. It then does not see gradients grow, as those
+    of the demo do threefold, and nor does C: the steps grow with them. The second stage overwrites
+    gradients.
     """
     bias_correction = False
     RATIOS = 0.01, 10.0
@@ -360,8 +363,7 @@ class OneBitLAMB(Exchanging, LAMB):
         torch._foreach_copy_(m, [p.grad for p in params])
         d = denominator(v, group["eps"])
         u = torch._foreach_div(m, d)
-        torch._foreach_div_(d, denominator(fresh, group["eps"]))
-        factors = torch.stack([ratio.max() for ratio in d]).tolist()
+        factors = [a / b for a, b in zip(*norms(d, denominator(fresh, group["eps"])))]
         if decay:
             before, = norms(u)
             torch._foreach_add_(u, params, alpha=decay)

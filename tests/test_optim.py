@@ -244,7 +244,7 @@ class NumpyOneBitLAMB(NumpyRanks):
                 continue
             g = (m[i] - b1 * old[i]) / (1 - b1)
             self.fresh[i] = b2 * self.fresh[i] + (1 - b2) * g**2
-            f = (d / (np.sqrt(self.fresh[i]) + self.eps)).max()
+            f = norm(d) / norm(np.sqrt(self.fresh[i]) + self.eps)
             if decay:
                 r = min(1.0, norm(p) / norm(u)) if norm(u) > 0 else 1.0
                 f = r * f + 1 - r
