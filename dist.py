@@ -130,11 +130,14 @@ class World:
         lacks it."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             words = str(error).strip().splitlines()[0][:160]
             if isinstance(error, NotImplementedError) or "not support" in words:
                 raise DistError(f"torch {torch.__version__} cannot do this on {self.device.type} "
-                                f"({words}); take another --compression") from error
+                                f"({words}); take another --compression, or on several nodes one "
+                                "rank a node") from error
             raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
                            f"({words}); start the same command again to go on from the last "
                            "checkpoint") from error
@@ -160,10 +163,7 @@ def init(timeout=600.0, init_method="env://"):
     numbers of ranks, RankLost if the ranks do not meet.
     """
     env = {key: int(os.environ.get(key, default)) for key, default in
-           dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=0).items()}
-    if env["WORLD_SIZE"] % env["LOCAL_WORLD_SIZE"]:
-        raise DistError(f"{env['WORLD_SIZE']} ranks in all do not divide into nodes of "
-                        f"{env['LOCAL_WORLD_SIZE']}; set the same --nproc_per_node on every node")
+           dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).items()}
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if env["LOCAL_WORLD_SIZE"] > torch.cuda.device_count():
@@ -172,7 +172,8 @@ def init(timeout=600.0, init_method="env://"):
         device = torch.device("cuda", env["LOCAL_RANK"])
         torch.cuda.set_device(device)
     world = World(env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"],
-                  env["GROUP_RANK"], env["WORLD_SIZE"] // env["LOCAL_WORLD_SIZE"], device)
+                  env["RANK"] // env["LOCAL_WORLD_SIZE"],
+                  env["WORLD_SIZE"] // env["LOCAL_WORLD_SIZE"], device)
     if world.size > 1:
         if interface := interface_towards(os.environ.get("MASTER_ADDR", ""), world.nodes):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -181,8 +182,15 @@ def init(timeout=600.0, init_method="env://"):
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
                 rank=world.rank, world_size=world.size, timeout=limit)
+            n, places = world.local_size, world.gather((world.local_rank, world.local_size))
+            if world.size % n or places != [(rank % n, n) for rank in range(world.size)]:
+                world.close()
+                raise DistError(f"nodes of {sorted({size for _, size in places})} ranks, "
+                                f"{world.size} in all; set the same --nproc_per_node on every node")
             if world.nodes > 1 and world.local_size > 1:
                 world = dataclasses.replace(world, levels=two_levels(world, limit))
+        except DistError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {world.rank} of {world.size} could not meet the others: "
                            f"{str(error).strip().splitlines()[0][:200]}") from error
@@ -320,8 +328,8 @@ class TwoPhase(ErrorFeedback):
         q_i = C(g_i + e_i)                e_i = g_i + e_i - q_i                worker i, all chunks
         q = C(mean_i q_i + e)             e = mean_i q_i + e - q               server j, chunk j
 
-    Subclasses turn rows of fp32 numbers into rows of bytes, `encode`, and leave in the rows what
-    the bytes lack; and turn them back, `decode`.
+    Subclasses turn rows of fp32 numbers, from row `first` of all on, into rows of bytes, `encode`,
+    and leave in the rows what the bytes lack; and turn them back, `decode`.
     """
     UNIT = 1                 # a chunk is a multiple of this
 
@@ -335,7 +343,7 @@ class TwoPhase(ErrorFeedback):
     def exchange(self, value, mean):
         """Sends value (n + padding,), keeps the errors of both phases; see ErrorFeedback."""
         value[self.count:] = 0
-        wire = self.encode(value.view_as(self.rows))
+        wire = self.encode(value.view_as(self.rows), 0)
         value[self.count:] = 0
         received = self.decode(self.world.all_to_all(wire))
         mine = self.pending["server"]
@@ -343,7 +351,7 @@ class TwoPhase(ErrorFeedback):
         torch.sum(received, 0, out=mine)
         torch.add(self.state["server"], mine, alpha=1 / self.world.size, out=mine)
         mine[padding:] = 0
-        answer = self.encode(mine[None])
+        answer = self.encode(mine[None], self.world.rank)
         mine[padding:] = 0
         mean.copy_(self.decode(self.world.all_gather(answer[0])).view(-1)[:self.count])
         return 2 * (self.world.size - 1) * wire.shape[1]
@@ -373,15 +381,20 @@ class OneBitCompression(TwoPhase):
     def new_state(self, shapes):
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
         self.signs = torch.from_numpy(1 - 2.0 * bits).float().to(self.world.device)     # (256, 8)
-        return super().new_state(shapes)
+        state = super().new_state(shapes)
+        starts = torch.arange(0, self.rows.numel(), self.UNIT, device=self.world.device)
+        self.sizes = (self.count - starts).clamp(1, self.UNIT).view(len(self.rows), -1)
+        return state
 
-    def encode(self, rows):
+    def encode(self, rows, first):
         """Returns rows of bytes (R, chunk / 8 + chunk / 128): packed signs, then the scales;
         subtracts what they stand for from the rows (R, chunk)."""
-        scales = rows.unflatten(1, (-1, self.UNIT)).abs().mean(2)
+        scales = rows.unflatten(1, (-1, self.UNIT)).abs().sum(2)
+        scales /= self.sizes[first:first + len(rows)]              # without the padding
         if rows.is_cuda:
-            shifts = torch.arange(7, -1, -1, device=rows.device)
-            packed = ((rows < 0).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.uint8)
+            shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=rows.device)
+            signs = (rows < 0).unflatten(1, (-1, 8)).to(torch.uint8)
+            packed = (signs << shifts).sum(-1, dtype=torch.uint8)
         else:
             packed = torch.from_numpy(np.packbits(rows.numpy() < 0, axis=1))
         wire = torch.cat([packed, scales.view(torch.uint8)], 1)
@@ -391,12 +404,12 @@ class OneBitCompression(TwoPhase):
     def decode(self, wire):
         """Returns the rows (R, chunk) that rows of bytes stand for, in a buffer that the next call
         overwrites."""
-        rows, packed = self.rows[:len(wire)], wire[:, :self.chunk // 8]
-        for row, bits in zip(rows, packed):
-            if wire.is_cuda:
-                torch.index_select(self.signs, 0, bits.int(), out=row.view(-1, 8))
-            else:
-                np.take(self.signs.numpy(), bits, 0, out=row.view(-1, 8).numpy(), mode="clip")
+        rows, packed = self.rows[:len(wire)], wire[:, :self.chunk // 8].contiguous().view(-1)
+        eights = rows.view(-1, 8)
+        if wire.is_cuda:
+            torch.index_select(self.signs, 0, packed.int(), out=eights)
+        else:
+            np.take(self.signs.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
         scales = wire[:, self.chunk // 8:].contiguous().view(torch.float32)
         rows.unflatten(1, (-1, self.UNIT)).mul_(scales[:, :, None])
         return rows
@@ -410,7 +423,7 @@ class Int8Compression(TwoPhase):
     """
     UNIT = 256
 
-    def encode(self, rows):
+    def encode(self, rows, first):
         """Returns rows of bytes (R, chunk + chunk / 64): the numbers, then the scales; subtracts
         what they stand for from the rows (R, chunk)."""
         blocks = rows.unflatten(1, (-1, self.UNIT))                             # (R, blocks, 256)
@@ -670,7 +683,7 @@ class Bucket:
     On several nodes with several ranks each, in two levels (as Goyal et al., arXiv 1706.02677,
     section 4.2): each rank of a node adds up its part of the node's buckets, exchanges it with its
     peers on the other nodes through the compressor, and the node's ranks gather the parts again.
-    So each number crosses the network once a node, and only there is compression lossy.
+    So a node sends no more than a single rank would, and only there is compression lossy.
     """
 
     def __init__(self, parameters, world, compression, options):
@@ -713,7 +726,8 @@ class Bucket:
         every rank's residual; and what the compressors keep beside it, {name@local_rank: tensor}.
         """
         part = torch.zeros(len(self.padded) // self.inner.size, device=self.padded.device)
-        part[:self.mine.stop - self.mine.start] = self.compressor.fold()
+        if self.mine.stop > self.mine.start:
+            part[:self.mine.stop - self.mine.start] = self.compressor.fold()
         whole = self.inner.all_gather(part).view(-1)[:len(self.flat)]
         factors = {f"{self.pieces[i][0]}@{self.inner.rank}": factor.cpu()
                    for i, factor in self.compressor.factors().items()}
@@ -909,16 +923,15 @@ class Reducer:
 
 
 class Exchange:
-    """Averages the same tensors over the ranks whenever it is called, with a compressor that keeps
-    its errors: what optimizers use that send momentum in place of gradients.
+    """Averages the same tensors over the ranks whenever it is called, by 1-bit compression with its
+    error feedback: what optimizers use that send momentum in place of gradients.
 
-        exchange = Exchange(model.named_parameters(), world, "onebit")
+        exchange = Exchange(model.named_parameters(), world)
         exchange([momentum of each parameter])          # the list now holds the means
-
     """
 
-    def __init__(self, named, world, compression="onebit"):
-        self.bucket, self.bytes_sent = Bucket(list(named), world, compression, {}), 0
+    def __init__(self, named, world):
+        self.bucket, self.bytes_sent = Bucket(list(named), world, "onebit", {}), 0
 
     def take_bytes(self):
         """Returns what this rank sent since the last time."""
@@ -935,17 +948,16 @@ class Exchange:
 
     def reset(self):
         """Forgets what was not yet sent."""
-        for name in {"residual", "server"} & set(self.bucket.compressor.state):
-            self.bucket.compressor.state[name].zero_()
+        for tensor in self.bucket.compressor.state.values():
+            tensor.zero_()
 
     def state_dict(self):
         """Returns what was not yet sent, {name: tensor}; collective, as Reducer.state_dict."""
-        return self.bucket.fold()[0] if self.bucket.compressor.state else {}
+        return self.bucket.fold()[0]
 
     def load_state_dict(self, state):
         """Takes up what `state_dict` returned, on any number of ranks."""
-        if state:
-            self.bucket.unfold(state, {})
+        self.bucket.unfold(state, {})
 
 
 # ----- The program: what this network does -----
@@ -959,17 +971,17 @@ def measure(world, name, megabytes, rounds=5):
     gradient = torch.randn(rows * 1024, generator=generator).to(world.device)
     exact = gradient / world.size
     world.all_reduce(exact)
-    compressor, seconds, errors = make_compressor(name, world, [(rows, 1024)]), [], []
+    bucket, seconds, errors = Bucket([("matrix", torch.empty(rows, 1024))], world, name, {}), [], []
     for _ in range(rounds + 1):                                        # the first one warms up
-        bucket = gradient.clone()
+        bucket.flat.copy_(gradient)
         world.sum([0])                                                 # all ranks start together
         began = time.perf_counter()
-        sent = compressor.average(bucket)
+        sent = bucket.average(1.0)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(max(world.gather(time.perf_counter() - began)))
-        errors.append(float((bucket - exact).norm() / exact.norm()))
-        compressor.commit(True)
+        errors.append(float((bucket.flat - exact).norm() / exact.norm()))
+        bucket.compressor.commit(True)
     median = statistics.median(seconds[1:])
     return {"compression": name, "megabytes": megabytes, "milliseconds": 1e3 * median,
             "bytes_sent": sent, "gigabytes_per_second": megabytes / 1e3 / median,
@@ -993,7 +1005,14 @@ def main():
                 print(f"{'compression':<12}{'MB':>6}{'ms':>10}{'MB sent':>10}{'GB/s':>8}"
                       f"{'error':>10}")
             for name, megabytes in itertools.product(COMPRESSORS, args.mb):
-                row = measure(world, name, megabytes)
+                try:
+                    row = measure(world, name, megabytes)
+                except RankLost:
+                    raise
+                except DistError as error:             # the same on every rank
+                    if world.rank == 0:
+                        print(f"{name:<12}{megabytes:>6g}  {error}", flush=True)
+                    continue
                 table.append(row)
                 if world.rank == 0:
                     print(f"{name:<12}{megabytes:>6g}{row['milliseconds']:>10.2f}"

@@ -1,7 +1,8 @@
 """LAMB and its relatives, master weights, fp16 loss scaling, clipping, learning-rate schedules.
 
 An optimizer here is a `torch.optim.Optimizer` over fp32 (in tests, fp64) parameters, written with
-`torch._foreach_*`, so that a step is a few kernels over all tensors, not a loop of small ones.
+`torch._foreach_*`, so that a step is a few kernels for each batch of some million numbers, however
+many tensors they are, not a loop over tensors.
 """
 import torch
 from torch import nn
@@ -209,17 +210,18 @@ class LANS(Optimizer):
 class Exchanging(Optimizer):
     """What 1-bit Adam, 1-bit LAMB and 0/1 Adam have in common.
 
-    Each phase of training begins in full precision: gradients are averaged over the ranks as for
-    any optimizer. Then the variance is frozen, each rank keeps its own gradients, and what the
-    ranks need to agree on goes through `exchange(tensors)`, which replaces a list of tensors by its
-    compressed mean over the ranks, keeping the error for the next time; `exchange.reset()` forgets
-    the errors. Before backward, `local_gradients(frozen)` is told whether the phase has come that
-    far, and tells whether the step shall keep gradients local.
+    Each phase of training begins with learning the variance: gradients are averaged over the ranks
+    as for any optimizer (0/1 Adam: in some steps). Then the variance is frozen, each rank keeps its
+    own gradients, and what the ranks need to agree on goes through `exchange(tensors)`, which
+    replaces a list of tensors by its compressed mean over the ranks, keeping the error for the next
+    time; `exchange.reset()` forgets the errors. Before backward, `local_gradients(frozen)` is told
+    whether the phase has come that far, and tells whether the step shall keep gradients local.
 
-    All tensors travel as one, under one scale a chunk. So they are first brought to one magnitude
-    (1-bit LAMB, section 4.2; 1-bit Adam and 0/1 Adam as published compress each tensor alone), by
-    factors that stay until the next freeze. A sign cannot say 0: numbers whose frozen variance is
-    0, such as the rows of positions that a phase of short sequences never sees, are masked.
+    All tensors travel as one, and numbers of several may share a scale. So they are first brought
+    to one magnitude (1-bit LAMB, section 4.2; 1-bit Adam and 0/1 Adam as published compress each
+    tensor alone), by factors that stay until the next freeze. A sign cannot say 0: numbers whose
+    variance is 0, such as the rows of positions that a phase of short sequences never sees, are
+    masked.
     """
 
     def __init__(self, params, exchange, **defaults):
@@ -243,6 +245,14 @@ class Exchanging(Optimizer):
         for group in self.param_groups:
             group["frozen"] = self.freeze
         return self.freeze
+
+    @staticmethod
+    def _move(params, m, v, group):
+        """One step of Adam, without bias correction."""
+        u = torch._foreach_div(m, denominator(v, group["eps"]))
+        if group["weight_decay"]:
+            torch._foreach_add_(u, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, u, alpha=-group["lr"])
 
     def _set_magnitudes(self, params):
         """Chooses the factors that make the momenta's root mean squares equal, and forgets the
@@ -296,10 +306,7 @@ class OneBitAdam(Exchanging):
         m, v = self._of(params, "exp_avg", "exp_avg_sq")
         if not group["frozen"]:
             learn(m, v, [p.grad for p in params], *group["betas"])
-        u = torch._foreach_div(m, denominator(v, group["eps"]))
-        if group["weight_decay"]:
-            torch._foreach_add_(u, params, alpha=group["weight_decay"])
-        torch._foreach_add_(params, u, alpha=-group["lr"])
+        self._move(params, m, v, group)
 
 
 class OneBitLAMB(Exchanging, LAMB):
@@ -391,14 +398,18 @@ class ZeroOneAdam(Exchanging):
 
     First stage: on every k-th step, k = 1 at first and doubled after every `variance_updates` such
     steps, v = b2 v + (1 - b2) g^2 with the exact mean g of the gradients; on the others only m
-    moves, with g = average(g_i). Second stage: v is frozen and rank i steps alone,
+    moves, with g = average(g_i), 0 where v is. Second stage: v is frozen and rank i steps alone,
 
         m = b1 m + (1 - b1) g_i       w = w - lr (m / (sqrt(v) + eps) + decay w)
 
     and on every j-th step, j = 1 at first and doubled after every `interval_steps` steps up to 16,
     all agree again. With W the weights they last agreed on and L the sum of the rates since then:
 
-        U = average((w - W) (sqrt(v) + eps))        m = -U / L        w = W + U / (sqrt(v) + eps)
+        K = (1 - L decay) W
+        U = average((w - K) (sqrt(v) + eps))        m = -U / L        w = K + U / (sqrt(v) + eps)
+
+    As published U also holds the decay (W in place of K), which so becomes a part of m and acts up
+    to 1 / (1 - b1) times as strongly.
 
     In between, ranks have unequal weights: `synchronise` makes them agree at once. Gradients are
     overwritten by their mean where that is exchanged.
@@ -418,6 +429,7 @@ class ZeroOneAdam(Exchanging):
         self.freeze, first = frozen, self.param_groups[0]
         if first["frozen"] and not frozen:             # a new phase begins
             first.update(frozen=False, clock=dict(self.START))
+            self.exchange.reset()                      # errors of U are none of gradients
         clock = first["clock"]
         return frozen or (clock["step"] + 1) % clock["variance_every"] != 0
 
@@ -454,10 +466,7 @@ class ZeroOneAdam(Exchanging):
     def _update(self, params, group):
         m, v = self._of(params, "exp_avg", "exp_avg_sq")
         learn(m, v if self.learns else None, [p.grad for p in params], *group["betas"])
-        u = torch._foreach_div(m, denominator(v, group["eps"]))
-        if group["weight_decay"]:
-            torch._foreach_add_(u, params, alpha=group["weight_decay"])
-        torch._foreach_add_(params, u, alpha=-group["lr"])
+        self._move(params, m, v, group)
 
     @torch.no_grad()
     def synchronise(self):
@@ -465,19 +474,21 @@ class ZeroOneAdam(Exchanging):
         clock, eps = self.param_groups[0]["clock"], self.defaults["eps"]
         if not clock["rates"]:
             return
-        params = [p for group in self.param_groups for p in group["params"] if self.state[p]]
-        agreed, = self._of(params, "agreed")
-        torch._foreach_sub_(params, agreed)            # U, from here on in place of the weights
-        for some in batches(params):
-            torch._foreach_mul_(some, denominator(self._of(some, "exp_avg_sq")[0], eps))
+        parts = [(some, 1 - clock["rates"] * group["weight_decay"]) for group in self.param_groups
+                 for some in batches([p for p in group["params"] if self.state[p]])]
+        for some, kept in parts:           # U, from here on in place of the weights
+            agreed, v = self._of(some, "agreed", "exp_avg_sq")
+            torch._foreach_sub_(some, agreed, alpha=kept)
+            torch._foreach_mul_(some, denominator(v, eps))
+        params = [p for some, _ in parts for p in some]
         self._average(params, params)
-        for some in batches(params):
-            m, v, start = self._of(some, "exp_avg", "exp_avg_sq", "agreed")
+        for some, kept in parts:
+            m, v, agreed = self._of(some, "exp_avg", "exp_avg_sq", "agreed")
             torch._foreach_copy_(m, some)
             torch._foreach_mul_(m, -1 / clock["rates"])
             torch._foreach_div_(some, denominator(v, eps))
-            torch._foreach_add_(some, start)
-            torch._foreach_copy_(start, some)
+            torch._foreach_add_(some, agreed, alpha=kept)
+            torch._foreach_copy_(agreed, some)
         clock["rates"] = 0.0
 
 
@@ -547,8 +558,9 @@ class LossScaler:
             self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
             if self.scale < self.smallest:
                 broken = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+                where = (broken or ["a parameter on another rank"])[0]
                 raise TrainingStopped(
-                    f"step {step}: the gradient of {(broken or ['no parameter'])[0]} is not finite "
+                    f"step {step}: the gradient of {where} is not finite "
                     f"and the loss scale is at its floor of {2 * self.scale:g}; training stops. Go "
                     "on from an earlier checkpoint, perhaps with a lower --lr-scale")
             return False

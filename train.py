@@ -6,7 +6,7 @@
     torchrun --nnodes=32 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
         train.py --data shards/wiki --model large --recipe nvlamb-64k
 
-The same command again goes on where a run was stopped, bit for bit. Results are in --out.
+The same command again goes on from the last checkpoint, bit for bit. Results are in --out.
 """
 import argparse
 import contextlib
@@ -124,7 +124,7 @@ def parse_arguments(argv=None):
     add("--recipe", default="demo", choices=RECIPES, help="lengths, batches, steps and rates")
     add("--optimizer", choices=OPTIMIZERS, help="default: the recipe's")
     add("--freeze", type=float, metavar="X", help="share of each phase's steps in which onebit-* "
-        "and zeroone-adam still learn the variance, in full precision; default: 0.2")
+        "and zeroone-adam learn the variance; default: 0.2, or the warm-up where that is longer")
     add("--dropout", type=float, metavar="P", help="default: the recipe's")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data order, masks, dropout")
     # How the recipe is bent
@@ -219,8 +219,9 @@ def freeze_steps(args, optimizer, phases):
     if args.compression not in ("none", "fp16", "bf16"):
         raise Refused(f"{optimizer} sends gradients only while it learns the variance, which "
                       f"--compression {args.compression} would spoil; take none, bf16 or fp16")
-    share = 0.2 if args.freeze is None else args.freeze
-    frozen_from = [round(share * phase.steps) for phase in phases]
+    if args.freeze is not None and not 0 < args.freeze < 1:
+        raise Refused(f"--freeze {args.freeze} cannot work; it is a share of the steps, in (0, 1)")
+    frozen_from = [round((args.freeze or max(0.2, phase.warmup)) * phase.steps) for phase in phases]
     for number, (steps, phase) in enumerate(zip(frozen_from, phases), 1):
         if phase.steps and not 0 < steps < phase.steps:
             raise Refused(f"phase {number}: {optimizer} would freeze its variance after {steps} of "
@@ -561,11 +562,11 @@ def build(plan, args, world):
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]
-    named = [(names, decay) for names, decay in optim.parameter_groups(model, WEIGHT_DECAY)]
+    named = optim.parameter_groups(model, WEIGHT_DECAY)
     groups = [{"params": [masters[name] for name in names], "weight_decay": decay}
               for names, decay in named]
     options, exchange = {"betas": tuple(plan.run["betas"])}, None
-    if plan.optimizer in EXCHANGING:
+    if plan.freeze:
         order = [(name, masters[name]) for names, _ in named for name in names]
         exchange = options["exchange"] = dist.Exchange(order, world)
     if plan.optimizer == "zeroone-adam":   # the published 32,678 steps of 125,000
@@ -658,7 +659,9 @@ def train(args, world):
         reducer.commit(counts)
         lr = phase.schedule(local, phase)
         if counts:
-            optim.unscale_and_clip_(reducer.buckets, norm, scale, CLIP)
+            # Noise makes the norm of one rank's gradients larger than that of the mean
+            optim.unscale_and_clip_(reducer.buckets, norm, scale,
+                                    CLIP * math.sqrt(world.size if alone else 1))
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()

@@ -5,8 +5,9 @@
         --examples 2000000                                                   # on a GPU
 
 Every run sees the same number of examples of 64 tokens with the demo's schedule. The rate of each
-optimizer is given at the smallest batch and grows with the square root of the batch. The last table
-is 1-bit LAMB beside LAMB on two ranks at the smallest batch: loss and bytes that each rank sent.
+optimizer is given at the first batch and grows with the square root of the batch; a loss of inf is
+a run that diverged. The last table is 1-bit LAMB beside LAMB on two ranks at the first batch: loss
+and bytes that each rank sent.
 """
 
 import argparse
@@ -33,11 +34,15 @@ def train(args, optimizer, batch, scale, ranks=1):
     command += ["--phase2-steps", "0", "--lr-scale", str(scale), "--resume", "never"]
     command += ["--eval-every", "1000000", "--checkpoint-every", "1000000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "is not finite" in done.stderr:
+        return float("inf"), 0
     if done.returncode:
         sys.exit(f"bench_convergence.py: {' '.join(command)} failed:\n{done.stderr}")
     lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
     loss = next(line["mlm_loss"] for line in reversed(lines) if line["kind"] == "eval")
-    return loss, sum(line["bytes_sent"] for line in lines if line["kind"] == "train")
+    return float("inf") if loss is None else loss, sum(
+        line["bytes_sent"] for line in lines if line["kind"] == "train"
+    )
 
 
 def main():

@@ -167,9 +167,8 @@ def run(*command):
     subprocess.run(command, check=True)
 
 
-def hosts():
-    """Makes two namespaces joined by a link; returns their names."""
-    names = [f"bench{os.getpid()}{side}" for side in "ab"]
+def make_hosts(names):
+    """Makes two namespaces of these names, joined by a link."""
     for name in names:
         run("ip", "netns", "add", name)
     run("ip", "link", "add", "link0", "netns", names[0],
@@ -179,7 +178,6 @@ def hosts():
         run(*inside, "address", "add", f"{ADDRESS}{number}/24", "dev", "link0")
         run(*inside, "link", "set", "link0", "mtu", "9000", "up")
         run(*inside, "link", "set", "lo", "up")
-    return names
 
 
 def measure(names, args, vocabulary, local_size):
@@ -238,8 +236,9 @@ def main():
         return worker(args)
     if os.geteuid():
         sys.exit("bench_network.py: network namespaces need root")
-    names, results = hosts(), []
+    names, results = [f"bench{os.getpid()}{side}" for side in "ab"], []
     try:
+        make_hosts(names)
         # Two ranks in each host are measured twice: as the nodes they are, and as if all were one
         for vocabulary, local_size in itertools.product(
             args.vocab, sorted({args.ranks, 2 * args.ranks if args.ranks > 1 else 1})

@@ -2,7 +2,7 @@
 
     python tests/bench_optim.py                     # BERT-base: 10 GB of memory, 2 minutes
 
-All optimizers step the same parameters with the same gradients, in turn, round after round; those
+All optimizers step the same parameters, in turn, round after round; those
 that exchange momentum do so on one rank (without a network), in their second stage. `temporary` is
 the largest memory during a step above what was there before it, as a share of the parameters.
 """

@@ -333,11 +333,34 @@ def test_a_missing_collective_is_not_a_dead_rank(tmp_path):
         assert "alltoall_base); take another --compression" in str(outcome)
 
 
-def test_bad_settings_are_one_line(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(dist.DistError, match="6 ranks .* nodes of 4; set the same --nproc_per"):
-        dist.init()
+def crumbs(world, name):
+    """Buckets of fewer numbers than a node has ranks: one step, a checkpoint, another step."""
+    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1))
+    reducer = dist.Reducer(model, world, 1e-9, name)
+    for _ in range(2):
+        reducer.zero_grad()
+        model(torch.full((4, 1), 1.0 + world.rank)).sum().backward()
+        reducer.finish()
+        reducer.commit(True)
+        reducer.load_state_dict(reducer.state_dict())
+    reducer.close()
+    return {key: view.clone() for key, view in reducer.gradients.items()}
+
+
+def test_buckets_smaller_than_a_node(tmp_path):
+    torch.manual_seed(0)
+    outcomes = run_ranks(crumbs, 6, tmp_path, "onebit", local_size=3)
+    for gradients in outcomes:
+        assert gradients["1.bias"].item() == pytest.approx(4.0)
+        assert all(torch.equal(view, outcomes[0][key]) for key, view in gradients.items())
+
+
+def test_unequal_nodes_are_refused_by_every_rank(tmp_path):
+    for outcome in run_ranks(collectives, 3, tmp_path, local_size=2, check=False):
+        assert type(outcome) is dist.DistError and "3 in all; set the same --np" in str(outcome)
+
+
+def test_bad_settings_are_one_line():
     with pytest.raises(dist.DistError, match="--bucket-mb"):
         dist.Reducer(Toy(), dist.World(), bucket_mb=float("nan"))
     with pytest.raises(dist.DistError, match="gains nothing.*lower --powersgd-rank"):
