@@ -346,10 +346,10 @@ class TwoPhase(ErrorFeedback):
         wire = self.encode(value.view_as(self.rows), 0)
         value[self.count:] = 0
         received = self.decode(self.world.all_to_all(wire))
-        mine = self.pending["server"]
+        mine = self.pending["server"].copy_(self.state["server"])
         padding = max(0, self.count - self.world.rank * self.chunk)          # begins here
-        torch.sum(received, 0, out=mine)
-        torch.add(self.state["server"], mine, alpha=1 / self.world.size, out=mine)
+        for row in received:
+            mine.add_(row, alpha=1 / self.world.size)
         mine[padding:] = 0
         answer = self.encode(mine[None], self.world.rank)
         mine[padding:] = 0
@@ -389,7 +389,8 @@ class OneBitCompression(TwoPhase):
     def encode(self, rows, first):
         """Returns rows of bytes (R, chunk / 8 + chunk / 128): packed signs, then the scales;
         subtracts what they stand for from the rows (R, chunk)."""
-        scales = rows.unflatten(1, (-1, self.UNIT)).abs().sum(2)
+        blocks = rows.unflatten(1, (-1, self.UNIT))
+        scales = blocks.abs().sum(2)
         scales /= self.sizes[first:first + len(rows)]              # without the padding
         if rows.is_cuda:
             shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=rows.device)
@@ -397,19 +398,24 @@ class OneBitCompression(TwoPhase):
             packed = (signs << shifts).sum(-1, dtype=torch.uint8)
         else:
             packed = torch.from_numpy(np.packbits(rows.numpy() < 0, axis=1))
-        wire = torch.cat([packed, scales.view(torch.uint8)], 1)
-        rows.sub_(self.decode(wire))
-        return wire
+        blocks.addcmul_(self.unpack(packed).view_as(blocks), scales[:, :, None], value=-1)
+        return torch.cat([packed, scales.view(torch.uint8)], 1)
+
+    def unpack(self, packed):
+        """Returns the signs, 1 or -1, of rows of bytes (R, chunk / 8) as rows (R, chunk), in a
+        buffer that the next call overwrites."""
+        rows, packed = self.rows[:len(packed)], packed.reshape(-1)
+        eights = rows.view(-1, 8)
+        if packed.is_cuda:
+            torch.index_select(self.signs, 0, packed.int(), out=eights)
+        else:
+            np.take(self.signs.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
+        return rows
 
     def decode(self, wire):
         """Returns the rows (R, chunk) that rows of bytes stand for, in a buffer that the next call
         overwrites."""
-        rows, packed = self.rows[:len(wire)], wire[:, :self.chunk // 8].contiguous().view(-1)
-        eights = rows.view(-1, 8)
-        if wire.is_cuda:
-            torch.index_select(self.signs, 0, packed.int(), out=eights)
-        else:
-            np.take(self.signs.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
+        rows = self.unpack(wire[:, :self.chunk // 8])
         scales = wire[:, self.chunk // 8:].contiguous().view(torch.float32)
         rows.unflatten(1, (-1, self.UNIT)).mul_(scales[:, :, None])
         return rows
