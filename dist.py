@@ -451,6 +451,12 @@ class Int8Compression(TwoPhase):
         return rows
 
 
+def check_share(fraction, flag):
+    """Raises DistError if a share of the numbers to send is not in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise DistError(f"a share of {fraction} cannot work; set {flag} in (0, 1]")
+
+
 class TopKCompression(ErrorFeedback):
     """Sends each rank's largest `fraction` of the numbers, with their places, by all_gather
     (Deep Gradient Compression, arXiv 1712.01887, without its momentum correction).
@@ -462,8 +468,7 @@ class TopKCompression(ErrorFeedback):
     """
 
     def new_state(self, shapes, fraction=0.01):
-        if not 0 < fraction <= 1:
-            raise DistError(f"a share of {fraction} cannot work; set --topk-fraction in (0, 1]")
+        check_share(fraction, "--topk-fraction")
         if fraction * self.world.size > 1:
             raise DistError(f"topk of a share of {fraction} sends more than fp32 on "
                             f"{self.world.size} ranks; set --topk-fraction below "
@@ -511,8 +516,7 @@ class ChunkCompression(ErrorFeedback):
     CHUNK = 1024
 
     def new_state(self, shapes, fraction=0.05):
-        if not 0 < fraction <= 1:
-            raise DistError(f"a share of {fraction} cannot work; set --chunk-fraction in (0, 1]")
+        check_share(fraction, "--chunk-fraction")
         chunks = -(-self.count // self.CHUNK)
         self.k = max(1, round(fraction * chunks))
         self.padding = chunks * self.CHUNK - self.count
@@ -530,6 +534,12 @@ class ChunkCompression(ErrorFeedback):
         whole = torch.zeros_like(chunks).index_copy_(0, chosen, sums)
         mean.copy_(whole.view(-1)[:self.count])
         return sum(all_reduce_bytes(tensor, self.world.size) for tensor in (norms, sums))
+
+
+def split(flat, shapes):
+    """Returns the tensors of these shapes that lie in a flat one (n,), as views."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 class PowerSGDCompression(ErrorFeedback):
@@ -559,14 +569,14 @@ class PowerSGDCompression(ErrorFeedback):
 
     def exchange(self, value, mean):
         """Sends value (n,) as factors, keeps what they lack; see ErrorFeedback."""
-        parts = self.split(value)
+        parts = split(value, self.shapes)
         low = {i: m for i, m in enumerate(parts) if self.low[i]}
         dense = [i for i in range(len(parts)) if i not in low]
         left, sent = self.sums([self.state[f"q{i}"] @ m.T for i, m in low.items()])
         left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]                    # (r, a)
         right, more = self.sums([p @ m for p, m in zip(left, low.values())]
                                 + [parts[i] for i in dense])
-        means = self.split(mean)
+        means = split(mean, self.shapes)
         for (i, m), p, q in zip(low.items(), left, right):
             self.pending[f"q{i}"].copy_(q)
             torch.mm(p.T, q, out=means[i])
@@ -575,11 +585,6 @@ class PowerSGDCompression(ErrorFeedback):
             means[i].copy_(part)
             parts[i].zero_()
         return sent + more
-
-    def split(self, flat):
-        """Returns the tensors that lie in a flat one (n,), as views."""
-        return [part.view(shape) for part, shape in
-                zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
 
     def factors(self):
         """Returns Q (r, b) of each matrix that goes as factors, by the matrix's number."""
@@ -591,8 +596,7 @@ class PowerSGDCompression(ErrorFeedback):
             return [], 0
         flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.world.size)
         self.world.all_reduce(flat)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        return ([part.view_as(tensor) for part, tensor in zip(parts, tensors)],
+        return (split(flat, [tensor.shape for tensor in tensors]),
                 all_reduce_bytes(flat, self.world.size))
 
 
@@ -712,8 +716,7 @@ class Bucket:
 
     def views(self, flat):
         """Returns {name: view} of a flat tensor with the bucket's layout."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
-        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts)}
+        return dict(zip(self.shapes, split(flat, self.shapes.values())))
 
     def average(self, scale):
         """Averages the bucket over all ranks; returns the bytes that this rank sent: to the other

@@ -325,10 +325,9 @@ class OneBitLAMB(Exchanging, LAMB):
         f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
         w = w - lr C f u
 
-    Published is f = max((sqrt(v) + eps) / (sqrt(V) + eps)), which a single number decides: the row
-    of a token that has not come up since the freeze. It then does not see gradients grow, as those
-    of the demo do threefold, and nor does C: the steps grow with them. The second stage overwrites
-    gradients.
+    Published is f = max((sqrt(v) + eps) / (sqrt(V) + eps)), which a single number decides, such as
+    one of a token that has not come up since the freeze; norms did a little better on the demo (see
+    the README). The second stage overwrites gradients.
     """
     bias_correction = False
     RATIOS = 0.01, 10.0
