@@ -2,9 +2,12 @@
 
     python data.py                             # this machine's own documentation
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
+    python data.py --show shards/wiki          # what is in it, and three examples
+    python data.py --split shards/wiki --nodes 32 --ranks-per-node 8
 
-Input files are text with one sentence a line and a blank line between documents, plain prose with a
-blank line between documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz.
+Input is files, folders of files and patterns of names; each file is text with one sentence a line
+and a blank line between documents, plain prose with a blank line between documents, JSON lines with
+a `text` field, or what wikiextractor writes; each also as .gz, .bz2 or .xz.
 
 A folder of shards holds `tokenizer.model`, `manifest.json`, `unigrams.npy` (how often the training
 text has each token) and, for each shard, three flat arrays:
@@ -16,14 +19,18 @@ text has each token) and, for each shard, three flat arrays:
 Masks and sentence pairs are made on the fly (BERT, arXiv 1810.04805, section 3.1 and appendix A.2),
 so that both phases, at any length, read the same shards.
 
-Shapes: B examples, T tokens, M masked tokens of a batch.
+Shapes: B examples, T tokens, M masked tokens of a batch, n example numbers.
 """
 import argparse
 import bz2
 import collections
+import concurrent.futures
+import contextlib
 import functools
+import glob
 import gzip
 import hashlib
+import html
 import inspect
 import io
 import itertools
@@ -31,6 +38,7 @@ import json
 import lzma
 import multiprocessing.forkserver
 import os
+import random
 import re
 import shutil
 import signal
@@ -47,123 +55,282 @@ import numpy as np
 import sentencepiece
 import torch
 from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-VERSION = 1                 # of the folder's format
+VERSION = 2                 # of the folder's format
 HELD_OUT = "heldout"        # the name of the shard that training never reads
 IGNORED = -100              # the label that torch's cross-entropy passes over
 MASK_FRACTION = 0.15
 SHORT_FRACTION = 0.10       # of the examples; so the model meets short inputs in pre-training too
 ARRAYS = ("tokens", "sentences", "documents")
+PIECE = 1 << 20             # bytes of text that are read and encoded at a time
+SAMPLE = 32                 # pieces that a tokenizer is trained on, at most
+LONGEST_SENTENCE = 8192     # characters; a longer one is cut at white space
+LONGEST_LINE = 1 << 28      # bytes, of JSON
 
 
 class DataError(ValueError):
     """Input or shards that cannot be used; the message says which file, what and what to do."""
 
 
-# ----- Reading: files -> documents, each a list of sentences -----
+# ----- Reading: files -> pieces of a megabyte -> documents, each a list of sentences -----
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-ABBREVIATIONS = frozenset(
-    "e.g i.e etc vs cf al fig figs eq sec no vol ed eds pp mr mrs ms dr prof st jr sr inc ltd co "
-    "corp dept est approx jan feb mar apr jun jul aug sep sept oct nov dec u.s u.k a.m p.m".split())
-# A full stop, its closing quotes, white space, and something that can open a sentence.
-SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-Þ])""")
 
 
-def split_sentences(text):
-    """Returns the sentences of a piece of prose (str), white space around them removed.
+class Piece(NamedTuple):
+    """About a megabyte of a file, cut where a document ends."""
+    path: str
+    line: int                # the number of its first line in the file, from 1
+    data: bytes
+    kind: str                # "text", "json" or "wiki"
+    prose: bool              # whether lines are joined and split at sentence ends
+    continued: bool          # whether it begins inside a document too long for one piece
 
-    A full stop ends no sentence after an abbreviation or a single initial ("J. Smith").
+
+class Corpus:
+    """Text that can be read again and again: files, or documents (lists of sentences) in memory.
+
+    split: "lines" takes each line as a sentence, "prose" joins the lines of a document and splits
+    them at sentence ends, "auto" decides for each file by its first thousand lines.
+    Raises DataError where a path is nothing.
     """
-    sentences, start = [], 0
-    for end in SENTENCE_END.finditer(text):
-        word = text[start:end.start()].rpartition(" ")[2].lstrip("(\"'“‘[")
-        initial = len(word) == 1 and word.isupper() and word != "I"
-        if text[end.start()] == "." and (initial or word.lower() in ABBREVIATIONS):
-            continue
-        sentences.append(text[start:end.end()].strip())
-        start = end.end()
-    sentences.append(text[start:].strip())
-    return [sentence for sentence in sentences if sentence]
+
+    def __init__(self, paths=(), split="auto", documents=None):
+        self.split, self.text = split, None
+        self.paths = [name for path in paths for name in files_at(str(path))]
+        self.bytes = sum(os.path.getsize(path) for path in self.paths)    # compressed as they are
+        if documents is not None:
+            text = "\n\n".join("\n".join(document) for document in documents) + "\n"
+            self.split, self.text = "lines", text.encode()
+            self.bytes = len(self.text)
+
+    def pieces(self, bar):
+        """Yields the Pieces of all files in order; moves the bar by the bytes that were read."""
+        if self.text is not None:
+            yield from read_pieces("the corpus", CallbackIOWrapper(
+                bar.update, io.BytesIO(self.text), "read"), self.split)
+        for path in self.paths:
+            with open(path, "rb") as raw:
+                counted = CallbackIOWrapper(bar.update, raw, "read")
+                opener = OPENERS.get(Path(path).suffix)
+                yield from read_pieces(path, opener(counted) if opener else counted, self.split)
 
 
-def read_lines(path):
-    """Yields the lines of a text file (str, stripped), decompressed by its ending.
+def files_at(path):
+    """Returns the files of a path, sorted: itself, all under a folder, or those of a pattern."""
+    if os.path.isdir(path):
+        found = sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file())
+    else:
+        found = [path] if os.path.exists(path) else sorted(filter(
+            os.path.isfile, glob.glob(path, recursive=True)))
+    if not found:
+        raise DataError(f"{path}: no file" if os.path.isdir(path) or glob.has_magic(path) else
+                        f"{path}: No such file or directory")
+    return found
 
-    Raises DataError with file and line where the bytes are not UTF-8 or the archive is broken.
+
+def read_pieces(path, file, split):
+    """Yields the Pieces of an open binary file; memory holds one of them.
+
+    Raises DataError with the path where an archive is broken or a line of JSON is without end.
     """
-    number = 0
+    data, line, continued, kind, prose = b"", 1, False, None, split == "prose"
     try:
-        with OPENERS.get(Path(path).suffix, open)(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if "\0" in text:
-                    raise DataError(f"{path}, line {number}: a NUL byte; this is not a text file")
-                yield text.strip()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}, byte {error.start}: not UTF-8; convert the file, "
-                        "for example with iconv") from None
+        while block := file.read(PIECE):
+            data = (data + block) if kind else block.removeprefix(b"\xef\xbb\xbf")
+            if kind is None:
+                kind = kind_of(data)
+                prose = is_prose(path, data, kind) if split == "auto" else prose
+            end, whole = last_end(data, kind)
+            if end:
+                yield Piece(path, line, data[:end], kind, prose, continued)
+                line, data, continued = line + data.count(b"\n", 0, end), data[end:], not whole
+            elif len(data) > LONGEST_LINE:
+                raise DataError(f"{path}, line {line}: more than {LONGEST_LINE >> 20} MB of JSON "
+                                "without a line end")
+        if data:
+            yield Piece(path, line, data, kind, prose, continued)
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise DataError(f"{path}: the compressed file is damaged after line {number} ({error})") \
+        raise DataError(f"{path}: the compressed file is damaged after line {line} ({error})") \
             from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
 
 
-def is_prose(blocks):
-    """Returns True if blocks of lines are prose (wrapped or paragraphs), not a sentence a line.
+def kind_of(data):
+    """Returns the format of a file that begins with these bytes: "json", "wiki" or "text"."""
+    head = data[:4096].lstrip()
+    return "json" if re.match(rb'\{\s*["}]', head) else "wiki" if head.startswith(b"<doc ") \
+        else "text"
+
+
+def last_end(data, kind):
+    """Returns (where the last whole document of these bytes ends, True), or 0 to read on. Of a
+    document of four pieces and more that does not end, (the end of a line or word, False)."""
+    if kind == "json":
+        return data.rfind(b"\n") + 1, True
+    if kind == "wiki":
+        end = data.rfind(b"</doc>") + 1
+        end = end and data.find(b"\n", end) + 1
+    else:
+        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
+        end = end if end > 2 else 0
+    if end or len(data) < 4 * PIECE:
+        return end, True
+    for mark in b"\n", b" ":
+        if end := data.rfind(mark) + 1:
+            return end, False
+    end = len(data) - 1
+    while data[end] & 0xC0 == 0x80:            # not inside a character
+        end -= 1
+    return end, False
+
+
+def decoded(piece):
+    """Returns the text of a piece, lines ended by "\\n"; raises DataError where it is not UTF-8,
+    with file, line and the byte in the line, from 0."""
+    try:
+        text = piece.data.decode()
+    except UnicodeDecodeError as error:
+        start = piece.data.rfind(b"\n", 0, error.start) + 1
+        line = piece.line + piece.data.count(b"\n", 0, start)
+        raise DataError(f"{piece.path}, line {line}, byte {error.start - start}: not UTF-8; "
+                        "convert the file, for example with iconv") from None
+    if "\0" in text:
+        line = piece.line + text.count("\n", 0, text.index("\0"))
+        raise DataError(f"{piece.path}, line {line}: a NUL byte; this is not a text file")
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def documents_in(piece):
+    """Returns (the documents of a piece as lists of lines, a Counter of what was skipped and why).
+
+    The first one goes on with the document before where the piece is `continued`; it can be empty.
+    Raises DataError, with file and line, where the text is not UTF-8 or not JSON with a `text`.
+    """
+    text, skipped, documents = decoded(piece), collections.Counter(), []
+    if piece.kind == "json":
+        for number, line in enumerate(text.split("\n"), piece.line):
+            if line := line.strip():
+                try:
+                    content = json.loads(line)["text"] or ""
+                    content = content.encode("utf-8", "replace").decode()
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise DataError(f"{piece.path}, line {number}: not a JSON object with a text in"
+                                    f" its `text` field: {line[:60]!r}") from None
+                documents.append(content.split("\n"))
+                skipped["JSON records without text"] += not content
+    elif piece.kind == "wiki":                 # <doc id=".." url=".." title="..">, its title, text
+        for number, part in enumerate(text.split("</doc>")):
+            lines = part.lstrip("\n").split("\n")
+            if lines[0].startswith("<doc "):
+                title = re.search(r'title="([^"]*)"', lines[0])
+                head = 2 if title and lines[1:2] == [html.unescape(title[1])] else 1
+                lines = lines[head:]
+                skipped["lines of wikiextractor's tags and titles"] += head
+            elif number or not piece.continued:
+                continue                       # the end of the piece, behind the last </doc>
+            documents.append(lines)
+    else:
+        blocks = re.split(r"\n[^\S\n]*\n\s*", "\n" + text if piece.continued else text)
+        documents = [block.split("\n") for block in blocks]
+    documents = [[line for line in map(str.strip, lines) if line] for lines in documents]
+    first = documents[:1] if piece.continued else []
+    return first + [document for document in documents[len(first):] if document], skipped
+
+
+def sentences_in(piece):
+    """Returns (the documents of a piece as lists of sentences, what was skipped); as documents_in.
+    """
+    documents, skipped = documents_in(piece)
+    if piece.prose:
+        documents = [split_sentences(" ".join(lines)) for lines in documents]
+    if len(piece.data) > LONGEST_SENTENCE:
+        documents = [[part for sentence in document for part in shortened(sentence)]
+                     for document in documents]
+    return documents, skipped
+
+
+def shortened(sentence):
+    """Returns a sentence in parts of at most LONGEST_SENTENCE characters, cut at white space if
+    there is any: SentencePiece takes memory in proportion to the longest."""
+    if len(sentence) <= LONGEST_SENTENCE:
+        return [sentence]
+    most = f".{{1,{LONGEST_SENTENCE}}}"
+    return [part.strip() for part in re.findall(rf"{most}(?!\S)|{most}", sentence, re.DOTALL)]
+
+
+def is_prose(path, data, kind):
+    """Returns True if a file that begins with `data` is prose (wrapped or paragraphs), not a
+    sentence a line; what wikiextractor writes always is.
 
     Prose shows sentence ends inside its lines, or lines broken in mid-sentence: no full stop, and
     the next line goes on in lower case.
     """
-    lines = inner = broken = 0
-    for block in blocks:
-        for line, following in zip(block, block[1:] + [""]):
-            lines += 1
-            inner += len(split_sentences(line)) > 1
+    if kind == "wiki":
+        return True
+    whole = data[:data.rfind(b"\n") + 1] or data             # no half a character, no half a record
+    documents = documents_in(Piece(path, 1, whole, kind, False, False))[0] if whole else []
+    count = inner = broken = 0
+    for document in documents:
+        for line, following in zip(document, document[1:] + [""]):
+            count += 1
+            inner += len(split_sentences(line[:4096])) > 1
             broken += line[-1] not in ".!?…\"'”’):;" and following[:1].islower()
-    return inner + broken > 0.2 * lines
+        if count > 1000:
+            break
+    return inner + broken > 0.2 * count
 
 
-def blocks_of(path):
-    """Yields the documents of a file as lists of lines that are not blank; raises DataError where a
-    line of JSON has no text, or where a million lines pass without the end of a document."""
-    first = next(filter(None, read_lines(path)), "")
-    if re.match(r"\{\s*[\"}]", first):
-        for number, line in enumerate(read_lines(path), 1):
-            try:
-                text = json.loads(line)["text"].encode("utf-8", "replace").decode() if line else ""
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise DataError(f"{path}, line {number}: not a JSON object with a text in its "
-                                f"`text` field: {line[:60]!r}") from None
-            yield [part for part in map(str.strip, text.splitlines()) if part]
-    else:
-        for blank, block in itertools.groupby(read_lines(path), lambda line: not line):
-            if not blank:
-                document = list(itertools.islice(block, 1_000_000))
-                if next(block, None) is not None:
-                    raise DataError(f"{path}: a million lines without a blank one, which separates "
-                                    f"documents, from {document[0][:60]!r} on")
-                yield document
+# ----- Prose -> sentences -----
+
+# A full stop, its closing quotes, white space, and something that can open a sentence.
+SENTENCE_END = re.compile(
+    r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
+NEVER_LAST = frozenset(        # a name or an example follows
+    "mr mrs ms dr prof st gen col lt sgt capt rev hon sen rep gov pres messrs e.g i.e cf vs viz ca "
+    "approx incl resp".split())
+BEFORE_NUMBERS = frozenset(
+    "no nos vol vols fig figs eq eqs sec sect ch chap ed p pp art ser jan feb mar apr jun jul aug "
+    "sep sept oct nov dec".split())
+SOMETIMES_LAST = frozenset(    # a sentence ends behind these if the next word is one of STARTERS
+    "etc al inc ltd co corp bros jr sr dept est mt ft ph.d m.d b.a m.a a.m p.m".split())
+STARTERS = frozenset(
+    "the a an this that these those it its he she they we i you his her their our my your there "
+    "here in on at by for from with when while where who what why how if as but and so yet or "
+    "after before since because although though however then thus not no all some many most both "
+    "each every one two his also only even".split())
+LETTERS = re.compile(r"(?:[A-Za-z]\.)*[A-Za-z]")                # an initial, or some: J, U.S, p.m
 
 
-def read_documents(paths, split="auto"):
-    """Yields the documents of text or JSON-lines files, each a list of sentences (str).
+def split_sentences(text):
+    """Returns the sentences of a piece of prose (str), white space around them removed.
 
-    split: "lines" takes each line as a sentence, "prose" joins the lines of a document and splits
-    them at sentence ends, "auto" decides for each file by its first thousand lines.
+    A full stop ends no sentence behind "Mr" or "e.g", nor before a number behind "No" or "Fig";
+    behind initials ("J. Smith", "U.S. Army") and behind "etc" or "Inc" it does only if the next
+    word is one that often opens a sentence.
     """
-    for path in paths:
-        blocks = filter(None, blocks_of(path))
-        head, size = [], 0
-        while split == "auto" and size < 1000 and (block := next(blocks, None)):
-            head.append(block)
-            size += len(block)
-        prose = is_prose(head) if split == "auto" else split == "prose"
-        for block in itertools.chain(head, blocks):
-            yield split_sentences(" ".join(block)) if prose else block
+    sentences, start = [], 0
+    for end in SENTENCE_END.finditer(text):
+        stop = end.start()
+        if text[stop] == ".":
+            word = text[max(start, stop - 16):stop].rpartition(" ")[2].lstrip("(\"'“‘[")
+            small = word.lower()
+            if small in NEVER_LAST:
+                continue
+            if small in BEFORE_NUMBERS and text[end.end()].isdigit():
+                continue
+            if small in SOMETIMES_LAST or (word != "I" and LETTERS.fullmatch(word)):
+                following = re.match(r"\W*(\w+)", text[end.end():end.end() + 32])
+                if following and following[1].lower() not in STARTERS:
+                    continue
+        sentences.append(text[start:end.end()].strip())
+        start = end.end()
+    sentences.append(text[start:].strip())
+    return [sentence for sentence in sentences if sentence]
 
 
 # ----- The corpus without a download: documentation that is on this machine already -----
@@ -221,27 +388,62 @@ def machine_documentation():
             documents.append(fresh)
     size = sum(len(sentence.encode()) + 1 for document in documents for sentence in document)
     return documents, f"{len(documents):,} documents, {size / 1e6:.1f} MB of Python documentation"
-# ----- Preparing: documents -> tokenizer.model, shards, manifest.json -----
 
-def survey(documents):
-    """Returns the corpus's identity, a dict: documents, sentences, bytes, sha256 of its text.
 
-    The digest is of sentences and documents, not of files: the same text compressed or in another
-    of the formats is the same corpus.
+# ----- Preparing: pieces -> tokenizer.model, shards, manifest.json -----
+
+def in_order(pool, function, items, ahead):
+    """Yields function(item) of each item, in order, computed in the pool's threads while `items`
+    is read on; at most `ahead` wait at a time."""
+    waiting = collections.deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def survey(corpus, workers):
+    """Returns (the corpus's identity, a dict: documents, bytes, sha256 of its text; the pieces that
+    a tokenizer is trained on, at most SAMPLE, drawn at random).
+
+    Reads everything once, so that bad input is found before the long part begins. The digest is of
+    the text as it is uncompressed. Raises DataError.
     """
-    digest, count = hashlib.sha256(), collections.Counter(documents=0, sentences=0, bytes=0)
-    for document in documents:
-        text = ("\n".join(document) + "\n\n").encode()
-        digest.update(text)
-        count.update(documents=1, sentences=len(document), bytes=len(text) - 1)
-    return {**count, "sha256": digest.hexdigest()}
+    digest, count, sample = hashlib.sha256(), collections.Counter(documents=0, bytes=0), []
+    draw = random.Random(0)
+
+    def hashed(pieces):
+        for number, piece in enumerate(pieces):
+            digest.update(piece.data)
+            digest.update(b"" if piece.line > 1 else b"\0")            # a file begins
+            place = number if number < SAMPLE else draw.randrange(number + 1)
+            if place < SAMPLE:
+                sample[place:place + 1] = [piece]
+            yield piece
+
+    def documents_of(piece):
+        documents = documents_in(piece)[0]
+        return len(documents) - bool(piece.continued and documents), len(piece.data)
+
+    with progress(corpus, "reading") as bar, \
+            concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        pieces = hashed(corpus.pieces(bar))
+        for documents, size in in_order(pool, documents_of, pieces, 2 * workers):
+            count.update(documents=documents, bytes=size)
+    return {**count, "sha256": digest.hexdigest()}, sample
 
 
 def train_tokenizer(documents, vocab_size, cased=False):
     """Returns a trained SentencePiece unigram model (bytes) of `vocab_size` pieces.
 
-    The five special symbols are control symbols, ids 0 to 4: no text can spell them. Training sees
-    at most a million sentences, drawn at random. Raises DataError if the text is too small.
+    The five special symbols are control symbols, ids 0 to 4: no text can spell them. Raises
+    DataError if the text is too small.
     """
     # SentencePiece drops lines above 4,192 bytes without a word, so longer ones are cut; a
     # character has at most 4 bytes.
@@ -255,7 +457,6 @@ def train_tokenizer(documents, vocab_size, cased=False):
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=["[CLS]", "[SEP]", "[MASK]"],
-            input_sentence_size=1_000_000, shuffle_input_sentence=True,
             # A constant: another number of threads finds another vocabulary.
             num_threads=4, hard_vocab_limit=False, minloglevel=2)
     except RuntimeError as error:
@@ -269,10 +470,17 @@ def train_tokenizer(documents, vocab_size, cased=False):
 
 
 def load_tokenizer(model):
-    """Returns the SentencePieceProcessor of a model given as bytes or as a path."""
-    if isinstance(model, bytes):
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
-    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+    """Returns the SentencePieceProcessor of a model given as bytes or as a path; raises DataError
+    if it is none, or has other special symbols."""
+    try:
+        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError:
+        raise DataError(f"{model} is not a SentencePiece model") from None
+    if [tokenizer.id_to_piece(i) for i in range(len(SPECIALS))] != SPECIALS:
+        raise DataError(f"{model} does not begin with {' '.join(SPECIALS)}; take a tokenizer.model "
+                        "that data.py has made")
+    return tokenizer
 
 
 class ShardWriter:
@@ -292,13 +500,13 @@ class ShardWriter:
         for path in self.paths.values():
             path.write_bytes(bytes(self.HEADER))
 
-    def write(self, sentences):
-        """Adds one document: a list of sentences, each a list of token ids, none of them empty."""
-        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        ends = self.counts["tokens"] + np.cumsum(lengths)
-        self._add("documents", [self.counts["sentences"]])
-        self._add("sentences", ends - lengths)
-        self._add("tokens", list(itertools.chain.from_iterable(sentences)))
+    def write(self, tokens, lengths, continued=False):
+        """Adds a document, or goes on with the last one: its tokens and the lengths of its
+        sentences, none of them 0."""
+        if not continued:
+            self._add("documents", [self.counts["sentences"]])
+        self._add("sentences", self.counts["tokens"] + np.cumsum(lengths) - lengths)
+        self._add("tokens", tokens)
         if self.pending > self.BUFFER:
             self._flush()
 
@@ -330,6 +538,12 @@ class ShardWriter:
             files[path.name] = file_entry(path)
         return files
 
+    def document_lengths(self):
+        """Returns (documents,) the tokens of each document; after `close`."""
+        sentences, documents = (np.load(self.paths[array], mmap_mode="r")
+                                for array in ARRAYS[1:])
+        return np.diff(sentences[documents])
+
 
 def sha256_of(path):
     """Returns the SHA-256 of a file as hexadecimal digits."""
@@ -342,72 +556,81 @@ def file_entry(path):
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
-def encoded(documents, tokenizer, batch_bytes=1 << 20):
-    """Yields each document as lists of token ids, in order; empty sentences are left out."""
-    threads = os.cpu_count() or 1               # has no influence on the ids
-    def flush(batch):
-        ids = iter(tokenizer.encode(list(itertools.chain(*batch)), num_threads=threads))
-        for document in batch:
-            yield [sentence for sentence in itertools.islice(ids, len(document)) if sentence]
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += sum(map(len, document))
-        if size > batch_bytes:
-            yield from flush(batch)
-            batch, size = [], 0
-    yield from flush(batch)
-
-
-def prepare(documents, folder, vocab_size=8192, shards=8, cased=False):
+def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.01, tokenizer=None,
+            workers=None):
     """Writes a folder of shards; returns its manifest (dict). Nothing half-written stays behind.
 
-    documents: a function without arguments that returns an iterator of documents (lists of str);
-    it is called three times, to survey, to train the tokenizer and to encode. A folder that holds
-    the same text prepared in the same way is left as it is. 1 % of the documents, at least 100 but
-    at most half, evenly spread over the corpus, go to a held-out shard of their own.
-    Raises DataError if the folder holds something else or the text cannot be used.
+    The corpus is read twice, to survey it and to encode it, in `workers` threads (default: one a
+    core). tokenizer: the path of a model to take; without one a model of `vocab_size` pieces, 8,192
+    if not given, is trained. held_out: the share of the documents, evenly spread over the corpus,
+    that go to a shard of their own; but at least 100 and at most half of them. A folder that holds
+    the same text prepared in the same way is left as it is.
+    Raises DataError if the folder holds something else or the text cannot be used, OSError where it
+    cannot be written.
     """
-    if shards < 1 or vocab_size < 16:
-        raise DataError("at least one shard and 16 pieces of vocabulary are needed")
-    folder = Path(folder)
-    settings = {"version": VERSION, "vocab_size": vocab_size, "shards": shards, "cased": cased}
-    corpus = survey(progress(documents(), "reading"))
+    workers, folder = workers or os.cpu_count() or 1, Path(folder)
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer).get_piece_size()
+        if vocab_size not in (None, given):
+            raise DataError(f"{tokenizer} has {given} pieces, not {vocab_size}")
+    vocab_size = given if tokenizer is not None else vocab_size or 8192
+    if shards < 1 or vocab_size < 16 or not 0 < held_out <= 0.5:
+        raise DataError("at least one shard, 16 pieces of vocabulary and a share of held-out "
+                        "documents up to 0.5 are needed")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
+        raise DataError(f"{folder} is not empty and holds no shards; choose another folder")
+    identity, sample = survey(corpus, workers)
+    settings = {"version": VERSION, "vocab_size": vocab_size, "shards": shards, "cased": cased,
+                "split": corpus.split, "held_out": held_out,
+                "tokenizer": sha256_of(tokenizer) if tokenizer is not None else None}
     if (folder / "manifest.json").exists():
         found = load_manifest(folder)
-        if found["corpus"] == corpus and all(found[key] == settings[key] for key in settings):
+        if found["corpus"] == identity and all(found[key] == settings[key] for key in settings):
             return found
         raise DataError(f"{folder} holds another corpus or other settings ("
                         f"{found['corpus']['documents']:,} documents, sha256 "
                         f"{found['corpus']['sha256'][:12]}, {found['vocab_size']} pieces, "
                         f"{found['shards']} shards); remove it or choose another folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder} is not empty and holds no shards; choose another folder")
-    held_out = min(max(100, corpus["documents"] // 100), corpus["documents"] // 2)
-    if held_out < 2 or corpus["documents"] - held_out < 2 * shards:
-        raise DataError(f"the corpus has {corpus['documents']} documents, too few for {shards} "
-                        "shards and held-out documents; documents are separated by blank lines")
+    total = identity["documents"]
+    apart = min(max(100, int(held_out * total)), total // 2)
+    if apart < 2 or total - apart < 2 * shards:
+        raise DataError(f"the corpus has {total} documents, too few for {shards} shards and "
+                        "held-out documents; documents are separated by blank lines")
+    with replaced(folder) as temporary:
+        if tokenizer is None:
+            with progress(None, "training the tokenizer"):
+                model = train_tokenizer(itertools.chain.from_iterable(
+                    sentences_in(piece)[0] for piece in sample), vocab_size, cased)
+            (temporary / "tokenizer.model").write_bytes(model)
+        else:
+            shutil.copyfile(tokenizer, temporary / "tokenizer.model")
+        del sample
+        manifest = {**settings, "corpus": identity,
+                    **write_shards(corpus, temporary, total, shards, apart, workers)}
+        manifest["files"]["tokenizer.model"] = file_entry(temporary / "tokenizer.model")
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+@contextlib.contextmanager
+def replaced(folder):
+    """Gives a temporary folder beside `folder` that takes its name at the end, if no exception
+    comes; removes what a run that was killed on this machine left of its own."""
     mine = f"{folder.name}.partial-{socket.gethostname()}-"
-    for rest in folder.parent.glob(f"{mine}*"):               # of a run that was killed here
+    for rest in folder.parent.glob(f"{glob.escape(mine)}*"):
         if not alive(int(rest.name.removeprefix(mine))):
             shutil.rmtree(rest)
     temporary = folder.with_name(f"{mine}{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        tokenizer = train_tokenizer(progress(documents(), "training tokenizer"), vocab_size, cased)
-        (temporary / "tokenizer.model").write_bytes(tokenizer)
-        manifest = {**settings, "corpus": corpus,
-                    **write_shards(documents(), temporary, tokenizer, corpus, shards, held_out)}
-        manifest["files"]["tokenizer.model"] = file_entry(temporary / "tokenizer.model")
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        yield temporary
         try:
             os.replace(temporary, folder)
         except OSError:                 # another node, on the same disk, was faster
-            if load_manifest(folder) != manifest:
+            if load_manifest(folder) != load_manifest(temporary):
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
 
 
 def alive(pid):
@@ -421,42 +644,121 @@ def alive(pid):
     return True
 
 
-def write_shards(documents, folder, tokenizer, corpus, shards, held_out):
-    """Encodes the documents into `shards` shards and a held-out one; returns counts and digests.
+class Encoded(NamedTuple):
+    """A piece as numbers."""
+    tokens: np.ndarray       # all its tokens
+    lengths: np.ndarray      # (sentences,) int64
+    sentences: np.ndarray    # (documents,) int64, sentences of each
+    continued: bool
+    skipped: collections.Counter
 
-    Document d of D is held out where d * held_out / D passes a whole number; the others go to the
-    shards in turn. A document of less than two tokens cannot make an example and is left out.
+
+def encode(tokenizer, token_type, piece):
+    """Returns the Encoded of a Piece; sentences without a token are left out. Runs in threads: in
+    SentencePiece they do not hold each other up."""
+    documents, skipped = sentences_in(piece)
+    ids = tokenizer.encode([sentence for document in documents for sentence in document],
+                           num_threads=1)
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    tokens = np.fromiter(itertools.chain.from_iterable(ids), token_type, int(lengths.sum()))
+    of_document = np.repeat(np.arange(len(documents)), list(map(len, documents)))
+    kept = lengths > 0
+    skipped["sentences without a token"] += int((~kept).sum())
+    return Encoded(tokens, lengths[kept], np.bincount(of_document[kept], minlength=len(documents)),
+                   piece.continued, skipped)
+
+
+def write_shards(corpus, folder, total, shards, held_out, workers):
+    """Encodes the corpus into `shards` shards and a held-out one; returns counts and digests.
+
+    Document d of `total` is held out where d * held_out / total passes a whole number; the others
+    go to the shards in turn. A document of less than two tokens cannot make an example and is left
+    out.
     """
-    tokenizer = load_tokenizer(tokenizer)
-    token_type = np.uint16 if tokenizer.get_piece_size() <= 1 << 16 else np.uint32
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    vocab_size = tokenizer.get_piece_size()
+    token_type = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     held = ShardWriter(folder, HELD_OUT, token_type)
     writers = [ShardWriter(folder, f"train-{s:05d}", token_type) for s in range(shards)]
-    turn, dropped, total = itertools.cycle(writers), 0, corpus["documents"]
-    unigrams = np.zeros(tokenizer.get_piece_size(), np.int64)
-    for d, document in enumerate(encoded(progress(documents, "encoding", total), tokenizer)):
-        if sum(map(len, document)) < 2:
-            dropped += 1
-            continue
-        is_held = d * held_out // total < (d + 1) * held_out // total
-        (held if is_held else next(turn)).write(document)
-        if not is_held:
-            np.add.at(unigrams, list(itertools.chain.from_iterable(document)), 1)
+    turn, writer, d, skipped = itertools.cycle(writers), None, 0, collections.Counter()
+    unigrams = np.zeros(vocab_size, np.int64)
+    with progress(corpus, "encoding") as bar, \
+            concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for piece in in_order(pool, functools.partial(encode, tokenizer, token_type),
+                              corpus.pieces(bar), 2 * workers):
+            skipped += piece.skipped
+            unigrams += np.bincount(piece.tokens, minlength=vocab_size)
+            last_sentences = np.cumsum(piece.sentences)
+            ends = np.concatenate([[0], np.cumsum(piece.lengths)])
+            for k, (count, last) in enumerate(zip(piece.sentences, last_sentences)):
+                tokens = piece.tokens[ends[last - count]:ends[last]]
+                continued = piece.continued and k == 0
+                if not continued:
+                    is_held = d * held_out // total < (d + 1) * held_out // total
+                    d += 1
+                    skipped["documents of less than two tokens"] += len(tokens) < 2
+                    writer = None if len(tokens) < 2 else held if is_held else next(turn)
+                if writer:
+                    writer.write(tokens, piece.lengths[last - count:last], continued)
+                if writer in (None, held):
+                    unigrams -= np.bincount(tokens, minlength=vocab_size)
+            bar.set_postfix_str(f"{sum(w.counts['tokens'] for w in [held, *writers]):,} tokens")
     counts = [writer.counts.copy() for writer in [held, *writers]]
     if min(count["documents"] for count in counts) < 2:
         raise DataError(f"too few documents for {shards} shards, two in each; set --shards lower")
     np.save(folder / "unigrams.npy", unigrams)
-    files = {"unigrams.npy": file_entry(folder / "unigrams.npy")}
+    files, histogram = {"unigrams.npy": file_entry(folder / "unigrams.npy")}, np.zeros(64, int)
     for writer in [held, *writers]:
         files |= writer.close()
-    return {"train_documents": sum(count["documents"] for count in counts[1:]),
+        histogram += np.bincount(np.log2(writer.document_lengths()).astype(int), minlength=64)
+    return {"sentences": sum(count["sentences"] for count in counts),
+            "train_documents": sum(count["documents"] for count in counts[1:]),
             "train_tokens": sum(count["tokens"] for count in counts[1:]),
             "heldout_documents": counts[0]["documents"], "heldout_tokens": counts[0]["tokens"],
-            "unknown_tokens": int(unigrams[UNK]), "dropped_documents": dropped, "files": files}
+            "unknown_tokens": int(unigrams[UNK]), "skipped": dict(+skipped),
+            "lengths": {str(2 ** k): int(n) for k, n in enumerate(histogram) if n}, "files": files}
 
 
-def progress(documents, label, total=None):
-    """Yields the documents while a bar on stderr shows how many went by, and how fast."""
-    return tqdm(documents, label, total, unit=" documents", leave=False, disable=None)
+def progress(corpus, label):
+    """Returns a bar on stderr: bytes read of a corpus, MB/s and the time left; or a label alone."""
+    if corpus is None:
+        return tqdm(desc=label, bar_format="{desc} ... {elapsed}", leave=False, disable=None)
+    return tqdm(desc=label, total=corpus.bytes, unit="B", unit_scale=True, leave=False,
+                disable=None, dynamic_ncols=True)
+
+
+def split_folder(folder, nodes, ranks_per_node=1):
+    """Writes, for each of `nodes`, the folder of what its ranks read: FOLDER-node-0 and so on,
+    links where the disk allows them and else copies. Returns [(path, training shards in it)].
+
+    Raises DataError where a file is missing or damaged, or a folder of that name is there already.
+    """
+    folder = Path(folder)
+    verify(folder)
+    total, size, written = load_manifest(folder)["shards"], nodes * ranks_per_node, []
+    for node in range(nodes):
+        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        names = {name for rank in ranks for name in files_of(total, rank, size)}
+        target = folder.with_name(f"{folder.name}-node-{node}")
+        if target.exists():
+            raise DataError(f"{target} exists; remove it or give the shards another name")
+        with replaced(target) as temporary:
+            for name in sorted(names | {"manifest.json"}):
+                try:
+                    os.link(folder / name, temporary / name)
+                except OSError:
+                    shutil.copyfile(folder / name, temporary / name)
+        written.append((target, sum(name.endswith(".tokens.npy") for name in names) - 1))
+    return written
+
+
+def files_of(shards, rank, size):
+    """Returns the names of the files that rank `rank` of `size` reads: its own shards, the held-out
+    one, the tokenizer and the counts of tokens. Example i is of shard i mod `shards` and of rank i
+    mod `size`; both meet in some i where they agree modulo the greatest common divisor."""
+    mine = [f"train-{s:05d}" for s in range(shards) if (s - rank) % np.gcd(shards, size) == 0]
+    return ["tokenizer.model", "unigrams.npy"] + [
+        f"{shard}.{array}.npy" for shard in [HELD_OUT] + mine for array in ARRAYS]
 
 
 def load_manifest(folder):
@@ -477,16 +779,10 @@ def load_manifest(folder):
 
 
 def verify(folder, rank=0, size=1):
-    """Checks the digests of what rank `rank` of `size` reads: its own shards, the held-out one, the
-    tokenizer and the counts of tokens. Raises DataError that names the first file that is missing,
-    cut or damaged."""
+    """Checks the digests of what rank `rank` of `size` reads. Raises DataError that names the first
+    file that is missing, cut or damaged."""
     folder, manifest = Path(folder), load_manifest(folder)
-    total = manifest["shards"]
-    shards = [s for s in range(total) if shards_meet(s, total, rank, size)]
-    names = ["tokenizer.model", "unigrams.npy"] + [
-        f"{shard}.{array}.npy" for shard in [HELD_OUT] + [f"train-{s:05d}" for s in shards]
-        for array in ARRAYS]
-    for name in names:
+    for name in files_of(manifest["shards"], rank, size):
         path, entry = folder / name, manifest["files"][name]
         if not path.exists():
             raise DataError(f"{path} is missing; rank {rank} needs it")
@@ -505,21 +801,15 @@ def unigram_losses(folder):
     return -np.log(counts / counts.sum())
 
 
-def shards_meet(shard, shards, rank, size):
-    """Returns True if rank `rank` of `size` reads this shard: some i is `shard` mod `shards` and
-    `rank` mod `size`, which is so where the two agree modulo the greatest common divisor."""
-    return (shard - rank) % np.gcd(shards, size) == 0
-
-
 # ----- Examples: (seed, phase, i) -> tokens with a sentence pair and masks -----
 
 class Example(NamedTuple):
-    """One example: [CLS] A [SEP] B [SEP], its masks applied."""
+    """One example: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without pairs, its masks applied."""
     tokens: np.ndarray      # (T,) int64
-    b_start: int            # where segment B begins
+    b_start: int            # where segment B begins; T without pairs
     positions: np.ndarray   # (m,) where tokens were chosen to be predicted, ascending
     labels: np.ndarray      # (m,) the tokens that stood there
-    random_b: int           # 1 if B is from another document, 0 if it is the true next
+    random_b: int           # 1 if B is not the true next of A, 0 if it is, IGNORED without pairs
 
 
 class Batch(NamedTuple):
@@ -529,7 +819,7 @@ class Batch(NamedTuple):
     mask: torch.Tensor       # (B, T) bool: True where there is a token, False on padding
     positions: torch.Tensor  # (M,) int64, flat positions b * T + t of masked tokens, then zeros
     labels: torch.Tensor     # (M,) int64, the tokens that stood there, then IGNORED
-    random_b: torch.Tensor   # (B,) int64: 0 where B is the true next, 1 where it is not
+    random_b: torch.Tensor   # (B,) int64: 0 where B is the true next, 1 where it is not, or IGNORED
 
     def to(self, device):
         """Returns the batch on another device."""
@@ -549,19 +839,32 @@ class PretrainingData(torch.utils.data.Dataset):
 
     It comes from shard i mod S. Each document is cut into windows of about `seq_len` tokens; each
     epoch of a shard goes through all of its windows in an order of its own. An example is the text
-    from the sentence at the window's begin, cut in two at a sentence boundary; for half of the
-    examples the second part is replaced by as much text from another document of the same shard.
-    15 % of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and 10 % stay
-    (BERT, appendix A.1). `seq_len` counts the special symbols. Workers map the files themselves.
+    from the sentence at the window's begin on. `seq_len` counts the special symbols.
+
+    pairs: "nsp" (BERT) cuts the text in two at a sentence boundary; for half of the examples the
+    second part is replaced by as much text from another document of the same shard. "sop" (ALBERT,
+    arXiv 1909.11942, section 3.1) exchanges the two parts for half of them. "none" leaves one text.
+
+    `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
+    10 % stay (BERT, appendix A.1). whole_words: all tokens of a word are chosen, or none.
+
+    Workers map the files themselves. Raises DataError where the folder holds no shards.
     """
 
-    def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False):
+    def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, pairs="nsp",
+                 mask_fraction=MASK_FRACTION, whole_words=False):
         manifest = load_manifest(folder)
-        self.folder, self.seq_len, self.phase, self.seed = Path(folder), seq_len, phase, seed
-        self.vocab_size = manifest["vocab_size"]
+        self.folder, self.key = Path(folder), (seed, phase)
+        self.seq_len, self.pairs = seq_len, pairs
+        self.mask_fraction, self.vocab_size = mask_fraction, manifest["vocab_size"]
+        self.begins_word = None                       # (V,) bool, for whole words
+        if whole_words:
+            tokenizer = load_tokenizer(self.folder / "tokenizer.model")
+            self.begins_word = np.array([tokenizer.id_to_piece(i).startswith("▁")
+                                         for i in range(self.vocab_size)])
         self.names = [HELD_OUT] if held_out else \
             [f"train-{s:05d}" for s in range(manifest["shards"])]
-        self.body = seq_len - 3                       # without [CLS], [SEP], [SEP]
+        self.body = seq_len - (2 if pairs == "none" else 3)      # without the special symbols
         self.shards, self.orders = {}, {}             # opened and shuffled when first needed
 
     def __getstate__(self):
@@ -579,66 +882,133 @@ class PretrainingData(torch.utils.data.Dataset):
                                    np.concatenate([[0], np.cumsum(windows)]))
         return self.shards[s]
 
-    def window(self, i):
-        """Returns (shard, window number in it) of example i."""
-        turn, s = divmod(i, len(self.names))
-        shard = self.shard(s)
-        epoch, k = divmod(turn, int(shard.windows[-1]))
+    def order(self, s, epoch):
+        """Returns (windows,) uint32, the order in which an epoch goes through shard s."""
         if self.orders.get(s, (None,))[0] != epoch:
-            rng = np.random.default_rng((self.seed, self.phase, s, epoch, 0))
-            self.orders[s] = epoch, rng.permutation(int(shard.windows[-1])).astype(np.uint32)
-        return shard, int(self.orders[s][1][k])
+            rng = np.random.default_rng((*self.key, s, epoch, 0))
+            windows = int(self.shard(s).windows[-1])
+            self.orders[s] = epoch, rng.permutation(windows).astype(np.uint32)
+        return self.orders[s][1]
+
+    def layout(self, numbers):
+        """Returns what examples `numbers` (n,) are made of, [n] rows of (shard, where A begins and
+        ends, where B does, label), int64 (n, 6); places are offsets into the shard's tokens."""
+        numbers = np.asarray(numbers, np.int64)
+        rows, (turns, of_shard) = np.empty((len(numbers), 6), np.int64), \
+            np.divmod(numbers, len(self.names))
+        chance = uniform(numbers, 5, self.key)
+        for s in np.unique(of_shard):
+            at, = np.nonzero(of_shard == s)
+            epochs, places = np.divmod(turns[at], self.shard(s).windows[-1])
+            for epoch in np.unique(epochs):
+                some = epochs == epoch
+                rows[at[some], 0] = s
+                rows[at[some], 1:] = self._cut(self.shard(s), self.order(s, epoch)[places[some]],
+                                               chance[at[some]].T)
+        return rows
+
+    def _cut(self, shard, window, chance):
+        """Returns layout's last five columns for examples of one shard; chance: (5, n)."""
+        document = np.searchsorted(shard.windows, window, "right") - 1
+        first, last = shard.documents[document], shard.documents[document + 1]
+        length = np.where(chance[0] < SHORT_FRACTION,
+                          2 + (chance[1] * (self.body - 1)).astype(np.int64), self.body)
+        start = segment_start(shard, first + (window - shard.windows[document]) * self.body,
+                              first, last, self.body)
+        end = np.minimum(start + length, last)
+        label = (chance[2] < 0.5).astype(np.int64)
+        if self.pairs == "none":
+            return np.stack([start, end, end, end, np.full_like(start, IGNORED)], 1)
+        # A ends where a sentence does; in the middle if none does in between
+        low = np.searchsorted(shard.sentences, start, "right")
+        ends = np.searchsorted(shard.sentences, end, "left") - low
+        cut = np.where(ends > 0, shard.sentences[low + (chance[3] * ends).astype(np.int64)],
+                       (start + end) // 2)
+        if self.pairs == "sop":
+            a = np.where(label, (cut, end), (start, cut))
+            b = np.where(label, (start, cut), (cut, end))
+            return np.stack([*a, *b, label], 1)
+        # A token drawn evenly from all others of the shard: long documents as often as in A
+        elsewhere = (chance[4] * (shard.documents[-1] - (last - first))).astype(np.int64)
+        elsewhere += np.where(elsewhere >= first, last - first, 0)
+        other = np.searchsorted(shard.documents, elsewhere, "right") - 1
+        low, high = shard.documents[other], shard.documents[other + 1]
+        b = segment_start(shard, elsewhere, low, high, end - cut)
+        return np.stack([start, cut, np.where(label, b, cut),
+                         np.where(label, np.minimum(b + end - cut, high), end), label], 1)
+
+    def lengths(self, numbers):
+        """Returns (n,) how many tokens these examples have, special symbols included, without
+        making them."""
+        _, a, a_end, b, b_end, _ = self.layout(numbers).T
+        return a_end - a + b_end - b + self.seq_len - self.body
 
     def __getitem__(self, i):
         """Returns Example i."""
-        rng = np.random.default_rng((self.seed, self.phase, i))
-        shard, window = self.window(i)
-        document = int(np.searchsorted(shard.windows, window, "right")) - 1
-        first, last = (int(edge) for edge in shard.documents[document:document + 2])
-        short = rng.random() < SHORT_FRACTION
-        length = int(rng.integers(2, self.body + 1)) if short else self.body
+        return self.__getitems__([i])[0]
 
-        start = segment_start(shard, first + (window - int(shard.windows[document])) * self.body,
-                              first, last, self.body)
-        end = min(start + length, last)
-        inner = shard.sentences[np.searchsorted(shard.sentences, start, "right"):
-                                np.searchsorted(shard.sentences, end, "left")]
-        cut = int(rng.choice(inner)) if len(inner) else (start + end) // 2
-        a, b = shard.tokens[start:cut], shard.tokens[cut:end]
-        random_b = int(rng.random() < 0.5)
-        if random_b:
-            # A token drawn evenly from all others of the shard: long documents as often as in A
-            elsewhere = int(rng.integers(int(shard.documents[-1]) - (last - first)))
-            elsewhere += (last - first) if elsewhere >= first else 0
-            other = int(np.searchsorted(shard.documents, elsewhere, "right")) - 1
-            low, high = (int(edge) for edge in shard.documents[other:other + 2])
-            b_first = segment_start(shard, elsewhere, low, high, end - cut)
-            b = shard.tokens[b_first:min(b_first + end - cut, high)]
-        tokens = np.concatenate([[CLS], a, [SEP], b, [SEP]]).astype(np.int64)
-        positions, labels = mask_tokens(tokens, len(a), self.vocab_size, rng)
-        return Example(tokens, len(a) + 2, positions, labels, random_b)
+    def __getitems__(self, numbers):
+        """Returns the Examples of a list of numbers; what a DataLoader calls for a batch."""
+        examples = []
+        for i, (s, a, a_end, b, b_end, label) in zip(numbers, self.layout(numbers).tolist()):
+            text = self.shards[s].tokens
+            tokens = np.empty(a_end - a + b_end - b + self.seq_len - self.body, np.int64)
+            b_start = a_end - a + 2
+            tokens[0], tokens[b_start - 1], tokens[-1] = CLS, SEP, SEP
+            tokens[1:b_start - 1], tokens[b_start:-1] = text[a:a_end], text[b:b_end]
+            rng = np.random.default_rng((*self.key, i))
+            positions, labels = mask_tokens(tokens, b_start, self.vocab_size, rng,
+                                            self.mask_fraction, self.begins_word)
+            examples.append(Example(tokens, b_start, positions, labels, label))
+        return examples
+
+
+def uniform(numbers, columns, key):
+    """Returns (n, columns) float64 in [0, 1), each a function of its number, its column and the key
+    (a tuple of numbers) only: SplitMix64 (Steele, Lea, Flood 2014) with counters."""
+    x = np.asarray(numbers, np.uint64)[:, None] * np.uint64(columns) + np.arange(
+        columns, dtype=np.uint64)
+    x = x * np.uint64(0x9E3779B97F4A7C15) + np.random.SeedSequence(key).generate_state(1, np.uint64)
+    for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0 ** -53
 
 
 def segment_start(shard, token, first, last, length):
-    """Returns where a segment of about `length` tokens begins that holds the given token of the
-    document [first, last): at the begin of a sentence where one is near, so that not more than half
-    of the segment lies before the token; early enough to fill the length if the document can.
+    """Returns where segments of about `length` tokens begin that hold the given tokens of documents
+    [first, last), all (n,): at the begin of a sentence where one is near, so that not more than
+    half of the segment lies before the token; early enough to fill the length if the document can.
     """
-    token = min(token, max(first, last - length))
-    sentence = int(shard.sentences[np.searchsorted(shard.sentences, token, "right") - 1])
-    return sentence if token - sentence <= length // 2 else token
+    token = np.minimum(token, np.maximum(first, last - length))
+    sentence = shard.sentences[np.searchsorted(shard.sentences, token, "right") - 1]
+    return np.where(token - sentence <= length // 2, sentence, token)
 
 
-def mask_tokens(tokens, a_length, vocab_size, rng):
+def mask_tokens(tokens, b_start, vocab_size, rng, fraction=MASK_FRACTION, begins_word=None):
     """Masks `tokens` (T,), [CLS] A [SEP] B [SEP], in place; returns (positions, labels), each (m,).
 
-    m is 15 % of the tokens of A and B, rounded up or down at random so that 15 % is the mean, but
-    at least one; special symbols are never chosen.
+    m is `fraction` of the tokens of A and B in the mean, but at least one; special symbols are
+    never chosen. begins_word: (V,) bool, to choose whole words; None chooses tokens one by one.
     """
-    count = len(tokens) - 3
-    m = max(1, int(MASK_FRACTION * count + rng.random()))
-    chosen = np.sort(rng.permutation(count)[:m])
-    positions = chosen + 1 + (chosen >= a_length)     # over [CLS], and over [SEP] behind A
+    places = np.arange(1, len(tokens) - 1)
+    places = places[places != b_start - 1]             # not the [SEP] between A and B
+    if begins_word is None:
+        word, order, sizes = None, rng.permutation(len(places)), None
+        ends = np.arange(1, len(places) + 1)
+    else:
+        begins = begins_word[tokens[places]] | (places == b_start)
+        begins[0] = True
+        word = np.cumsum(begins) - 1
+        sizes = np.bincount(word)
+        order = rng.permutation(len(sizes))
+        ends = np.cumsum(sizes[order])
+    # Words in random order, as many as fit; the next one by the chance that makes the mean right
+    want = fraction * len(places)
+    count = int(np.searchsorted(ends, want, "right"))
+    before = ends[count - 1] if count else 0
+    count += count < len(ends) and rng.random() * (ends[count] - before) < want - before
+    chosen = order[:max(1, count)]
+    positions = places[np.sort(chosen) if word is None else np.isin(word, chosen)]
     labels = tokens[positions]
     fate = rng.random(len(positions))
     other = rng.integers(len(SPECIALS), vocab_size, len(positions))
@@ -669,16 +1039,27 @@ def collate(examples):
     return Batch(*map(torch.from_numpy, (tokens, segments, mask, positions, labels, random_b)))
 
 
-def micro_batches(steps, global_batch, micro_batch, rank, size):
+def micro_batches(steps, global_batch, micro_batch, rank, size, lengths=None):
     """Yields the example numbers of each micro-batch of rank `rank` of `size`, step after step.
 
     Step s takes the examples s * global_batch up to (s + 1) * global_batch; a rank those that are
     `rank` modulo `size`. steps: a range. global_batch is divisible by micro_batch * size.
+
+    lengths: a function of example numbers (n,), to deal the examples of a step by length in place
+    of number: sorted, then to the ranks in snake order, so that each has as many tokens; a
+    micro-batch takes neighbours, so that there is little padding, the longest last, whose backward
+    hides the exchange. (Presorting: Kim et al., arXiv 2402.02447; padding exchange: Zeng et al.,
+    arXiv 2208.08124. Since lengths follow from numbers, nothing needs to be exchanged.)
     """
     for step in steps:
-        numbers = range(step * global_batch + rank, (step + 1) * global_batch, size)
-        for k in range(0, len(numbers), micro_batch):
-            yield numbers[k:k + micro_batch]
+        numbers = np.arange(step * global_batch, (step + 1) * global_batch)
+        if lengths:
+            dealt = numbers[np.argsort(lengths(numbers), kind="stable")].reshape(-1, size)
+            dealt[1::2] = dealt[1::2, ::-1]
+            numbers = dealt.flatten()
+        mine = numbers[rank::size].tolist()
+        for k in range(0, len(mine), micro_batch):
+            yield mine[k:k + micro_batch]
 
 
 def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
@@ -717,43 +1098,92 @@ def end_with(pid, worker):
 def describe(manifest):
     """Returns a report on prepared shards, a few lines of text."""
     corpus = manifest["corpus"]
+    documents = manifest["train_documents"] + manifest["heldout_documents"]
     tokens = manifest["train_tokens"] + manifest["heldout_tokens"]
-    return (f"{corpus['documents']:,} documents, {corpus['sentences']:,} sentences, "
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items())
+    return (f"{corpus['documents']:,} documents, {manifest['sentences']:,} sentences, "
             f"{corpus['bytes'] / 1e6:.1f} MB, sha256 {corpus['sha256'][:16]}\n"
-            f"{tokens:,} tokens of a vocabulary of {manifest['vocab_size']:,} in "
-            f"{manifest['shards']} shards; {manifest['heldout_documents']:,} documents held out; "
+            f"{tokens:,} tokens, {tokens / documents:.0f} a document, of a vocabulary of "
+            f"{manifest['vocab_size']:,} in {manifest['shards']} shards; "
+            f"{manifest['heldout_documents']:,} documents held out; "
             f"[UNK] {manifest['unknown_tokens'] / manifest['train_tokens']:.2%}; "
-            f"{manifest['dropped_documents']:,} documents too short")
+            f"skipped: {skipped or 'nothing'}")
+
+
+def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
+    """Returns `describe`, the lengths of the documents as a histogram, and three held-out examples
+    as words, behind each chosen token what stood there; lines of text."""
+    manifest, tokenizer = load_manifest(folder), load_tokenizer(Path(folder) / "tokenizer.model")
+    lines = [describe(manifest), "", "tokens a document"]
+    most = max(manifest["lengths"].values())
+    for low, count in manifest["lengths"].items():
+        bounds = f"{int(low):,} to {2 * int(low) - 1:,}"
+        lines.append(f"{bounds:>24} {count:>12,} {'#' * -(-50 * count // most)}")
+    examples = PretrainingData(folder, 64, held_out=True, pairs=pairs, mask_fraction=mask_fraction,
+                               whole_words=whole_words)
+    for i in range(3):
+        example = examples[i]
+        words = [tokenizer.id_to_piece(token) for token in example.tokens.tolist()]
+        for position, label in zip(example.positions, example.labels.tolist()):
+            words[position] += f"({tokenizer.id_to_piece(label).replace('▁', '')})"
+            if example.tokens[position] == MASK:
+                words[position] = "▁" + words[position]
+        words = [" " + word if word in SPECIALS else word for word in words]
+        label = {0: "B follows A", 1: "B does not follow A", IGNORED: "one text"}[example.random_b]
+        lines += ["", f"example {i}, {label}:",
+                  "   " + "".join(words).replace("▁", " ").replace("[SEP]", "[SEP] ")]
+    return "\n".join(lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Prepare text for BERT pre-training.")
     add = parser.add_argument
-    add("corpus", nargs="*", help="text or JSON-lines files; none: this machine's documentation")
-    add("--out", default="shards/docs", help="the folder to write")
-    add("--vocab-size", type=int, default=8192, help="pieces, five special symbols among them")
-    add("--shards", type=int, default=8, help="a multiple of the ranks lets each read only its own")
+    add("corpus", nargs="*", help="files, folders or patterns; none: this machine's documentation")
+    add("--out", default="shards/docs", help="the folder to write; default: shards/docs")
+    add("--vocab-size", type=int, metavar="N", help="pieces, special symbols included; default: "
+        "8192, or those of --tokenizer")
+    add("--tokenizer", metavar="FILE", help="take this tokenizer.model in place of a new one")
+    add("--shards", type=int, default=8, metavar="N", help="a multiple of the ranks lets each read "
+        "only its own; default: 8")
+    add("--held-out", type=float, default=0.01, metavar="X", help="share of the documents that "
+        "training never sees, but at least 100 documents; default: 0.01")
     add("--cased", action="store_true", help="keep upper case")
-    add("--split", choices=["auto", "lines", "prose"], default="auto", help="what a line is")
+    add("--sentences", choices=["auto", "lines", "prose"], default="auto", help="what a line is: a "
+        "sentence, a part of a paragraph; default: auto, seen from the first thousand lines")
+    add("--workers", type=int, metavar="N", help="threads that encode; default: one a core")
+    add("--show", metavar="DIR", help="report on prepared shards, and show three examples")
+    add("--split", metavar="DIR", help="write what each node needs of prepared shards, DIR-node-0 "
+        "and so on")
+    add("--nodes", type=int, default=1, metavar="N", help="for --split")
+    add("--ranks-per-node", type=int, default=1, metavar="N", help="for --split: torchrun's "
+        "--nproc_per_node")
     args = parser.parse_args()
     began = time.perf_counter()
     try:
-        manifest = prepare(corpus_reader(args.corpus, args.split), args.out, args.vocab_size,
-                           args.shards, args.cased)
+        if args.show:
+            print(show(args.show))
+        elif args.split:
+            for folder, shards in split_folder(args.split, args.nodes, args.ranks_per_node):
+                print(f"{folder}: {shards} training shards; copy it to the node as {args.split}")
+        else:
+            manifest = prepare(corpus_of(args.corpus, args.sentences), args.out, args.vocab_size,
+                               args.shards, args.cased, args.held_out, args.tokenizer, args.workers)
+            print(show(args.out))
+            seconds = time.perf_counter() - began
+            print(f"\n{args.out} is ready: {seconds:.0f} s, "
+                  f"{manifest['corpus']['bytes'] / 1e6 / seconds:.1f} MB/s")
     except (DataError, OSError) as error:
         sys.exit(f"data.py: {error}")
-    print(describe(manifest))
-    print(f"{args.out} is ready ({time.perf_counter() - began:.0f} s)")
 
 
-def corpus_reader(paths, split="auto"):
-    """Returns the function that `prepare` calls for the documents of these files, or of the default
-    corpus where there are none."""
-    if not paths:
-        documents, summary = machine_documentation()
-        print(summary)
-        return functools.partial(iter, documents)
-    return functools.partial(read_documents, paths, split)
+def corpus_of(paths, split="auto"):
+    """Returns the Corpus of these files, or of this machine's documentation where there are none.
+    """
+    if paths:
+        return Corpus(paths, split)
+    documents, summary = machine_documentation()
+    print(summary)
+    return Corpus(documents=documents)
 
 
 if __name__ == "__main__":

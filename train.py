@@ -18,7 +18,9 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -116,7 +118,8 @@ def parse_arguments(argv=None):
     add = parser.add_argument
     # What to train on, and where results go
     add("--data", metavar="DIR", help="prepared shards; default: shards/ and the corpus's name")
-    add("--corpus", nargs="+", metavar="FILE", help="text to prepare; default: documentation")
+    add("--corpus", nargs="+", metavar="FILE", help="text to prepare: files, folders or patterns; "
+        "default: documentation")
     add("--vocab-size", type=int, default=8192, metavar="N", help="pieces, if text is prepared")
     add("--out", metavar="DIR", help="results; default: runs/ and the recipe's name")
     # What to train
@@ -127,6 +130,10 @@ def parse_arguments(argv=None):
         "and zeroone-adam learn the variance; default: 0.2, or the warm-up where that is longer")
     add("--dropout", type=float, metavar="P", help="default: the recipe's")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data order, masks, dropout")
+    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="the second task: does B "
+        "follow A, are A and B in order, no second task")
+    add("--mask-fraction", type=float, default=data.MASK_FRACTION, metavar="X", help="of tokens")
+    add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     # How the recipe is bent
     add("--lr-scale", type=float, default=1.0, metavar="X", help="multiplies all learning rates")
     add("--phase1-steps", type=int, metavar="N", help="default: the recipe's; 0 leaves it out")
@@ -146,6 +153,8 @@ def parse_arguments(argv=None):
         "12th of all, from 1 to 25")
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
     add("--workers", type=int, default=1, metavar="N", help="processes a rank that make examples")
+    add("--balance", action="store_true", help="deal a step's examples to ranks and micro-batches "
+        "by length: even work, little padding; each node needs all shards")
     add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for a rank")
     # What is written when; each phase ends with an evaluation and a checkpoint in any case
     add("--eval-every", type=int, default=300, metavar="N", help="steps between evaluations")
@@ -161,6 +170,8 @@ def parse_arguments(argv=None):
             parser.error(f"--{name.replace('_', '-')} must be at least {value}")
     if min(args.micro_batch or [1]) < 1 or (args.dropout or 0) >= 1:
         parser.error("--micro-batch must be at least 1 and --dropout below 1")
+    if not 0 < args.mask_fraction < 1:
+        parser.error("--mask-fraction must lie between 0 and 1")
     return args
 
 
@@ -417,38 +428,44 @@ def forget_behind(step, folder, log):
 # ----- Evaluation -----
 
 @torch.no_grad()
-def evaluate(model, folder, phase, micro_batch, world):
+def evaluate(model, plan, phase, micro_batch, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
     Examples and masks are the same at every evaluation, and all ranks share them. unigram_entropy,
     nats, is the loss on the same tokens of a predictor that knows only how often the training text
-    has each token: the line to beat. nsp_error is the standard error of nsp_accuracy. Leaves the
-    model in training mode.
+    has each token: the line to beat. nsp_error is the standard error of nsp_accuracy; without pairs
+    both are None. Leaves the model in training mode.
     """
     model.eval()
-    examples = data.PretrainingData(folder, phase.seq_len, held_out=True)
+    examples = data.PretrainingData(plan.shards, phase.seq_len, held_out=True, **plan.examples)
     total = torch.zeros(6, dtype=torch.float64, device=world.device)
-    unigrams = torch.from_numpy(data.unigram_losses(folder)).to(world.device)
+    unigrams = torch.from_numpy(data.unigram_losses(plan.shards)).to(world.device)
     for numbers in data.micro_batches(range(1), EVAL_EXAMPLES, micro_batch, world.rank, world.size):
-        batch = data.collate([examples[i] for i in numbers]).to(world.device)
+        batch = data.collate(examples.__getitems__(numbers)).to(world.device)
         labels = batch.labels[batch.labels != data.IGNORED]
         parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels)).to(world.device)
         total += torch.stack([part.double() for part in parts])
     model.train()
     world.all_reduce(total)
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = total.tolist()
-    accuracy = nsp_hits / EVAL_EXAMPLES
+    accuracy, paired = nsp_hits / EVAL_EXAMPLES, plan.examples["pairs"] != "none"
     return {"mlm_loss": mlm_sum / masked, "mlm_accuracy": mlm_hits / masked,
-            "unigram_entropy": unigram_sum / masked,
-            "nsp_loss": nsp_sum / EVAL_EXAMPLES, "nsp_accuracy": accuracy,
-            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
+            "unigram_entropy": unigram_sum / masked, "nsp_loss": nsp_sum / EVAL_EXAMPLES,
+            "nsp_accuracy": accuracy if paired else None,
+            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES) if paired else None}
 
 
 def describe(result):
     """Returns an evaluation as a line of text."""
     return (f"MLM loss {result['mlm_loss']:.3f} (unigram entropy {result['unigram_entropy']:.3f}), "
-            f"MLM accuracy {result['mlm_accuracy']:.1%}, "
-            f"NSP accuracy {result['nsp_accuracy']:.1%} +- {result['nsp_error']:.1%}")
+            f"MLM accuracy {result['mlm_accuracy']:.1%}, NSP accuracy {nsp_accuracy(result)}")
+
+
+def nsp_accuracy(result):
+    """Returns an evaluation's accuracy on pairs with its standard error as text."""
+    if result["nsp_accuracy"] is None:
+        return "none"
+    return f"{result['nsp_accuracy']:.1%} +- {result['nsp_error']:.1%}"
 
 
 # ----- Training -----
@@ -457,17 +474,18 @@ def prepare_data(args, world):
     """Returns (folder, manifest) of the shards, made by each node's first rank if they are not yet
     there, then checked; raises Refused on all ranks, with the words of the one that has a problem.
     """
-    name = Path(args.corpus[0]).name.split(".")[0] if args.corpus else "docs"
+    name = re.sub(r"\W+", "-", Path(args.corpus[0]).name.split(".")[0]) if args.corpus else "docs"
     folder = Path(args.data or f"shards/{name}")
     missing = not (folder / "manifest.json").exists()
 
     def make():
         if world.local_rank == 0 and (args.corpus or (missing and not args.data)):
-            reader = data.corpus_reader(args.corpus)
-            print(data.describe(data.prepare(reader, folder, args.vocab_size)))
+            corpus = data.corpus_of(args.corpus)
+            print(data.describe(data.prepare(corpus, folder, args.vocab_size)))
 
     together(world, make)
-    together(world, lambda: data.verify(folder, world.rank, world.size))
+    together(world, lambda: data.verify(folder) if args.balance else
+             data.verify(folder, world.rank, world.size))
     return folder, data.load_manifest(folder)
 
 
@@ -513,6 +531,8 @@ class Plan(NamedTuple):
     optimizer: str
     freeze: list             # steps of each phase before the variance is frozen, or none
     options: dict            # of the compressor
+    examples: dict           # options of data.PretrainingData
+    balance: bool
     run: dict                # what the result depends on: equal on all ranks and after a resume
 
 
@@ -531,7 +551,10 @@ def settle(args, world):
     optimizer = args.optimizer or recipe.optimizer
     freeze = freeze_steps(args, optimizer, phases)
     betas = [recipe.betas[0], LONG_MEMORY if optimizer in EXCHANGING else recipe.betas[1]]
-    run = {"optimizer": optimizer, "freeze": freeze, "betas": betas, "seed": args.seed,
+    examples = {"pairs": args.pairs, "mask_fraction": args.mask_fraction,
+                "whole_words": args.whole_words}
+    run = {**examples, "balance": args.balance, "optimizer": optimizer, "freeze": freeze,
+           "betas": betas, "seed": args.seed,
            "precision": precision, "compression": args.compression, "shards": manifest["shards"],
            "corpus": manifest["corpus"]["sha256"][:16],
            "tokenizer": manifest["files"]["tokenizer.model"]["sha256"][:16],
@@ -545,7 +568,8 @@ def settle(args, world):
     for rank, other in enumerate(world.gather(run)):
         if other != run:
             raise Refused(f"rank {rank} was started differently: {differences(other, run)}")
-    return Plan(phases, micro, out, shards, config, precision, optimizer, freeze, options, run)
+    return Plan(phases, micro, out, shards, config, precision, optimizer, freeze, options, examples,
+                args.balance, run)
 
 
 def build(plan, args, world):
@@ -630,10 +654,8 @@ def train(args, world):
         # 1. The step's micro-batches, and what all ranks must know before backward
         step_batches = list(itertools.islice(batches, accumulation))
         data_seconds = time.perf_counter() - began
-        masked, tokens, stop = world.sum([
-            sum(int((batch.labels != data.IGNORED).sum()) for batch in step_batches),
-            sum(int(batch.mask.sum()) for batch in step_batches),
-            len(stopping) + (parent is not None and os.getppid() != parent)])
+        orphaned = parent is not None and os.getppid() != parent
+        masked, stop, slots, *tokens = agree(step_batches, len(stopping) + orphaned, world)
 
         # 2. Forward and backward; the last micro-batch sends gradients while backward goes on
         scale = scaler.scale
@@ -676,10 +698,10 @@ def train(args, world):
         # 4. Log, evaluate, checkpoint
         duration = time.perf_counter() - began
         seconds += duration
-        figures = step_figures(plan, sums, masked, tokens, batch_size, duration, peak * world.size)
+        figures = step_figures(plan, sums, masked, slots, tokens, batch_size, duration, peak)
         log.metric("train", step=step, phase=number + 1, seq_len=phase.seq_len, **figures, lr=lr,
                    grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
-                   examples=examples, seconds=seconds, data_seconds=data_seconds,
+                   examples=examples, seconds=seconds, data_share=data_seconds / duration,
                    bytes_sent=reducer.bytes_sent + (exchange.take_bytes() if exchange else 0),
                    wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds)
         bar.set_postfix_str("mlm {mlm_loss:.3f} nsp {nsp_loss:.3f} acc {mlm_accuracy:.1%} "
@@ -690,7 +712,7 @@ def train(args, world):
                     "norm {:6.2f}  scale {:g}  {examples_per_second:6.0f} examples/s".format(
                         step, last, number + 1, lr, norm / scale, scale, **figures))
         if evaluates:
-            result = evaluate(model, plan.shards, phase, micro, world)
+            result = evaluate(model, plan, phase, micro, world)
             log.metric("eval", step=step, phase=number + 1, **result)
             log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
         if saves:
@@ -718,22 +740,34 @@ def train(args, world):
         report(plan, args, log, model, step, last)
 
 
-def step_figures(plan, sums, masked, tokens, examples, seconds, peak):
+def agree(batches, stop, world):
+    """Returns a list of sums over all ranks of a step: masked tokens, reasons to stop, places for
+    tokens; then the tokens of each rank."""
+    of_ranks = [0] * world.size
+    of_ranks[world.rank] = sum(int(batch.mask.sum()) for batch in batches)
+    return world.sum([sum(int((batch.labels != data.IGNORED).sum()) for batch in batches), stop,
+                      sum(batch.mask.numel() for batch in batches), *of_ranks])
+
+
+def step_figures(plan, sums, masked, slots, tokens, examples, seconds, peak):
     """Returns the log's fields that follow from a step's sums over all ranks: of the losses and
-    hits (4 numbers), masked tokens, tokens and examples. peak: FLOP/s of all ranks together."""
+    hits (4 numbers), masked tokens, places for tokens and examples; and from the tokens of each
+    rank. imbalance: the most tokens of a rank over the mean. peak: FLOP/s of one rank."""
     mlm_loss, nsp_loss, rate = sums[0] / masked, sums[1] / examples, examples / seconds
-    flops = rate * bert.flops_per_example(plan.config, tokens / examples, masked / examples)
+    all_tokens, peak = sum(tokens), peak * len(tokens)
+    flops = rate * bert.flops_per_example(plan.config, all_tokens / examples, masked / examples)
     return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
             "mlm_accuracy": sums[2] / masked, "nsp_accuracy": sums[3] / examples,
+            "padding": 1 - all_tokens / slots, "imbalance": max(tokens) * len(tokens) / all_tokens,
             "examples_per_second": rate, "mfu": flops / peak}
 
 
 def open_phase(plan, args, world, number, local, accumulation):
     """Returns (an iterator over this rank's micro-batches from step `local` of a phase, a bar)."""
     phase, micro = plan.phases[number], plan.micro_batches[number]
-    examples = data.PretrainingData(plan.shards, phase.seq_len, number, args.seed)
+    examples = data.PretrainingData(plan.shards, phase.seq_len, number, args.seed, **plan.examples)
     numbers = data.micro_batches(range(local, phase.steps), phase.global_batch, micro, world.rank,
-                                 world.size)
+                                 world.size, examples.lengths if plan.balance else None)
     batches = data.loader(examples, numbers, args.workers,
                           prefetch=2 + accumulation // max(1, args.workers),
                           pin_memory=world.device.type == "cuda")
@@ -793,17 +827,24 @@ def introduce(plan, args, world, log, model, step):
 
 def report(plan, args, log, model, step, last):
     """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    results = {line["phase"]: line for line in log.read() if line["kind"] == "eval"}
+    lines = log.read()
+    results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
     log.say()
     log.say(f"{'phase':<7}{'length':>7}{'steps':>8}{'MLM loss':>10}{'unigram':>9}{'MLM acc':>9}"
             f"{'NSP acc':>18}")
     for number, result in sorted(results.items()):
         log.say(f"{number:<7}{plan.phases[number - 1].seq_len:>7}{result['step']:>8}"
                 f"{result['mlm_loss']:>10.3f}{result['unigram_entropy']:>9.3f}"
-                f"{result['mlm_accuracy']:>9.1%}{result['nsp_accuracy']:>10.1%} +- "
-                f"{result['nsp_error']:.1%}")
+                f"{result['mlm_accuracy']:>9.1%}{nsp_accuracy(result):>18}")
     log.say("Held-out documents. `unigram` is the MLM loss of guessing by frequency alone, the "
             "line to beat.")
+    for number in sorted(results):
+        steps = [line for line in lines if line["kind"] == "train" and line["phase"] == number]
+        padding, imbalance, waited = (
+            statistics.fmean(line[key] for line in steps)
+            for key in ("padding", "imbalance", "data_share"))
+        log.say(f"phase {number}: {padding:.1%} of a batch is padding, the busiest rank has "
+                f"{imbalance:.3f} of the mean tokens; {waited:.2%} of the time is waiting for data")
     if not args.corpus and not args.data:
         tokenizer = data.load_tokenizer(plan.shards / "tokenizer.model")
         cpu = bert.load_huggingface(plan.out / "model")

@@ -59,7 +59,7 @@ def documents():
 def shards(documents, tmp_path_factory):
     """A folder of prepared shards: 4 of them and the held-out one, vocabulary of 320 pieces."""
     folder = tmp_path_factory.mktemp("prepared") / "shards"
-    data.prepare(lambda: iter(documents), folder, vocab_size=320, shards=4)
+    data.prepare(data.Corpus(documents=documents), folder, vocab_size=320, shards=4)
     return folder
 
 

@@ -12,6 +12,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 import data
 from tests.conftest import make_documents
@@ -27,26 +28,54 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def read(paths, split="auto"):
+    """The documents of files, each a list of sentences; pieces of a long one put together."""
+    documents = []
+    for piece in data.Corpus(paths, split).pieces(tqdm(disable=True)):
+        for k, sentences in enumerate(data.sentences_in(piece)[0]):
+            if piece.continued and k == 0:
+                documents[-1] += sentences
+            else:
+                documents.append(sentences)
+    return documents
+
+
 # Reading
 
-SENTENCES = [
-    ("One. Two! Three? Four.", 4),
-    ("Dr. Smith met Mr. J. R. Jones at 3.5 p.m. on Monday.", 1),
-    ("Use a list, e.g. Python's own. It grows.", 2),
-    ('He said "Stop." Then he left.', 2),
-    ("See Fig. 3 and the others, etc. and so on.", 1),
-    ("The value is 3.14 or 2.71. Both are close.", 2),
-    ("Version 2.0 is out (really!). It works...", 2),
-    ("so did I. Then we went.", 2),
-    ("no end", 1),
-    ("", 0),
-]
+SENTENCES = """
+One.| Two!| Three?| Four.
+Dr. Smith met Mr. J. R. Jones at 3.5 p.m. on Monday.
+He met Mr. and Mrs. Smith.| They talked.
+Use a list, e.g. Python's own.| It grows, i.e. CPython allocates more.
+Use one (e.g. Python).| It works.
+He said "Stop."| Then he left.
+“Why not?”| She had no answer.
+(He was late.)| [It rained.]| So we went in.
+See Fig. 3 and No. 5, pp. 7 and Vol. 2.| The answer is no.| Then he left.
+We used lists, tuples, etc. and so on.| We used lists, etc.| The rest is easy.
+Smith et al. Nature 2010 found it.| Others did not.
+The value is 3.14 or 2.71.| Both are close to 3.| 4 is far.
+It costs $3.50.| Buy it at 5 p.m. Monday.| It opens at 9 a.m.| The doors are shut.
+Version 2.0 is out (really!).| It works...
+so did I.| Then we went.
+The U.S. Army left.| He lives in the U.S.| He works in Washington, D.C.| It is hot.
+George W. Bush and W. E. B. Du Bois spoke.| They left.
+Vitamin C.| It is good for you.
+Apple Inc. Chairman Jobs spoke.| He left Apple Inc.| The firm grew.
+In Jan. 2001 it came.| It ended in May.| June was late.
+Ph.D. students work.| St. Paul and Gen. Lee did.
+Был дождь.| Потом он ушёл.
+no end
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("text,count", SENTENCES)
-def test_sentences(text, count):
-    sentences = data.split_sentences(text)
-    assert len(sentences) == count and " ".join(sentences) == text
+@pytest.mark.parametrize("text", SENTENCES)
+def test_sentences(text):
+    assert data.split_sentences(text.replace("|", "")) == text.split("| ")
+
+
+def test_nothing_has_no_sentence():
+    assert data.split_sentences("  ") == []
 
 
 def test_text_json_lines_and_their_archives_give_the_same_shards(documents, tmp_path, program):
@@ -82,8 +111,10 @@ def test_text_json_lines_and_their_archives_give_the_same_shards(documents, tmp_
             assert run.returncode == 0, run.stderr
             assert "400 documents" in run.stdout
         else:
-            data.prepare(data.corpus_reader([tmp_path / name]), tmp_path / f"out-{name}", 320, 4)
+            data.prepare(data.Corpus([tmp_path / name]), tmp_path / f"out-{name}", 320, 4)
         folders.append(files_of(tmp_path / f"out-{name}"))
+    digests = [json.loads(folder.pop("manifest.json"))["corpus"]["sha256"] for folder in folders]
+    assert len(set(digests)) == 3  # of the text, however it is compressed
     assert all(folder == folders[0] for folder in folders[1:])
 
 
@@ -95,12 +126,12 @@ def test_wrapped_prose_and_paragraphs_are_split_at_sentence_ends(documents, tmp_
         paragraphs.append(" ".join(document))
     for name, blocks in (("wrapped.txt", wrapped), ("paragraphs.txt", paragraphs)):
         (tmp_path / name).write_text("\n\n\n".join(blocks))
-        assert list(data.read_documents([tmp_path / name])) == documents
+        assert read([tmp_path / name]) == documents
 
 
 def test_lines_are_kept_when_asked(tmp_path):
     (tmp_path / "a.txt").write_text("One. Two.\nThree. Four.\n\nFive. Six.\n")
-    assert list(data.read_documents([tmp_path / "a.txt"], "lines")) == [
+    assert read([tmp_path / "a.txt"], "lines") == [
         ["One. Two.", "Three. Four."],
         ["Five. Six."],
     ]
@@ -131,7 +162,7 @@ BAD = {
     "no.txt.bz2": (b"plain text", "no.txt.bz2"),
     "bad.jsonl": (b'{"text": "One."}\n{"title": "x"}\n', "bad.jsonl.*`text`"),
     "nul.txt": (b"One.\nTw\0o.\n", "nul.txt, line 2: a NUL byte"),
-    "null.jsonl": (b'{"text": "One."}\n{"text": null}\n', "null.jsonl, line 2: not a JSON object"),
+    "five.jsonl": (b'{"text": "One."}\n{"text": 5}\n', "five.jsonl, line 2: not a JSON object"),
     "few.txt": (b"One.\n\nTwo.\n", "too few"),
     "missing.txt": (None, "missing.txt: No such file"),
 }
@@ -143,7 +174,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(data.DataError, match=message) as caught:
-        data.prepare(data.corpus_reader([str(tmp_path / name)]), tmp_path / "out", 320, 4)
+        data.prepare(data.Corpus([tmp_path / name]), tmp_path / "out", 320, 4)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ([name] if content is not None else [])
 
@@ -160,7 +191,7 @@ def test_program_ends_with_one_line_and_status_1(tmp_path, program):
 
 def test_a_vocabulary_too_large_is_refused(documents, tmp_path):
     with pytest.raises(data.DataError, match="vocabulary of 30000 pieces"):
-        data.prepare(lambda: iter(documents), tmp_path / "out", 30000, 4)
+        data.prepare(data.Corpus(documents=documents), tmp_path / "out", 30000, 4)
     assert not list(tmp_path.iterdir())
 
 
@@ -168,16 +199,16 @@ def test_a_folder_of_another_corpus_is_refused_and_kept(documents, shards, tmp_p
     folder = tmp_path / "shards"
     shutil.copytree(shards, folder)
     before = files_of(folder)
-    data.prepare(lambda: iter(documents), folder, 320, 4)  # the same: nothing to do
+    data.prepare(data.Corpus(documents=documents), folder, 320, 4)  # the same: nothing to do
     with pytest.raises(data.DataError, match="another corpus.*400 documents"):
-        data.prepare(lambda: iter(documents[1:]), folder, 320, 4)
+        data.prepare(data.Corpus(documents=documents[1:]), folder, 320, 4)
     with pytest.raises(data.DataError, match="other settings"):
-        data.prepare(lambda: iter(documents), folder, 320, 2)
+        data.prepare(data.Corpus(documents=documents), folder, 320, 2)
     assert files_of(folder) == before
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     with pytest.raises(data.DataError, match="not empty"):
-        data.prepare(lambda: iter(documents), tmp_path / "full", 320, 4)
+        data.prepare(data.Corpus(documents=documents), tmp_path / "full", 320, 4)
 
 
 def test_no_text_can_spell_a_special_symbol(shards):
@@ -212,12 +243,12 @@ def test_shards_hold_every_document_once_and_1_percent_is_apart(documents, shard
 
 
 def test_large_buffers_are_flushed_in_pieces(tmp_path, monkeypatch):
-    documents = [[[d, s, 7] for s in range(1 + d % 5)] for d in range(5, 300)]
+    documents = [([d, 7, 8] * (1 + d % 5), [3] * (1 + d % 5)) for d in range(5, 300)]
     for size in (10, 1 << 20):
         monkeypatch.setattr(data.ShardWriter, "BUFFER", size)
         writer = data.ShardWriter(tmp_path, f"s{size}", np.uint32)
         for document in documents:
-            writer.write(document)
+            writer.write(*document)
         writer.close()
     for array in data.ARRAYS:
         assert (tmp_path / f"s10.{array}.npy").read_bytes() == (
@@ -253,7 +284,7 @@ def test_a_damaged_shard_is_named(shards, tmp_path, how, message):
 def test_a_damaged_manifest_or_another_version_is_refused(shards, tmp_path):
     shutil.copytree(shards, tmp_path / "copy")
     manifest = tmp_path / "copy" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 99'))
     with pytest.raises(data.DataError, match="format 99"):
         data.load_manifest(tmp_path / "copy")
     manifest.write_text("{")
@@ -360,12 +391,17 @@ def test_an_example_is_a_function_of_seed_phase_and_number(shards):
 def test_an_epoch_goes_through_every_window_of_its_shard_and_then_differently(shards):
     dataset = data.PretrainingData(shards, 32)
     for s in range(4):
-        count = int(dataset.shard(s).windows[-1])
-        first = [dataset.window(s + 4 * k)[1] for k in range(count)]
-        second = [dataset.window(s + 4 * k)[1] for k in range(count, 2 * count)]
-        assert sorted(first) == sorted(second) == list(range(count)) and first != second
-        for i in (s, s + 4 * 17):
-            assert dataset.window(i)[0] is dataset.shard(i % 4)
+        shard = dataset.shard(s)
+        count = int(shard.windows[-1])
+        first, second = dataset.order(s, 0), dataset.order(s, 1)
+        assert sorted(first) == sorted(second) == list(range(count))
+        assert first.tolist() != second.tolist()
+        rows = dataset.layout(s + 4 * np.arange(2 * count))  # two epochs, in one call
+        assert (rows[:, 0] == s).all()
+        homes = np.searchsorted(shard.documents, rows[:, 1], "right") - 1
+        uses = np.diff(shard.windows)  # of each document in an epoch
+        assert (np.bincount(homes[:count], minlength=len(uses)) == uses).all()
+        assert (np.bincount(homes[count:], minlength=len(uses)) == uses).all()
 
 
 def test_windows_reach_nearly_every_token(shards):
@@ -381,33 +417,128 @@ def test_windows_reach_nearly_every_token(shards):
     assert seen.mean() > 0.9
 
 
-def test_batches_are_equal_for_any_number_of_ranks_and_workers(shards):
-    dataset = data.PretrainingData(shards, 32, 1, seed=5)
-
-    def step_sets(size, micro):
-        rows = []
-        for rank in range(size):
-            rows.append([])
-            for numbers in data.micro_batches(range(2, 5), 16, micro, rank, size):
-                rows[-1].append(list(numbers))
+def test_steps_hold_the_same_examples_on_any_number_of_ranks(shards):
+    def step_sets(size, micro, lengths=None):
+        rows = [list(data.micro_batches(range(2, 5), 16, micro, rank, size, lengths))
+                for rank in range(size)]  # fmt: skip
         per_step = 16 // size // micro
         return [
-            sorted(
-                i for row in rows for group in row[s * per_step : (s + 1) * per_step] for i in group
-            )
+            sorted(i for row in rows for part in row[s * per_step :][:per_step] for i in part)
             for s in range(3)
         ]
 
+    lengths = data.PretrainingData(shards, 32).lengths
     for size, micro in ((1, 16), (1, 4), (2, 4), (4, 1), (4, 4)):
-        assert step_sets(size, micro) == [list(range(16 * s, 16 * s + 16)) for s in (2, 3, 4)]
+        for of in (None, lengths):
+            assert step_sets(size, micro, of) == [
+                list(range(16 * s, 16 * s + 16)) for s in (2, 3, 4)
+            ]
+    assert list(data.micro_batches(range(1), 8, 2, 1, 2)) == [[1, 3], [5, 7]]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+OPTIONS = [
+    {},
+    {"whole_words": True, "pairs": "sop"},
+    {"pairs": "none", "mask_fraction": 0.3, "held_out": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_random_access(shards, options):
+    """An example alone, in any batch, after any other: the same; its length without making it."""
+    dataset = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    rng = np.random.default_rng(0)
+    numbers = rng.permutation(2000) * rng.integers(1, 5000)  # epochs far from the first too
+    alone = {i: dataset[i] for i in numbers.tolist()}
+    assert dataset.lengths(numbers).tolist() == [len(alone[i].tokens) for i in numbers.tolist()]
+    fresh = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    numbers = np.sort(numbers)
+    for part in np.array_split(numbers, 37):
+        for i, example in zip(part.tolist(), fresh.__getitems__(part.tolist()), strict=True):
+            assert same(example, alone[i])
+
+
+def test_workers_give_the_same_batches(shards):
+    dataset = data.PretrainingData(shards, 32, 1, seed=5)
     batches = {
         workers: list(data.loader(dataset, data.micro_batches(range(6), 16, 8, 1, 2), workers))
-        for workers in (0, 1, 4)
+        for workers in (0, 1, 2)
     }
     assert len(batches[0]) == 6
+    expected = data.collate([dataset[i] for i in range(33, 48, 2)])  # of step 2
+    assert all(torch.equal(a, b) for a, b in zip(batches[0][2], expected))
     for workers in batches:
         for ours, theirs in zip(batches[0], batches[workers], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def test_balance_evens_ranks_and_saves_padding(shards):
+    dataset = data.PretrainingData(shards, 512)
+
+    def work(lengths, size=4, micro=4, steps=range(3)):
+        """The share of padding, and the largest ratio of a rank's tokens in a step to the mean."""
+        tokens, slots = np.zeros((len(steps), size)), 0
+        for rank in range(size):
+            parts = list(data.micro_batches(steps, 256, micro, rank, size, lengths))
+            for k, part in enumerate(parts):
+                batch = data.collate(dataset.__getitems__(part))
+                tokens[k * len(steps) // len(parts), rank] += int(batch.mask.sum())
+                slots += batch.mask.numel()
+        return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).max()
+
+    padding, _ = work(None)
+    balanced, imbalance = work(dataset.lengths)
+    assert balanced < padding / 3 and imbalance < 1.03
+
+
+def test_sentence_order_and_no_pairs(shards):
+    sop, swapped = data.PretrainingData(shards, 48, pairs="sop"), 0
+    single = data.PretrainingData(shards, 48, pairs="none")
+    for i in range(500):
+        a, b = unmasked(sop[i])
+        shard, label = sop.shard(i % 4), sop[i].random_b
+        swapped += label
+        assert len(a) and len(b)
+        assert locate(shard, np.concatenate([b, a] if label else [a, b]))
+        example = single[i]
+        assert example.random_b == data.IGNORED and example.b_start == len(example.tokens) <= 48
+        text = example.tokens.copy()
+        text[example.positions] = example.labels
+        assert text[0] == data.CLS and text[-1] == data.SEP and locate(shard, text[1:-1])
+    assert abs(swapped - 250) < 4 * math.sqrt(125)
+    batch = data.collate([single[i] for i in range(4)])
+    assert not batch.segments.any() and (batch.random_b == data.IGNORED).all()
+
+
+def test_whole_words_are_masked_whole_and_as_many_tokens(shards):
+    dataset = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2)
+    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    chosen = total = several = 0
+    for i in range(1500):
+        example = dataset[i]
+        tokens = example.tokens.copy()
+        tokens[example.positions] = example.labels
+        picked = np.isin(np.arange(len(tokens)), example.positions)
+        words, inside = [], False
+        for t, token in enumerate(tokens[1:-1].tolist(), 1):
+            begins = tokenizer.id_to_piece(token).startswith("▁")
+            if t == example.b_start - 1:
+                inside = False
+            elif begins or not inside:
+                words.append([t])
+                inside = True
+            else:
+                words[-1].append(t)
+        for word in words:
+            assert len({bool(picked[t]) for t in word}) == 1
+            several += len(word) > 1 and picked[word[0]]
+        chosen, total = chosen + picked.sum(), total + len(tokens) - 3
+    assert several > 500
+    assert abs(chosen / total - 0.2) < 0.01
 
 
 def test_collate_says_where_everything_is(shards):
@@ -437,7 +568,7 @@ def test_collate_says_where_everything_is(shards):
 def test_documents_of_one_sentence_or_one_long_line_make_true_pairs(tmp_path):
     documents = [[document[0]] for document in make_documents(300)]
     documents[0] = [" ".join(sentence for document in make_documents(100) for sentence in document)]
-    data.prepare(lambda: iter(documents), tmp_path / "out", 300, 1)
+    data.prepare(data.Corpus(documents=documents), tmp_path / "out", 300, 1)
     dataset = data.PretrainingData(tmp_path / "out", 64)
     starts = set()
     for i in range(int(dataset.shard(0).windows[-1])):
@@ -460,16 +591,115 @@ def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path):
             content[at] ^= 0x55
             (tmp_path / f"a.txt{suffix}").write_bytes(content)
             with contextlib.suppress(data.DataError):  # nothing else may come out
-                list(data.read_documents([tmp_path / f"a.txt{suffix}"]))
+                read([tmp_path / f"a.txt{suffix}"])
 
 
 def test_lone_surrogates_in_json_become_question_marks(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "One \\ud800 two."}\n')
-    assert list(data.read_documents([tmp_path / "a.jsonl"])) == [["One ? two."]]
+    assert read([tmp_path / "a.jsonl"]) == [["One ? two."]]
 
 
 def test_what_a_killed_preparation_left_is_removed(documents, tmp_path):
     rest = tmp_path / f"out.partial-{socket.gethostname()}-99999999"
     rest.mkdir()
-    data.prepare(lambda: iter(documents), tmp_path / "out", 320, 4)
+    data.prepare(data.Corpus(documents=documents), tmp_path / "out", 320, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Files that hurt
+
+
+FORMS = {
+    "text": lambda documents: as_lines(documents),
+    "json": lambda documents: "".join(json.dumps({"text": "\n".join(d)}) + "\n" for d in documents),
+    "wiki": lambda documents: "".join(
+        f'<doc id="{i}" url="u" title="A &amp; B">\nA & B\n\n' + "\n\n".join(d) + "\n\n</doc>\n"
+        for i, d in enumerate(documents)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [100, 1000, 7777])
+def test_pieces_of_any_size_hold_the_same_documents(documents, tmp_path, monkeypatch, form, size):
+    text = FORMS[form]([[s.replace("a", "ä€") for s in d] for d in documents])
+    (tmp_path / "a").write_text(text)
+    whole = read([tmp_path / "a"], "lines")
+    assert len(whole) == 400
+    monkeypatch.setattr(data, "PIECE", size)
+    assert read([tmp_path / "a"], "lines") == whole
+
+
+def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 1 << 16)
+    words = "The quick brown fox. " * 30000  # 630 kB
+    (tmp_path / "a.txt").write_text("One two.\n\n" + words + "\n\nThree four.\n")
+    first, long, last = read([tmp_path / "a.txt"], "lines")
+    assert first == ["One two."] and last == ["Three four."]
+    assert " ".join(long) == words.strip() and max(map(len, long)) <= data.LONGEST_SENTENCE
+    (tmp_path / "a.txt").write_text("é" * 300000)  # without a single space
+    assert "".join(read([tmp_path / "a.txt"], "lines")[0]) == "é" * 300000
+
+
+def test_many_empty_documents_and_texts_that_spell_mask(documents, tmp_path):
+    text = "\n \n\t\n" * 100000 + as_lines([d + ["A [MASK] is [SEP]."] for d in documents])
+    (tmp_path / "a.txt").write_text(text)
+    manifest = data.prepare(data.Corpus([tmp_path / "a.txt"]), tmp_path / "out", 320, 2)
+    assert manifest["corpus"]["documents"] == 400
+    records = '{"text": ""}\n{"text": null}\n{"text": "x"}\n' * 50 + FORMS["json"](documents)
+    (tmp_path / "a.jsonl").write_text(records)
+    manifest = data.prepare(data.Corpus([tmp_path / "a.jsonl"]), tmp_path / "json", 320, 2)
+    assert manifest["skipped"]["JSON records without text"] == 100
+    assert "100 JSON records without text" in data.describe(manifest)
+
+
+def test_a_wikiextractor_tree(documents, tmp_path, program):
+    for k, name in enumerate(["AA/wiki_00", "AA/wiki_01.gz", "BB/wiki_00"]):
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = FORMS["wiki"](documents[k::3]).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / "text" / ".hidden").write_bytes(b"\xff")
+    expected = documents[0::3] + documents[1::3] + documents[2::3]
+    assert read([tmp_path / "text"]) == read([tmp_path / "text" / "*" / "wiki*"]) == expected
+    with pytest.raises(data.DataError, match="nothing.*: no file"):
+        data.Corpus([tmp_path / "nothing*"])
+    out = tmp_path / "out"
+    run = program("data.py", tmp_path / "text", "--out", out, "--vocab-size", 320, "--workers", 3)
+    assert run.returncode == 0, run.stderr
+    assert "400 documents" in run.stdout and "1,200 lines of wikiextractor's" not in run.stdout
+    assert "800 lines of wikiextractor's tags and titles" in run.stdout
+    shown = program("data.py", "--show", out)
+    assert shown.returncode == 0 and shown.stdout in run.stdout
+    assert "[MASK](" in shown.stdout and shown.stdout.count("[CLS]") == 3
+    again = program("data.py", tmp_path / "text" / "AA", "--out", tmp_path / "cut", "--shards", 2,
+                    "--tokenizer", out / "tokenizer.model", "--held-out", 0.5)  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert "133 documents held out" in again.stdout
+    for option, message in (
+        (("--tokenizer", tmp_path / "text" / ".hidden"), "is not a SentencePiece model"),
+        (("--tokenizer", out / "tokenizer.model", "--vocab-size", 300), "has 320 pieces, not 300"),
+        (("--held-out", 0.7), "up to 0.5"),
+    ):
+        run = program("data.py", tmp_path / "text", "--out", tmp_path / "no", *option)
+        assert run.returncode == 1 and message in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_a_nodes_share_holds_what_its_ranks_read(shards, tmp_path):
+    shutil.copytree(shards, tmp_path / "wiki")
+    written = data.split_folder(tmp_path / "wiki", nodes=2, ranks_per_node=2)
+    assert [(path.name, count) for path, count in written] == [
+        ("wiki-node-0", 2),
+        ("wiki-node-1", 2),
+    ]
+    everything = data.PretrainingData(tmp_path / "wiki", 32)
+    for node, (path, _) in enumerate(written):
+        share = data.PretrainingData(path, 32)
+        for rank in (2 * node, 2 * node + 1):
+            data.verify(path, rank, 4)
+            for i in range(rank, 100, 4):
+                assert same(share[i], everything[i])
+        with pytest.raises(data.DataError, match="train-0000.*is missing; rank"):
+            data.verify(path, (2 * node + 2) % 4, 4)
+    with pytest.raises(data.DataError, match="wiki-node-0 exists"):
+        data.split_folder(tmp_path / "wiki", 2)

@@ -122,6 +122,68 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
 # Killed and started again
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_balance_changes_the_padding_and_not_the_losses(shards, tmp_path, one_rank, size):
+    argv = *equal_training(2), "--micro-batch", 4, "--balance"
+    run(shards, tmp_path / "out", tmp_path, *argv, size=size)
+    run(shards, tmp_path / "plain", tmp_path, *argv[:-1], "--max-steps", 5, size=size)
+    lines, plain = metrics(tmp_path / "out"), metrics(tmp_path / "plain")
+    balanced, padding = (sum(line["padding"] for line in some[:5]) for some in (lines, plain))
+    assert balanced < 0.8 * padding
+    assert [line["loss"] for line in lines] == pytest.approx(one_rank[2], rel=1e-5)
+    for line, other in zip(lines, plain):
+        assert line["padding"] <= other["padding"]
+        assert 1 <= line["imbalance"] < 1.03 and (
+            size == 1 or line["imbalance"] < other["imbalance"]
+        )
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert re.search(
+        r"phase 2: \d\.\d% of a batch is padding, the busiest rank has 1\.0\d\d of", log
+    )
+
+
+def take_share(world, folder, nodes):
+    """Makes this rank a node that holds only its share of the shards."""
+    parse = train.parse_arguments
+
+    def with_share(argv):
+        args = parse(argv)
+        args.data = f"{folder}-node-{world.rank % nodes}"
+        return args
+
+    train.parse_arguments = with_share
+
+
+def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_rank):
+    shutil.copytree(shards, tmp_path / "wiki")
+    train.data.split_folder(tmp_path / "wiki", nodes=2)
+    share = take_share, tmp_path / "wiki", 2
+    argv = *equal_training(1), "--micro-batch", 4
+    run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=share)
+    losses = [line["loss"] for line in metrics(tmp_path / "out")]
+    assert losses == pytest.approx(one_rank[1], rel=1e-5)
+    outcomes = run(shards, tmp_path / "no", tmp_path, *argv, "--balance", size=2, sabotage=share,
+                   check=False)  # fmt: skip
+    (tmp_path / "wiki-node-1" / "train-00003.tokens.npy").unlink()
+    outcomes += run(shards, tmp_path / "no", tmp_path, *argv, size=2, sabotage=share, check=False)
+    assert all(isinstance(outcome, train.Refused) for outcome in outcomes)
+    assert re.search("wiki-node-0.train-00001.tokens.npy is missing", str(outcomes[1]))
+    assert re.search("wiki-node-1.train-00003.tokens.npy is missing; rank 1", str(outcomes[2]))
+
+
+def test_other_masks_and_pairs(shards, tmp_path):
+    shorter = "--phase1-steps", 3, "--phase2-steps", 0
+    for name, *argv in (("none", "--pairs", "none", "--whole-words"),
+                        ("sop", "--pairs", "sop", "--mask-fraction", 0.4)):  # fmt: skip
+        run(shards, tmp_path / name, tmp_path, *SHORT, *shorter, *argv)
+    evals = {name: metrics(tmp_path / name, "eval")[-1] for name in ("none", "sop")}
+    assert evals["none"]["nsp_accuracy"] is None and evals["none"]["nsp_loss"] == 0
+    assert evals["sop"]["nsp_loss"] > 0.5 and 0 < evals["sop"]["nsp_error"] < 0.1
+    assert "NSP accuracy none" in (tmp_path / "none" / "log.txt").read_text()
+    with pytest.raises(train.Refused, match=r"mask_fraction 0.15 \(was 0.4\), pairs nsp \(was sop"):
+        run(shards, tmp_path / "sop", tmp_path, *SHORT, *shorter)
+
+
 def kill_after_update(world, rank, step):
     """kill -9 in the middle of a step: the weights are new, nothing of it is written."""
     copy, calls = optim.copy_to_model, []
@@ -528,7 +590,9 @@ def test_another_run_in_the_same_folder_is_refused(shards, tmp_path, change):
 
 def test_shards_of_another_vocabulary_are_refused(documents, shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-steps", 1)
-    train.data.prepare(lambda: iter(documents), tmp_path / "other", vocab_size=300, shards=4)
+    train.data.prepare(
+        train.data.Corpus(documents=documents), tmp_path / "other", vocab_size=300, shards=4
+    )
     (outcome,) = run(tmp_path / "other", tmp_path / "out", tmp_path, *SHORT, check=False)
     assert isinstance(outcome, train.Refused)
     assert "model.vocab_size" in str(outcome) or "tokenizer" in str(outcome)
