@@ -319,15 +319,16 @@ class OneBitLAMB(Exchanging, LAMB):
     momentum:
 
         m = average(b1 m + (1 - b1) g_i)        g = (m - b1 M) / (1 - b1)
-        V = b2 V + (1 - b2) g^2                 p = m / (sqrt(v) + eps)        u = p + decay w
-        f = ||sqrt(v) + eps|| / ||sqrt(V) + eps||
+        V = b2 V + (1 - b2) g^2                 p = m / (sqrt(v) + eps) within [-1, 1]
+        u = p + decay w                         f = max((sqrt(v) + eps) / (sqrt(V) + eps))
         f = r f + (1 - r)  with  r = min(1, ||p|| / ||u||)                     where there is decay
         f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
         w = w - lr C f u
 
-    Published is f = max((sqrt(v) + eps) / (sqrt(V) + eps)), which a single number decides, such as
-    one of a token that has not come up since the freeze; norms did a little better on the demo (see
-    the README). The second stage overwrites gradients.
+    Published without the bounds of p. A live variance keeps |p| near 1 (a constant gradient gives
+    exactly that), a frozen one does not: the row of a token that is seen for the first time after
+    the freeze would move a hundredfold. Batches of 64K have seen every token by then, the demo's
+    have not (see the README). The second stage overwrites gradients.
     """
     bias_correction = False
     RATIOS = 0.01, 10.0
@@ -369,7 +370,10 @@ class OneBitLAMB(Exchanging, LAMB):
         torch._foreach_copy_(m, [p.grad for p in params])
         d = denominator(v, group["eps"])
         u = torch._foreach_div(m, d)
-        factors = [a / b for a, b in zip(*norms(d, denominator(fresh, group["eps"])))]
+        torch._foreach_clamp_min_(u, -1.0)
+        torch._foreach_clamp_max_(u, 1.0)
+        torch._foreach_div_(d, denominator(fresh, group["eps"]))
+        factors = torch.stack(torch._foreach_max(d)).tolist()
         if decay:
             before, = norms(u)
             torch._foreach_add_(u, params, alpha=decay)

@@ -233,6 +233,8 @@ class NumpyOneBitLAMB(NumpyRanks):
         new = []
         for i, (d, decay) in enumerate(zip((np.sqrt(v) + self.eps for v in self.v), self.decays)):
             p = m[i] / d
+            if self.frozen:
+                p = np.clip(p, -1, 1)
             u = p + decay * w[i]
             if not self.frozen:
                 ratio = 1.0
@@ -243,7 +245,7 @@ class NumpyOneBitLAMB(NumpyRanks):
                 continue
             g = (m[i] - b1 * old[i]) / (1 - b1)
             self.fresh[i] = b2 * self.fresh[i] + (1 - b2) * g**2
-            f = norm(d) / norm(np.sqrt(self.fresh[i]) + self.eps)
+            f = (d / (np.sqrt(self.fresh[i]) + self.eps)).max()
             if decay:
                 r = min(1.0, norm(p) / norm(u)) if norm(u) > 0 else 1.0
                 f = r * f + 1 - r
