@@ -248,19 +248,17 @@ def sentences_in(piece):
     documents, skipped = documents_in(piece)
     if piece.prose:
         documents = [split_sentences(" ".join(lines)) for lines in documents]
-    if len(piece.data) > LONGEST_SENTENCE:
-        documents = [[part for sentence in document for part in shortened(sentence)]
-                     for document in documents]
-    return documents, skipped
+    return [shortened(document) for document in documents], skipped
 
 
-def shortened(sentence):
-    """Returns a sentence in parts of at most LONGEST_SENTENCE characters, cut at white space if
-    there is any: SentencePiece takes memory in proportion to the longest."""
-    if len(sentence) <= LONGEST_SENTENCE:
-        return [sentence]
+def shortened(sentences):
+    """Returns sentences with those of more than LONGEST_SENTENCE characters in parts, cut at white
+    space if there is any: SentencePiece takes memory in proportion to the longest."""
+    if max(map(len, sentences), default=0) <= LONGEST_SENTENCE:
+        return sentences
     most = f".{{1,{LONGEST_SENTENCE}}}"
-    return [part.strip() for part in re.findall(rf"{most}(?!\S)|{most}", sentence, re.DOTALL)]
+    return [part.strip() for sentence in sentences
+            for part in re.findall(rf"{most}(?!\S)|{most}", sentence, re.DOTALL)]
 
 
 def is_prose(path, data, kind):
@@ -290,20 +288,23 @@ def is_prose(path, data, kind):
 # A full stop, its closing quotes, white space, and something that can open a sentence.
 SENTENCE_END = re.compile(
     r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
-NEVER_LAST = frozenset(        # a name or an example follows
+NEVER_LAST = (         # a name or an example follows
     "mr mrs ms dr prof st gen col lt sgt capt rev hon sen rep gov pres messrs e.g i.e cf vs viz ca "
-    "approx incl resp".split())
-BEFORE_NUMBERS = frozenset(
+    "approx incl resp")
+BEFORE_NUMBERS = (     # a sentence ends behind these unless a number follows
     "no nos vol vols fig figs eq eqs sec sect ch chap ed p pp art ser jan feb mar apr jun jul aug "
-    "sep sept oct nov dec".split())
-SOMETIMES_LAST = frozenset(    # a sentence ends behind these if the next word is one of STARTERS
-    "etc al inc ltd co corp bros jr sr dept est mt ft ph.d m.d b.a m.a a.m p.m".split())
+    "sep sept oct nov dec")
+SOMETIMES_LAST = (     # a sentence ends behind these, and initials, if one of STARTERS follows
+    "etc al inc ltd co corp bros jr sr dept est mt ft ph.d m.d b.a m.a a.m p.m")
+ABBREVIATIONS = {word: words for words in (NEVER_LAST, BEFORE_NUMBERS, SOMETIMES_LAST)
+                 for word in words.split()}
 STARTERS = frozenset(
     "the a an this that these those it its he she they we i you his her their our my your there "
     "here in on at by for from with when while where who what why how if as but and so yet or "
     "after before since because although though however then thus not no all some many most both "
     "each every one two his also only even".split())
 LETTERS = re.compile(r"(?:[A-Za-z]\.)*[A-Za-z]")                # an initial, or some: J, U.S, p.m
+NEXT_WORD = re.compile(r"\W*(\w+)")
 
 
 def split_sentences(text):
@@ -317,14 +318,14 @@ def split_sentences(text):
     for end in SENTENCE_END.finditer(text):
         stop = end.start()
         if text[stop] == ".":
-            word = text[max(start, stop - 16):stop].rpartition(" ")[2].lstrip("(\"'“‘[")
-            small = word.lower()
-            if small in NEVER_LAST:
+            word = text[max(start, stop - 9):stop].rpartition(" ")[2].lstrip("(\"'“‘[")
+            rule = ABBREVIATIONS.get(word.lower())
+            if rule is None and (len(word) == 1 or "." in word) and LETTERS.fullmatch(word):
+                rule = SOMETIMES_LAST if word != "I" else None
+            if rule is NEVER_LAST or rule is BEFORE_NUMBERS and text[end.end()].isdigit():
                 continue
-            if small in BEFORE_NUMBERS and text[end.end()].isdigit():
-                continue
-            if small in SOMETIMES_LAST or (word != "I" and LETTERS.fullmatch(word)):
-                following = re.match(r"\W*(\w+)", text[end.end():end.end() + 32])
+            if rule is SOMETIMES_LAST:
+                following = NEXT_WORD.match(text, end.end())
                 if following and following[1].lower() not in STARTERS:
                     continue
         sentences.append(text[start:end.end()].strip())
@@ -500,11 +501,12 @@ class ShardWriter:
         for path in self.paths.values():
             path.write_bytes(bytes(self.HEADER))
 
-    def write(self, tokens, lengths, continued=False):
-        """Adds a document, or goes on with the last one: its tokens and the lengths of its
-        sentences, none of them 0."""
-        if not continued:
-            self._add("documents", [self.counts["sentences"]])
+    def write(self, tokens, lengths, sentences):
+        """Adds documents: all their tokens, the length of each sentence, none of them 0, and the
+        number of sentences of each document. Sentences before those go on with the last document.
+        """
+        begins = self.counts["sentences"] + len(lengths) - np.sum(sentences, dtype=int)
+        self._add("documents", begins + np.cumsum(sentences) - sentences)
         self._add("sentences", self.counts["tokens"] + np.cumsum(lengths) - lengths)
         self._add("tokens", tokens)
         if self.pending > self.BUFFER:
@@ -649,6 +651,7 @@ class Encoded(NamedTuple):
     tokens: np.ndarray       # all its tokens
     lengths: np.ndarray      # (sentences,) int64
     sentences: np.ndarray    # (documents,) int64, sentences of each
+    sizes: np.ndarray        # (documents,) tokens of each
     continued: bool
     skipped: collections.Counter
 
@@ -665,7 +668,7 @@ def encode(tokenizer, token_type, piece):
     kept = lengths > 0
     skipped["sentences without a token"] += int((~kept).sum())
     return Encoded(tokens, lengths[kept], np.bincount(of_document[kept], minlength=len(documents)),
-                   piece.continued, skipped)
+                   np.bincount(of_document, lengths, len(documents)), piece.continued, skipped)
 
 
 def write_shards(corpus, folder, total, shards, held_out, workers):
@@ -678,37 +681,39 @@ def write_shards(corpus, folder, total, shards, held_out, workers):
     tokenizer = load_tokenizer(folder / "tokenizer.model")
     vocab_size = tokenizer.get_piece_size()
     token_type = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    held = ShardWriter(folder, HELD_OUT, token_type)
-    writers = [ShardWriter(folder, f"train-{s:05d}", token_type) for s in range(shards)]
-    turn, writer, d, skipped = itertools.cycle(writers), None, 0, collections.Counter()
+    writers = [ShardWriter(folder, name, token_type)
+               for name in [HELD_OUT] + [f"train-{s:05d}" for s in range(shards)]]
+    begun, trained, last, skipped = 0, 0, -1, collections.Counter()
     unigrams = np.zeros(vocab_size, np.int64)
     with progress(corpus, "encoding") as bar, \
             concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for piece in in_order(pool, functools.partial(encode, tokenizer, token_type),
                               corpus.pieces(bar), 2 * workers):
-            skipped += piece.skipped
-            unigrams += np.bincount(piece.tokens, minlength=vocab_size)
-            last_sentences = np.cumsum(piece.sentences)
-            ends = np.concatenate([[0], np.cumsum(piece.lengths)])
-            for k, (count, last) in enumerate(zip(piece.sentences, last_sentences)):
-                tokens = piece.tokens[ends[last - count]:ends[last]]
-                continued = piece.continued and k == 0
-                if not continued:
-                    is_held = d * held_out // total < (d + 1) * held_out // total
-                    d += 1
-                    skipped["documents of less than two tokens"] += len(tokens) < 2
-                    writer = None if len(tokens) < 2 else held if is_held else next(turn)
-                if writer:
-                    writer.write(tokens, piece.lengths[last - count:last], continued)
-                if writer in (None, held):
-                    unigrams -= np.bincount(tokens, minlength=vocab_size)
-            bar.set_postfix_str(f"{sum(w.counts['tokens'] for w in [held, *writers]):,} tokens")
-    counts = [writer.counts.copy() for writer in [held, *writers]]
+            # Which writer takes each document: 0 the held-out one, 1 and on the shards, -1 none
+            first, size = int(piece.continued), len(piece.sentences)
+            number = begun - first + np.arange(size)
+            is_held = number * held_out // total < (number + 1) * held_out // total
+            to = np.where(piece.sizes < 2, -1, np.where(is_held, 0, 1)).astype(np.int16)
+            to[:first] = last
+            turns = np.flatnonzero(to[first:] > 0) + first
+            to[turns] += ((trained + np.arange(len(turns))) % shards).astype(np.int16)
+            begun, trained, last = begun + size - first, trained + len(turns), [last, *to][-1]
+            of_sentence = np.repeat(to, piece.sentences)
+            of_token = np.repeat(of_sentence, piece.lengths)
+            parts = (by_number(piece.tokens, of_token), by_number(piece.lengths, of_sentence),
+                     by_number(piece.sentences[first:], to[first:]))
+            for w in {*parts[0]} - {-1}:
+                writers[w].write(*(part.get(w, np.array([], int)) for part in parts))
+            unigrams += np.bincount(piece.tokens[of_token > 0], minlength=vocab_size)
+            skipped.update(piece.skipped)
+            skipped["documents of less than two tokens"] += int((to < 0).sum())
+            bar.set_postfix_str(f"{sum(writer.counts['tokens'] for writer in writers):,} tokens")
+    counts = [writer.counts.copy() for writer in writers]
     if min(count["documents"] for count in counts) < 2:
         raise DataError(f"too few documents for {shards} shards, two in each; set --shards lower")
     np.save(folder / "unigrams.npy", unigrams)
     files, histogram = {"unigrams.npy": file_entry(folder / "unigrams.npy")}, np.zeros(64, int)
-    for writer in [held, *writers]:
+    for writer in writers:
         files |= writer.close()
         histogram += np.bincount(np.log2(writer.document_lengths()).astype(int), minlength=64)
     return {"sentences": sum(count["sentences"] for count in counts),
@@ -717,6 +722,13 @@ def write_shards(corpus, folder, total, shards, held_out, workers):
             "heldout_documents": counts[0]["documents"], "heldout_tokens": counts[0]["tokens"],
             "unknown_tokens": int(unigrams[UNK]), "skipped": dict(+skipped),
             "lengths": {str(2 ** k): int(n) for k, n in enumerate(histogram) if n}, "files": files}
+
+
+def by_number(values, numbers):
+    """Returns {number: the values that have it, in order}; both (n,)."""
+    order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(values[order], starts[1:])))
 
 
 def progress(corpus, label):
@@ -1017,7 +1029,12 @@ def mask_tokens(tokens, b_start, vocab_size, rng, fraction=MASK_FRACTION, begins
 
 
 def collate(examples):
-    """Returns the Batch of a list of examples, as long as the longest.
+    """Returns the Batch of a list of examples, as long as the longest."""
+    return Batch(*map(torch.from_numpy, arrays_of(examples)))
+
+
+def arrays_of(examples):
+    """Returns the arrays of a Batch of a list of examples.
 
     T is rounded up to a multiple of 8 and M to one of 64: a few shapes instead of hundreds, each of
     which would leave holes of its own in the heap (625 MB after 500 steps, 412 so) and its kernels.
@@ -1036,7 +1053,7 @@ def collate(examples):
     positions[:masked] = np.concatenate([b * longest + e.positions for b, e in enumerate(examples)])
     labels[:masked] = np.concatenate([example.labels for example in examples])
     random_b = np.array([example.random_b for example in examples])
-    return Batch(*map(torch.from_numpy, (tokens, segments, mask, positions, labels, random_b)))
+    return tokens, segments, mask, positions, labels, random_b
 
 
 def micro_batches(steps, global_batch, micro_batch, rank, size, lengths=None):
@@ -1063,24 +1080,27 @@ def micro_batches(steps, global_batch, micro_batch, rank, size, lengths=None):
 
 
 def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
-    """Returns a DataLoader that yields the Batch of each list of example numbers, in order.
+    """Yields the Batch of each list of example numbers, in order.
 
-    prefetch: batches that each worker makes ahead. Workers are started fresh (forkserver), since a
-    fork after threads have run can deadlock. A SIGTERM to the whole process group (torchrun and
+    prefetch: batches that each worker makes ahead. Workers send arrays through a pipe, since to
+    share a tensor's memory takes longer than to copy it. They are started fresh (forkserver), since
+    a fork after threads have run can deadlock. A SIGTERM to the whole process group (torchrun and
     batch systems send it) does not end them, so that the step can be finished; our end does.
     """
-    if not workers:
-        return torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate,
-                                           pin_memory=pin_memory)
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)       # the workers' server inherits it
-    multiprocessing.forkserver.ensure_running()
-    signal.signal(signal.SIGTERM, before)
-    return torch.utils.data.DataLoader(
-        dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers,
-        prefetch_factor=prefetch, pin_memory=pin_memory, multiprocessing_context=context,
-        worker_init_fn=functools.partial(end_with, os.getpid()))
+    options = {}
+    if workers:
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)   # the workers' server inherits it
+        multiprocessing.forkserver.ensure_running()
+        signal.signal(signal.SIGTERM, before)
+        options = {"num_workers": workers, "prefetch_factor": prefetch,
+                   "multiprocessing_context": context,
+                   "worker_init_fn": functools.partial(end_with, os.getpid())}
+    for arrays in torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=arrays_of,
+                                              **options):
+        batch = Batch(*map(torch.from_numpy, arrays))
+        yield Batch(*(tensor.pin_memory() for tensor in batch)) if pin_memory else batch
 
 
 def end_with(pid, worker):

@@ -243,7 +243,7 @@ def test_shards_hold_every_document_once_and_1_percent_is_apart(documents, shard
 
 
 def test_large_buffers_are_flushed_in_pieces(tmp_path, monkeypatch):
-    documents = [([d, 7, 8] * (1 + d % 5), [3] * (1 + d % 5)) for d in range(5, 300)]
+    documents = [([d, 7, 8] * (1 + d % 5), [3] * (1 + d % 5), [1 + d % 5]) for d in range(5, 300)]
     for size in (10, 1 << 20):
         monkeypatch.setattr(data.ShardWriter, "BUFFER", size)
         writer = data.ShardWriter(tmp_path, f"s{size}", np.uint32)

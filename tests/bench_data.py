@@ -1,0 +1,163 @@
+"""How fast text becomes shards and shards become batches, and what padding costs.
+
+    python tests/bench_data.py                         # 5 minutes on 2 cores
+    python tests/bench_data.py --megabytes 1000 4000   # also: does memory stay bounded?
+
+The corpus is this machine's documentation as paragraphs of prose, shuffled and repeated, eight to a
+document; it is written to --folder and removed in the end. Hugging Face's fast WordPiece tokenizer
+(package `tokenizers`, where it is installed) learns as many pieces from the same text and encodes
+its paragraphs from memory with as many threads; it neither reads nor splits nor writes.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import data  # noqa: E402
+
+
+def write_corpus(path, paragraphs, megabytes):
+    """Writes documents of eight paragraphs, drawn at random; returns the bytes."""
+    rng, size = random.Random(0), 0
+    with open(path, "w", encoding="utf-8") as file:
+        while size < megabytes * 1e6:
+            document = "\n".join(rng.sample(paragraphs, 8)) + "\n\n"
+            size += len(document.encode())
+            file.write(document)
+    return size
+
+
+def prepare(corpus, out, *options):
+    """Runs data.py; returns (seconds, the most memory that it took at a time, in MB)."""
+    shutil.rmtree(out, ignore_errors=True)
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "data.py", corpus, "--out", out, "--shards", "16", *options],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit("bench_data.py: data.py failed")
+    return time.perf_counter() - began, usage.ru_maxrss / 1024
+
+
+def word_piece(paragraphs, vocab_size, threads):
+    """Returns MB/s of Hugging Face's fast WordPiece tokenizer; None where it is not installed."""
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    try:
+        from tokenizers import BertWordPieceTokenizer
+    except ImportError:
+        return None
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    tokenizer.train_from_iterator(paragraphs, vocab_size=vocab_size, show_progress=False)
+    began, size = time.perf_counter(), 0
+    for start in range(0, len(paragraphs), 5000):
+        part = paragraphs[start : start + 5000]
+        size += sum(len(paragraph.encode()) for paragraph in part)
+        tokenizer.encode_batch(part)
+    return size / 1e6 / (time.perf_counter() - began)
+
+
+def load(shards, seq_len, micro_batch=32, seconds=5):
+    """Returns examples/s of one worker process whose batches nobody keeps waiting."""
+    dataset = data.PretrainingData(shards, seq_len)
+    numbers = data.micro_batches(range(10**6), micro_batch, micro_batch, 0, 1)
+    batches = iter(data.loader(dataset, numbers, workers=1))
+    for _ in range(200):
+        next(batches)
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() < began + seconds:
+        next(batches)
+        count += micro_batch
+    return count / (time.perf_counter() - began)
+
+
+def balance(shards, seq_len, size, micro_batch, global_batch, balanced, steps=20):
+    """Returns (share of padding, mean over steps of the most tokens of a rank over the mean)."""
+    dataset = data.PretrainingData(shards, seq_len)
+    lengths = dataset.lengths if balanced else None
+    tokens, slots = np.zeros((steps, size)), 0
+    for rank in range(size):
+        parts = list(
+            data.micro_batches(range(steps), global_batch, micro_batch, rank, size, lengths)
+        )
+        for k, part in enumerate(parts):
+            longest = dataset.lengths(part)
+            tokens[k * steps // len(parts), rank] += longest.sum()
+            slots += len(part) * -(-longest.max() // 8) * 8
+    return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).mean()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[200], help="of text")
+    parser.add_argument("--vocab-size", default="8192")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
+    parser.add_argument("--folder", help="where the corpora go; default: a temporary folder")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench-data-", dir=args.folder))
+    try:
+        measure(args, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(args, folder):
+    documents, _ = data.machine_documentation()
+    paragraphs = [" ".join(document) for document in documents]
+    threads = os.cpu_count()
+    small, out = folder / "small.txt", folder / "shards"
+    small.write_text("\n\n".join(paragraphs))
+    prepare(small, folder / "first", "--vocab-size", args.vocab_size)
+    model = folder / "first" / "tokenizer.model"
+    print(f"{threads} cores, vocabulary {args.vocab_size}; peak is of all memory of the process\n")
+    print(f"{'':<42}{'MB':>7}{'s':>8}{'MB/s':>8}{'peak, MB':>10}")
+    for megabytes in args.megabytes:
+        corpus = folder / "corpus.txt"
+        size = write_corpus(corpus, paragraphs, megabytes) / 1e6
+        for label, options in (
+            ("data.py, with its tokenizer", ("--vocab-size", args.vocab_size)),
+            ("data.py, --tokenizer FILE", ("--tokenizer", model)),
+        ):
+            runs = [prepare(corpus, out, *options) for _ in range(args.rounds)]
+            seconds = statistics.median(run[0] for run in runs)
+            peak = max(run[1] for run in runs)
+            print(f"{label:<42}{size:>7.0f}{seconds:>8.1f}{size / seconds:>8.1f}{peak:>10.0f}",
+                  flush=True)  # fmt: skip
+        corpus.unlink()
+    rates = [word_piece(paragraphs * 4, int(args.vocab_size), threads) for _ in range(args.rounds)]
+    if rates[0]:
+        rate = statistics.median(rates)
+        label = f"tokenizers' WordPiece, {threads} threads"
+        print(f"{label:<42}{'':>15}{rate:>8.1f}")
+        print(f"data.py --tokenizer over WordPiece: {size / seconds / rate:.1f}")
+    print("\none worker process, batches of 32")
+    for seq_len in 128, 512:
+        rate = statistics.median(load(out, seq_len) for _ in range(args.rounds))
+        print(f"length {seq_len}: {rate:,.0f} examples/s")
+    print("\nglobal batch 256, micro-batches of 8, the documentation (mean of 20 steps)")
+    print(f"{'length':>6}{'ranks':>7}{'':>3}{'padding':>9}{'--balance':>11}{'ratio':>7}"
+          f"{'imbalance':>11}{'--balance':>11}")  # fmt: skip
+    for seq_len in 128, 512:
+        for size in 2, 8:
+            (before, uneven), (after, even) = (
+                balance(folder / "first", seq_len, size, 8, 256, balanced) for balanced in (0, 1)
+            )
+            print(f"{seq_len:>6}{size:>7}{'':>3}{before:>9.1%}{after:>11.1%}{after / before:>7.2f}"
+                  f"{uneven:>11.3f}{even:>11.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
