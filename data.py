@@ -270,8 +270,8 @@ def is_prose(path, data, kind):
     """
     if kind == "wiki":
         return True
-    whole = data[:data.rfind(b"\n") + 1] or data             # no half a character, no half a record
-    documents = documents_in(Piece(path, 1, whole, kind, False, False))[0] if whole else []
+    end = data.rfind(b"\n") + 1 or (kind == "text" and data.rfind(b" ") + 1)
+    documents = documents_in(Piece(path, 1, data[:end], kind, False, False))[0] if end else []
     count = inner = broken = 0
     for document in documents:
         for line, following in zip(document, document[1:] + [""]):
@@ -421,8 +421,7 @@ def survey(corpus, workers):
 
     def hashed(pieces):
         for number, piece in enumerate(pieces):
-            digest.update(piece.data)
-            digest.update(b"" if piece.line > 1 else b"\0")            # a file begins
+            digest.update(b"\0" * (piece.line == 1) + piece.data)       # a file begins
             place = number if number < SAMPLE else draw.randrange(number + 1)
             if place < SAMPLE:
                 sample[place:place + 1] = [piece]
@@ -563,14 +562,15 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     """Writes a folder of shards; returns its manifest (dict). Nothing half-written stays behind.
 
     The corpus is read twice, to survey it and to encode it, in `workers` threads (default: one a
-    core). tokenizer: the path of a model to take; without one a model of `vocab_size` pieces, 8,192
-    if not given, is trained. held_out: the share of the documents, evenly spread over the corpus,
-    that go to a shard of their own; but at least 100 and at most half of them. A folder that holds
-    the same text prepared in the same way is left as it is.
+    core, up to 4, since what Python does in them takes turns). tokenizer: the path of a model to
+    take; without one a model of `vocab_size` pieces, 8,192 if not given, is trained. held_out: the
+    share of the documents, evenly spread over the corpus, that go to a shard of their own; but at
+    least 100 and at most half of them. A folder that holds the same text prepared in the same way
+    is left as it is.
     Raises DataError if the folder holds something else or the text cannot be used, OSError where it
     cannot be written.
     """
-    workers, folder = workers or os.cpu_count() or 1, Path(folder)
+    workers, folder = workers or min(4, os.cpu_count() or 1), Path(folder)
     if tokenizer is not None:
         given = load_tokenizer(tokenizer).get_piece_size()
         if vocab_size not in (None, given):
@@ -581,12 +581,12 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
                         "documents up to 0.5 are needed")
     if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
         raise DataError(f"{folder} is not empty and holds no shards; choose another folder")
-    identity, sample = survey(corpus, workers)
     settings = {"version": VERSION, "vocab_size": vocab_size, "shards": shards, "cased": cased,
                 "split": corpus.split, "held_out": held_out,
                 "tokenizer": sha256_of(tokenizer) if tokenizer is not None else None}
-    if (folder / "manifest.json").exists():
-        found = load_manifest(folder)
+    found = load_manifest(folder) if (folder / "manifest.json").exists() else None
+    identity, sample = survey(corpus, workers)
+    if found:
         if found["corpus"] == identity and all(found[key] == settings[key] for key in settings):
             return found
         raise DataError(f"{folder} holds another corpus or other settings ("
@@ -1155,6 +1155,13 @@ def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
     return "\n".join(lines)
 
 
+def positive(text):
+    """Returns the number that a flag's text spells; raises ValueError unless it is 1 or more."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Prepare text for BERT pre-training.")
     add = parser.add_argument
@@ -1170,12 +1177,13 @@ def main():
     add("--cased", action="store_true", help="keep upper case")
     add("--sentences", choices=["auto", "lines", "prose"], default="auto", help="what a line is: a "
         "sentence, a part of a paragraph; default: auto, seen from the first thousand lines")
-    add("--workers", type=int, metavar="N", help="threads that encode; default: one a core")
+    add("--workers", type=positive, metavar="N", help="threads that encode; default: one a core, "
+        "up to 4")
     add("--show", metavar="DIR", help="report on prepared shards, and show three examples")
     add("--split", metavar="DIR", help="write what each node needs of prepared shards, DIR-node-0 "
         "and so on")
-    add("--nodes", type=int, default=1, metavar="N", help="for --split")
-    add("--ranks-per-node", type=int, default=1, metavar="N", help="for --split: torchrun's "
+    add("--nodes", type=positive, default=1, metavar="N", help="for --split")
+    add("--ranks-per-node", type=positive, default=1, metavar="N", help="for --split: torchrun's "
         "--nproc_per_node")
     args = parser.parse_args()
     began = time.perf_counter()
