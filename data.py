@@ -169,7 +169,7 @@ def kind_of(data):
 
 def last_end(data, kind):
     """Returns (where the last whole document of these bytes ends, True), or 0 to read on. Of a
-    document of four pieces and more that does not end, (the end of a line or word, False)."""
+    document as long as a piece and longer, (the end of a line or word, False)."""
     if kind == "json":
         return data.rfind(b"\n") + 1, True
     if kind == "wiki":
@@ -178,7 +178,7 @@ def last_end(data, kind):
     else:
         end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
         end = end if end > 2 else 0
-    if end or len(data) < 4 * PIECE:
+    if end or len(data) < PIECE:
         return end, True
     for mark in b"\n", b" ":
         if end := data.rfind(mark) + 1:
