@@ -450,6 +450,31 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert moved != after and metrics(out)[-1]["loss_scale"] == scale / 2
 
 
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, optimizer):
+    """With accumulation, through both stages of two phases; fp16 with its loss scale."""
+    recipe = train.RECIPES["demo"]
+    short = [dataclasses.replace(phase, seq_len=16) for phase in recipe.phases]
+    monkeypatch.setitem(train.RECIPES, "demo", recipe._replace(phases=short))
+    monkeypatch.setattr(train, "EVAL_EXAMPLES", 4)
+    argv = "--phase1-steps 6 --phase2-steps 4 --phase1-batch 4 --phase2-batch 4 --micro-batch 2".split()
+    argv += ["--workers", "0", "--dropout", "0", "--optimizer", optimizer, "--data", str(shards)]
+    argv += ["--lr-scale", "0.1"] + (["--freeze", "0.5"] if optimizer in train.EXCHANGING else [])
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        out = tmp_path / precision
+        options = [*argv, "--precision", precision, "--out", str(out)]
+        train.train(train.parse_arguments(options), dist.World())
+        losses[precision] = [line["loss"] for line in metrics(out)]
+        assert {line["skipped"] for line in metrics(out)} == {0}
+        assert {line["loss_scale"] for line in metrics(out)} == {
+            65536 if precision == "fp16" else 1
+        }
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=3e-3)
+    assert len(losses["fp16"]) == 10 and losses["fp16"] != losses["fp32"]
+
+
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcomes = run(
         shards,
