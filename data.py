@@ -1145,7 +1145,7 @@ def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
         example = examples[i]
         words = [tokenizer.id_to_piece(token) for token in example.tokens.tolist()]
         for position, label in zip(example.positions, example.labels.tolist()):
-            words[position] += f"({tokenizer.id_to_piece(label).replace('▁', '')})"
+            words[position] += f"({tokenizer.id_to_piece(label).replace('▁', '') or ' '})"
             if example.tokens[position] == MASK:
                 words[position] = "▁" + words[position]
         words = [" " + word if word in SPECIALS else word for word in words]
