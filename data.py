@@ -120,16 +120,15 @@ class Corpus:
 
 
 def files_at(path):
-    """Returns the files of a path, sorted: itself, all under a folder, or those of a pattern."""
-    if os.path.isdir(path):
-        found = sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file())
-    else:
-        found = [path] if os.path.exists(path) else sorted(filter(
-            os.path.isfile, glob.glob(path, recursive=True)))
-    if not found:
-        raise DataError(f"{path}: no file" if os.path.isdir(path) or glob.has_magic(path) else
-                        f"{path}: No such file or directory")
-    return found
+    """Returns the files of a path, sorted: itself, all under a folder, or those of a pattern; none
+    that is hidden. Raises DataError if there are none."""
+    if os.path.isfile(path):
+        return [path]
+    pattern = os.path.join(glob.escape(path), "**") if os.path.isdir(path) else path
+    if found := sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
+        return found
+    raise DataError(f"{path}: no file" if pattern != path or glob.has_magic(path) else
+                    f"{path}: No such file or directory")
 
 
 def read_pieces(path, file, split):

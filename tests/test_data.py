@@ -660,6 +660,8 @@ def test_a_wikiextractor_tree(documents, tmp_path, program):
         content = FORMS["wiki"](documents[k::3]).encode()
         path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     (tmp_path / "text" / ".hidden").write_bytes(b"\xff")
+    (tmp_path / "text" / ".git").mkdir()
+    (tmp_path / "text" / ".git" / "config").write_bytes(b"\xff")
     expected = documents[0::3] + documents[1::3] + documents[2::3]
     assert read([tmp_path / "text"]) == read([tmp_path / "text" / "*" / "wiki*"]) == expected
     with pytest.raises(data.DataError, match="nothing.*: no file"):
