@@ -1199,8 +1199,10 @@ def main():
             seconds = time.perf_counter() - began
             print(f"\n{args.out} is ready: {seconds:.0f} s, "
                   f"{manifest['corpus']['bytes'] / 1e6 / seconds:.1f} MB/s")
-    except (DataError, OSError) as error:
+    except DataError as error:
         sys.exit(f"data.py: {error}")
+    except OSError as error:                           # a full disk does not tell which file
+        sys.exit(f"data.py: {error.filename or args.out}: {error.strerror or error}")
 
 
 def corpus_of(paths, split="auto"):
