@@ -844,7 +844,7 @@ def report(plan, args, log, model, step, last):
             statistics.fmean(line[key] for line in steps)
             for key in ("padding", "imbalance", "data_share"))
         log.say(f"phase {number}: {padding:.1%} of a batch is padding, the busiest rank has "
-                f"{imbalance:.3f} of the mean tokens; {waited:.2%} of the time is waiting for data")
+                f"{imbalance:.3f} times the mean tokens; {waited:.1%} of the time waits for data")
     if not args.corpus and not args.data:
         tokenizer = data.load_tokenizer(plan.shards / "tokenizer.model")
         cpu = bert.load_huggingface(plan.out / "model")

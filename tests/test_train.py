@@ -138,7 +138,7 @@ def test_balance_changes_the_padding_and_not_the_losses(shards, tmp_path, one_ra
         )
     log = (tmp_path / "out" / "log.txt").read_text()
     assert re.search(
-        r"phase 2: \d\.\d% of a batch is padding, the busiest rank has 1\.0\d\d of", log
+        r"phase 2: \d\.\d% of a batch is padding, the busiest rank has 1\.0\d\d times", log
     )
 
 
