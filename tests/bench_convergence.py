@@ -23,7 +23,7 @@ RATES = {"adamw": 2e-3, "lamb": 1e-2, "lans": 1e-2}  # at batches of --batches[0
 DEMO_RATE = 1e-2  # of the recipe that --lr-scale multiplies
 
 
-def train(args, optimizer, batch, scale, ranks=1):
+def train(args, optimizer, batch, scale, ranks=1, options=()):
     """Returns (the last held-out MLM loss, bytes that a rank sent) of a run of train.py."""
     out = ROOT / "runs" / f"convergence-{args.model}-{optimizer}-{batch}x{ranks}"
     command = [sys.executable]
@@ -32,7 +32,7 @@ def train(args, optimizer, batch, scale, ranks=1):
     command += ["train.py", "--model", args.model, "--optimizer", optimizer, "--out", str(out)]
     command += ["--phase1-batch", str(batch), "--phase1-steps", str(args.examples // batch)]
     command += ["--phase2-steps", "0", "--lr-scale", str(scale), "--resume", "never"]
-    command += ["--eval-every", "1000000", "--checkpoint-every", "1000000"]
+    command += ["--eval-every", "1000000", "--checkpoint-every", "1000000", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if "is not finite" in done.stderr:
         return float("inf"), 0
@@ -76,10 +76,11 @@ def main():
         )
     if args.skip_ranks:
         return
-    print(f"\ntwo ranks, batch {args.batches[0]}\n{'optimizer':<14}{'MLM loss':>10}{'MB sent':>10}")
-    for name in "lamb", "onebit-lamb":
-        loss, sent = train(args, name, args.batches[0], 1.0, ranks=2)
-        print(f"{name:<14}{loss:>10.3f}{sent / 1e6:>10.1f}", flush=True)
+    print(f"\ntwo ranks, batch {args.batches[0]}\n{'optimizer':<48}{'MLM loss':>10}{'MB sent':>10}")
+    longer = "--freeze 0.42 --compression bf16"
+    for name, options in ("lamb", ""), ("onebit-lamb", ""), ("onebit-lamb", longer):
+        loss, sent = train(args, name, args.batches[0], 1.0, 2, options.split())
+        print(f"{f'{name} {options}':<48}{loss:>10.3f}{sent / 1e6:>10.1f}", flush=True)
 
 
 if __name__ == "__main__":
