@@ -99,6 +99,17 @@ def denominator(v, eps):
     return d
 
 
+def bound(u):
+    """Clips updates m / (sqrt(v) + eps) to [-1, 1] in place.
+
+    A live variance keeps them near that (a constant gradient gives 1), a frozen one does not: the
+    row of a token that is seen for the first time after the freeze would move a hundredfold.
+    Batches of 64K have seen every token by then, small ones have not (see the README).
+    """
+    torch._foreach_clamp_min_(u, -1.0)
+    torch._foreach_clamp_max_(u, 1.0)
+
+
 def norms(*lists):
     """Returns the 2-norms of the tensors of each list as lists of numbers, in one transfer."""
     flat = torch.stack([norm for tensors in lists for norm in torch._foreach_norm(tensors)])
@@ -247,9 +258,11 @@ class Exchanging(Optimizer):
         return self.freeze
 
     @staticmethod
-    def _move(params, m, v, group):
+    def _move(params, m, v, group, bounded=False):
         """One step of Adam, without bias correction."""
         u = torch._foreach_div(m, denominator(v, group["eps"]))
+        if bounded:
+            bound(u)
         if group["weight_decay"]:
             torch._foreach_add_(u, params, alpha=group["weight_decay"])
         torch._foreach_add_(params, u, alpha=-group["lr"])
@@ -282,9 +295,10 @@ class OneBitAdam(Exchanging):
 
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2        in the first stage
         m = average(b1 m + (1 - b1) g_i)        v stays                        in the second
-        w = w - lr (m / (sqrt(v) + eps) + decay w)
+        w = w - lr (p + decay w)  with  p = m / (sqrt(v) + eps), in the second within [-1, 1]
 
-    Without bias correction, as published: begin with a warm-up of the rate.
+    Without bias correction, as published: begin with a warm-up of the rate. Published without the
+    bounds of p; see `bound`.
     """
 
     def __init__(self, params, exchange, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
@@ -306,7 +320,7 @@ class OneBitAdam(Exchanging):
         m, v = self._of(params, "exp_avg", "exp_avg_sq")
         if not group["frozen"]:
             learn(m, v, [p.grad for p in params], *group["betas"])
-        self._move(params, m, v, group)
+        self._move(params, m, v, group, bounded=group["frozen"])
 
 
 class OneBitLAMB(Exchanging, LAMB):
@@ -325,10 +339,7 @@ class OneBitLAMB(Exchanging, LAMB):
         f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
         w = w - lr C f u
 
-    Published without the bounds of p. A live variance keeps |p| near 1 (a constant gradient gives
-    exactly that), a frozen one does not: the row of a token that is seen for the first time after
-    the freeze would move a hundredfold. Batches of 64K have seen every token by then, the demo's
-    have not (see the README). The second stage overwrites gradients.
+    Published without the bounds of p; see `bound`. The second stage overwrites gradients.
     """
     bias_correction = False
     RATIOS = 0.01, 10.0
@@ -370,8 +381,7 @@ class OneBitLAMB(Exchanging, LAMB):
         torch._foreach_copy_(m, [p.grad for p in params])
         d = denominator(v, group["eps"])
         u = torch._foreach_div(m, d)
-        torch._foreach_clamp_min_(u, -1.0)
-        torch._foreach_clamp_max_(u, 1.0)
+        bound(u)
         torch._foreach_div_(d, denominator(fresh, group["eps"]))
         factors = torch.stack(torch._foreach_max(d)).tolist()
         if decay:

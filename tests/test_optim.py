@@ -205,8 +205,9 @@ class NumpyOneBitAdam(NumpyRanks):
             m = [b1 * m + (1 - b1) * g for m, g in zip(self.m[0], mean)]
             self.v = [b2 * v + (1 - b2) * g**2 for v, g in zip(self.v, mean)]
         self.m = [m] * self.ranks
+        most = 1 if self.frozen else np.inf
         w = [
-            w - self.lr * (m / (np.sqrt(v) + self.eps) + d * w)
+            w - self.lr * (np.clip(m / (np.sqrt(v) + self.eps), -most, most) + d * w)
             for w, m, v, d in zip(self.w[0], m, self.v, self.decays)
         ]
         self.w = [w] * self.ranks
