@@ -69,6 +69,7 @@ PIECE = 1 << 20             # bytes of text that are read and encoded at a time
 SAMPLE = 32                 # pieces that a tokenizer is trained on, at most
 LONGEST_SENTENCE = 8192     # characters; a longer one is cut at white space
 LONGEST_LINE = 1 << 28      # bytes, of JSON
+LONGEST_WORD = 8            # tokens, for --whole-words: some scripts have no spaces
 
 
 class DataError(ValueError):
@@ -77,6 +78,7 @@ class DataError(ValueError):
 
 # ----- Reading: files -> pieces of a megabyte -> documents, each a list of sentences -----
 
+WIKI_TAG = re.compile(r'<doc [^\n]*?(?:title="([^\n]*)")?>')
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -100,7 +102,8 @@ class Corpus:
 
     def __init__(self, paths=(), split="auto", documents=None):
         self.split, self.text = split, None
-        self.paths = [name for path in paths for name in files_at(str(path))]
+        found = [name for path in paths for name in files_at(str(path))]
+        self.paths = list({os.path.realpath(name): name for name in found}.values())
         self.bytes = sum(os.path.getsize(path) for path in self.paths)    # compressed as they are
         if documents is not None:
             text = "\n\n".join("\n".join(document) for document in documents) + "\n"
@@ -122,13 +125,19 @@ class Corpus:
 def files_at(path):
     """Returns the files of a path, sorted: itself, all under a folder, or those of a pattern; none
     that is hidden. Raises DataError if there are none."""
-    if os.path.isfile(path):
-        return [path]
-    pattern = os.path.join(glob.escape(path), "**") if os.path.isdir(path) else path
-    if found := sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
-        return found
-    raise DataError(f"{path}: no file" if pattern != path or glob.has_magic(path) else
-                    f"{path}: No such file or directory")
+    def fail(error):
+        raise error
+    found = []
+    for match in [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True)):
+        walk = [("", [], [match])] if os.path.isfile(match) else os.walk(match, onerror=fail)
+        for folder, folders, names in walk:
+            folders[:] = sorted(name for name in folders if name[0] != ".")
+            found += [os.path.join(folder, name) for name in sorted(names)
+                      if name[0] != "." or not folder]
+    if not found:
+        raise DataError(f"{path}: no file" if os.path.isdir(path) or glob.has_magic(path) else
+                        f"{path}: No such file or directory")
+    return found
 
 
 def read_pieces(path, file, split):
@@ -136,32 +145,40 @@ def read_pieces(path, file, split):
 
     Raises DataError with the path where an archive is broken or a line of JSON is without end.
     """
-    data, line, continued, kind, prose = b"", 1, False, None, split == "prose"
+    data, line, continued, kind = b"", 1, False, None
+    prose = {"lines": False, "prose": True, "auto": None}[split]
     try:
-        while block := file.read(PIECE):
-            data = (data + block) if kind else block.removeprefix(b"\xef\xbb\xbf")
+        more = True
+        while more:
+            block = file.read(PIECE)
+            data, more = data + block, bool(block)
             if kind is None:
-                kind = kind_of(data)
-                prose = is_prose(path, data, kind) if split == "auto" else prose
-            end, whole = last_end(data, kind)
+                data = data.removeprefix(b"\xef\xbb\xbf")
+                kind = kind_of(path, data)
+            end, whole = last_end(data, kind) if more else (len(data), True)
             if end:
-                yield Piece(path, line, data[:end], kind, prose, continued)
+                piece = Piece(path, line, data[:end], kind, prose, continued)
+                if prose is None and piece.data.strip():
+                    prose = is_prose(piece)
+                yield piece._replace(prose=prose)
                 line, data, continued = line + data.count(b"\n", 0, end), data[end:], not whole
             elif len(data) > LONGEST_LINE:
                 raise DataError(f"{path}, line {line}: more than {LONGEST_LINE >> 20} MB of JSON "
                                 "without a line end")
-        if data:
-            yield Piece(path, line, data, kind, prose, continued)
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        line += data.count(b"\n")
         raise DataError(f"{path}: the compressed file is damaged after line {line} ({error})") \
             from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
 
 
-def kind_of(data):
-    """Returns the format of a file that begins with these bytes: "json", "wiki" or "text"."""
+def kind_of(path, data):
+    """Returns the format of a file that begins with these bytes: "json", "wiki" or "text"; raises
+    DataError for an array of JSON."""
     head = data[:4096].lstrip()
+    if re.match(rb'\[\s*\{\s*"', head):
+        raise DataError(f"{path}: an array of JSON; write one object a line instead")
     return "json" if re.match(rb'\{\s*["}]', head) else "wiki" if head.startswith(b"<doc ") \
         else "text"
 
@@ -175,22 +192,21 @@ def last_end(data, kind):
         end = data.rfind(b"</doc>") + 1
         end = end and data.find(b"\n", end) + 1
     else:
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
-        end = end if end > 2 else 0
+        end = data.rfind(b"\n") + 1
+        while end and data[(begin := data.rfind(b"\n", 0, end - 1) + 1):end].strip():
+            end = begin                        # of a line that is not blank
     if end or len(data) < PIECE:
         return end, True
     for mark in b"\n", b" ":
         if end := data.rfind(mark) + 1:
             return end, False
-    end = len(data) - 1
-    while data[end] & 0xC0 == 0x80:            # not inside a character
-        end -= 1
-    return end, False
+    # Not inside a character, of which at most three bytes are not its first
+    return len(data) - max([k for k in (1, 2, 3, 4) if data[-k] & 0xC0 != 0x80][:1] or [1]), False
 
 
 def decoded(piece):
     """Returns the text of a piece, lines ended by "\\n"; raises DataError where it is not UTF-8,
-    with file, line and the byte in the line, from 0."""
+    with file, line and the byte in the line, from 0 (or from where a piece was cut in the line)."""
     try:
         text = piece.data.decode()
     except UnicodeDecodeError as error:
@@ -217,22 +233,25 @@ def documents_in(piece):
                 try:
                     content = json.loads(line)["text"] or ""
                     content = content.encode("utf-8", "replace").decode()
-                except (ValueError, KeyError, TypeError, AttributeError):
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     raise DataError(f"{piece.path}, line {number}: not a JSON object with a text in"
                                     f" its `text` field: {line[:60]!r}") from None
                 documents.append(content.split("\n"))
                 skipped["JSON records without text"] += not content
     elif piece.kind == "wiki":                 # <doc id=".." url=".." title="..">, its title, text
         for number, part in enumerate(text.split("</doc>")):
-            lines = part.lstrip("\n").split("\n")
-            if lines[0].startswith("<doc "):
-                title = re.search(r'title="([^"]*)"', lines[0])
-                head = 2 if title and lines[1:2] == [html.unescape(title[1])] else 1
-                lines = lines[head:]
-                skipped["lines of wikiextractor's tags and titles"] += head
-            elif number or not piece.continued:
-                continue                       # the end of the piece, behind the last </doc>
-            documents.append(lines)
+            tag = WIKI_TAG.search(part)
+            if tag:
+                title = html.unescape(tag[1] or "")
+                lines = part[tag.end():].lstrip("\n").split("\n")
+                has_title = bool(title) and lines[0].strip() == title
+                skipped["lines of wikiextractor's tags and titles"] += 1 + has_title
+                documents.append(lines[has_title:])
+            elif piece.continued and number == 0:
+                documents.append(part.split("\n"))
+                continue
+            outside = part[:tag.start() if tag else None].split()
+            skipped["words outside of wikiextractor's documents"] += len(outside)
     else:
         blocks = re.split(r"\n[^\S\n]*\n\s*", "\n" + text if piece.continued else text)
         documents = [block.split("\n") for block in blocks]
@@ -260,19 +279,17 @@ def shortened(sentences):
             for part in re.findall(rf"{most}(?!\S)|{most}", sentence, re.DOTALL)]
 
 
-def is_prose(path, data, kind):
-    """Returns True if a file that begins with `data` is prose (wrapped or paragraphs), not a
+def is_prose(piece):
+    """Returns True if a file that begins with this piece is prose (wrapped or paragraphs), not a
     sentence a line; what wikiextractor writes always is.
 
     Prose shows sentence ends inside its lines, or lines broken in mid-sentence: no full stop, and
     the next line goes on in lower case.
     """
-    if kind == "wiki":
+    if piece.kind == "wiki":
         return True
-    end = data.rfind(b"\n") + 1 or (kind == "text" and data.rfind(b" ") + 1)
-    documents = documents_in(Piece(path, 1, data[:end], kind, False, False))[0] if end else []
     count = inner = broken = 0
-    for document in documents:
+    for document in documents_in(piece)[0]:
         for line, following in zip(document, document[1:] + [""]):
             count += 1
             inner += len(split_sentences(line[:4096])) > 1
@@ -420,7 +437,7 @@ def survey(corpus, workers):
 
     def hashed(pieces):
         for number, piece in enumerate(pieces):
-            digest.update(b"\0" * (piece.line == 1) + piece.data)       # a file begins
+            digest.update(piece.data)
             place = number if number < SAMPLE else draw.randrange(number + 1)
             if place < SAMPLE:
                 sample[place:place + 1] = [piece]
@@ -474,9 +491,10 @@ def load_tokenizer(model):
     try:
         content = model if isinstance(model, bytes) else Path(model).read_bytes()
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError:
+        specials = [tokenizer.id_to_piece(i) for i in range(len(SPECIALS))]
+    except (RuntimeError, IndexError):
         raise DataError(f"{model} is not a SentencePiece model") from None
-    if [tokenizer.id_to_piece(i) for i in range(len(SPECIALS))] != SPECIALS:
+    if specials != SPECIALS:
         raise DataError(f"{model} does not begin with {' '.join(SPECIALS)}; take a tokenizer.model "
                         "that data.py has made")
     return tokenizer
@@ -511,7 +529,7 @@ class ShardWriter:
             self._flush()
 
     def _add(self, array, values):
-        self.parts[array].append(np.asarray(values, self.types[array]))
+        self.parts[array].append(np.array(values, self.types[array]))   # no view of a whole piece
         self.counts[array] += len(values)
         self.pending += len(values)
 
@@ -569,15 +587,15 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     Raises DataError if the folder holds something else or the text cannot be used, OSError where it
     cannot be written.
     """
-    workers, folder = workers or min(4, os.cpu_count() or 1), Path(folder)
+    workers, folder = workers or min(4, os.cpu_count() or 1), Path(os.path.abspath(folder))
     if tokenizer is not None:
         given = load_tokenizer(tokenizer).get_piece_size()
         if vocab_size not in (None, given):
             raise DataError(f"{tokenizer} has {given} pieces, not {vocab_size}")
     vocab_size = given if tokenizer is not None else vocab_size or 8192
-    if shards < 1 or vocab_size < 16 or not 0 < held_out <= 0.5:
-        raise DataError("at least one shard, 16 pieces of vocabulary and a share of held-out "
-                        "documents up to 0.5 are needed")
+    if not 1 <= shards < 1 << 15 or vocab_size < 16 or not 0 < held_out <= 0.5:
+        raise DataError("1 to 32,767 shards, at least 16 pieces of vocabulary and a share of "
+                        "held-out documents up to 0.5 are needed")
     if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
         raise DataError(f"{folder} is not empty and holds no shards; choose another folder")
     settings = {"version": VERSION, "vocab_size": vocab_size, "shards": shards, "cased": cased,
@@ -619,7 +637,8 @@ def replaced(folder):
     comes; removes what a run that was killed on this machine left of its own."""
     mine = f"{folder.name}.partial-{socket.gethostname()}-"
     for rest in folder.parent.glob(f"{glob.escape(mine)}*"):
-        if not alive(int(rest.name.removeprefix(mine))):
+        pid = rest.name.removeprefix(mine)
+        if pid.isdigit() and not alive(int(pid)):
             shutil.rmtree(rest)
     temporary = folder.with_name(f"{mine}{os.getpid()}")
     temporary.mkdir(parents=True)
@@ -689,7 +708,7 @@ def write_shards(corpus, folder, total, shards, held_out, workers):
         for piece in in_order(pool, functools.partial(encode, tokenizer, token_type),
                               corpus.pieces(bar), 2 * workers):
             # Which writer takes each document: 0 the held-out one, 1 and on the shards, -1 none
-            first, size = int(piece.continued), len(piece.sentences)
+            first, size = int(piece.continued and last >= 0), len(piece.sentences)
             number = begun - first + np.arange(size)
             is_held = number * held_out // total < (number + 1) * held_out // total
             to = np.where(piece.sizes < 2, -1, np.where(is_held, 0, 1)).astype(np.int16)
@@ -744,8 +763,8 @@ def split_folder(folder, nodes, ranks_per_node=1):
 
     Raises DataError where a file is missing or damaged, or a folder of that name is there already.
     """
-    folder = Path(folder)
-    verify(folder)
+    folder = Path(os.path.abspath(folder))
+    verify(folder, everything=True)
     total, size, written = load_manifest(folder)["shards"], nodes * ranks_per_node, []
     for node in range(nodes):
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
@@ -777,7 +796,7 @@ def load_manifest(folder):
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
-        version = manifest["version"]
+        version, _, _ = manifest["version"], manifest["files"], manifest["corpus"]
     except FileNotFoundError:
         raise DataError(f"{path} is missing: no prepared shards there; make them with data.py") \
             from None
@@ -789,14 +808,23 @@ def load_manifest(folder):
     return manifest
 
 
-def verify(folder, rank=0, size=1):
-    """Checks the digests of what rank `rank` of `size` reads. Raises DataError that names the first
-    file that is missing, cut or damaged."""
+def verify(folder, rank=0, size=1, everything=False):
+    """Checks the digests of what rank `rank` of `size` reads, or of all files. Raises DataError
+    that names the first file that is missing, cut or damaged."""
+    shards = load_manifest(folder)["shards"]
+    if everything:
+        check_files(folder, files_of(shards, 0, 1), "all shards are needed")
+    else:
+        check_files(folder, files_of(shards, rank, size), f"rank {rank} needs it")
+
+
+def check_files(folder, names, why):
+    """Checks the digests of some files of a folder of shards; see `verify`."""
     folder, manifest = Path(folder), load_manifest(folder)
-    for name in files_of(manifest["shards"], rank, size):
+    for name in names:
         path, entry = folder / name, manifest["files"][name]
         if not path.exists():
-            raise DataError(f"{path} is missing; rank {rank} needs it")
+            raise DataError(f"{path} is missing; {why}")
         if path.stat().st_size != entry["bytes"]:
             raise DataError(f"{path} has {path.stat().st_size:,} bytes, expected "
                             f"{entry['bytes']:,}; copy it again or prepare the folder again")
@@ -849,8 +877,9 @@ class PretrainingData(torch.utils.data.Dataset):
     """Example i of a phase is a pure function of (seed, phase, i), for i = 0, 1, 2 ... without end.
 
     It comes from shard i mod S. Each document is cut into windows of about `seq_len` tokens; each
-    epoch of a shard goes through all of its windows in an order of its own. An example is the text
-    from the sentence at the window's begin on. `seq_len` counts the special symbols.
+    epoch of a shard goes through all of its windows in an order of its own, and cuts documents
+    longer than one at other places. An example is the text from the sentence at the window's begin
+    on. `seq_len` counts the special symbols.
 
     pairs: "nsp" (BERT) cuts the text in two at a sentence boundary; for half of the examples the
     second part is replaced by as much text from another document of the same shard. "sop" (ALBERT,
@@ -914,18 +943,19 @@ class PretrainingData(torch.utils.data.Dataset):
             for epoch in np.unique(epochs):
                 some = epochs == epoch
                 rows[at[some], 0] = s
-                rows[at[some], 1:] = self._cut(self.shard(s), self.order(s, epoch)[places[some]],
-                                               chance[at[some]].T)
+                windows, shift = self.order(s, epoch)[places[some]], 0.618 * epoch % 1
+                rows[at[some], 1:] = self._cut(self.shard(s), windows, shift, chance[at[some]].T)
         return rows
 
-    def _cut(self, shard, window, chance):
-        """Returns layout's last five columns for examples of one shard; chance: (5, n)."""
+    def _cut(self, shard, window, shift, chance):
+        """Returns layout's last five columns for examples of one shard; shift: by which part of a
+        window all begin later, chance: (5, n)."""
         document = np.searchsorted(shard.windows, window, "right") - 1
         first, last = shard.documents[document], shard.documents[document + 1]
         length = np.where(chance[0] < SHORT_FRACTION,
                           2 + (chance[1] * (self.body - 1)).astype(np.int64), self.body)
-        start = segment_start(shard, first + (window - shard.windows[document]) * self.body,
-                              first, last, self.body)
+        token = first + (window - shard.windows[document]) * self.body + int(shift * self.body)
+        start = segment_start(shard, token, first, last, self.body)
         end = np.minimum(start + length, last)
         label = (chance[2] < 0.5).astype(np.int64)
         if self.pairs == "none":
@@ -988,18 +1018,20 @@ def uniform(numbers, columns, key):
 def segment_start(shard, token, first, last, length):
     """Returns where segments of about `length` tokens begin that hold the given tokens of documents
     [first, last), all (n,): at the begin of a sentence where one is near, so that not more than
-    half of the segment lies before the token; early enough to fill the length if the document can.
+    half of the segment lies before the token; but the last one ends where its document does.
     """
-    token = np.minimum(token, np.maximum(first, last - length))
     sentence = shard.sentences[np.searchsorted(shard.sentences, token, "right") - 1]
-    return np.where(token - sentence <= length // 2, sentence, token)
+    start = np.where(token - sentence <= length // 2, sentence, token)
+    latest = np.maximum(first, last - length)
+    return np.where(token >= latest, latest, start)
 
 
 def mask_tokens(tokens, b_start, vocab_size, rng, fraction=MASK_FRACTION, begins_word=None):
     """Masks `tokens` (T,), [CLS] A [SEP] B [SEP], in place; returns (positions, labels), each (m,).
 
-    m is `fraction` of the tokens of A and B in the mean, but at least one; special symbols are
-    never chosen. begins_word: (V,) bool, to choose whole words; None chooses tokens one by one.
+    m is `fraction` of the tokens of A and B in the mean, but at least one token or word, which is
+    more where the text is a few tokens; special symbols are never chosen. begins_word: (V,) bool,
+    to choose whole words, of up to 8 tokens; None chooses tokens one by one.
     """
     places = np.arange(1, len(tokens) - 1)
     places = places[places != b_start - 1]             # not the [SEP] between A and B
@@ -1008,8 +1040,9 @@ def mask_tokens(tokens, b_start, vocab_size, rng, fraction=MASK_FRACTION, begins
         ends = np.arange(1, len(places) + 1)
     else:
         begins = begins_word[tokens[places]] | (places == b_start)
-        begins[0] = True
-        word = np.cumsum(begins) - 1
+        begins[0], at = True, np.arange(len(places))
+        inside = at - np.maximum.accumulate(np.where(begins, at, 0))
+        word = np.cumsum(inside % LONGEST_WORD == 0) - 1
         sizes = np.bincount(word)
         order = rng.permutation(len(sizes))
         ends = np.cumsum(sizes[order])
@@ -1132,6 +1165,7 @@ def describe(manifest):
 def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
     """Returns `describe`, the lengths of the documents as a histogram, and three held-out examples
     as words, behind each chosen token what stood there; lines of text."""
+    check_files(folder, files_of(0, 0, 1), "every folder of shards has it")
     manifest, tokenizer = load_manifest(folder), load_tokenizer(Path(folder) / "tokenizer.model")
     lines = [describe(manifest), "", "tokens a document"]
     most = max(manifest["lengths"].values())

@@ -474,7 +474,8 @@ def prepare_data(args, world):
     """Returns (folder, manifest) of the shards, made by each node's first rank if they are not yet
     there, then checked; raises Refused on all ranks, with the words of the one that has a problem.
     """
-    name = re.sub(r"\W+", "-", Path(args.corpus[0]).name.split(".")[0]) if args.corpus else "docs"
+    name = Path(os.path.abspath(args.corpus[0])).name.split(".")[0] if args.corpus else "docs"
+    name = re.sub(r"\W+", "-", name).strip("-") or "corpus"
     folder = Path(args.data or f"shards/{name}")
     missing = not (folder / "manifest.json").exists()
 
@@ -484,8 +485,8 @@ def prepare_data(args, world):
             print(data.describe(data.prepare(corpus, folder, args.vocab_size)))
 
     together(world, make)
-    together(world, lambda: data.verify(folder) if args.balance else
-             data.verify(folder, world.rank, world.size))
+    together(world, lambda: data.verify(folder, world.rank, world.size,
+                                        everything=args.balance and world.local_rank == 0))
     return folder, data.load_manifest(folder)
 
 
@@ -581,6 +582,9 @@ def build(plan, args, world):
     # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
     rarity = torch.from_numpy(data.unigram_losses(plan.shards)).float()
     model.mlm_bias.data.fill_(-rarity.max())[:len(rarity)] = -rarity
+    if plan.examples["pairs"] == "none":             # weight decay alone would wear them away
+        for head in (model.pooler, model.nsp):
+            head.requires_grad_(False)
     model.to(world.device, PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, args.bucket_mb, args.compression, **plan.options)
     masters = optim.master_weights(model)

@@ -164,6 +164,8 @@ BAD = {
     "nul.txt": (b"One.\nTw\0o.\n", "nul.txt, line 2: a NUL byte"),
     "five.jsonl": (b'{"text": "One."}\n{"text": 5}\n', "five.jsonl, line 2: not a JSON object"),
     "few.txt": (b"One.\n\nTwo.\n", "too few"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 200000, "deep.jsonl, line 1: not a JSON object"),
+    "rest.txt": (b"\x80" * 3000000, "rest.txt, line 1, byte 0: not UTF-8"),
     "missing.txt": (None, "missing.txt: No such file"),
 }
 
@@ -404,17 +406,18 @@ def test_an_epoch_goes_through_every_window_of_its_shard_and_then_differently(sh
         assert (np.bincount(homes[count:], minlength=len(uses)) == uses).all()
 
 
-def test_windows_reach_nearly_every_token(shards):
-    dataset = data.PretrainingData(shards, 32)
-    shard = dataset.shard(0)
+@pytest.mark.parametrize("seq_len", [16, 32, 100])
+def test_windows_reach_every_end_and_nearly_every_token(shards, seq_len):
+    dataset = data.PretrainingData(shards, seq_len, pairs="none")
+    shard, body = dataset.shard(0), dataset.body
+    windows = np.arange(shard.windows[-1])
     seen = np.zeros(len(shard.tokens), bool)
-    for document in range(len(shard.documents) - 1):
-        first, last = shard.documents[document : document + 2]
-        for k in range(shard.windows[document + 1] - shard.windows[document]):
-            start = data.segment_start(shard, first + k * dataset.body, first, last, dataset.body)
-            assert first <= start <= last - 2
-            seen[start : min(start + dataset.body, last)] = True
-    assert seen.mean() > 0.9
+    for epoch in range(3):
+        no_short = np.full((5, len(windows)), 0.5)
+        for start, end, *_ in dataset._cut(shard, windows, 0.618 * epoch % 1, no_short).tolist():
+            assert 0 < end - start <= body
+            seen[start:end] = True
+        assert seen[shard.documents[1:] - 1].all() and seen.mean() > (0.93, 0.99, 0.999)[epoch]
 
 
 def test_steps_hold_the_same_examples_on_any_number_of_ranks(shards):
@@ -621,13 +624,43 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [400, 1000, 7777])
-def test_pieces_of_any_size_hold_the_same_documents(documents, tmp_path, monkeypatch, form, size):
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("blank", ["", " \t"])
+def test_pieces_of_any_size_hold_the_same_documents(
+    documents, tmp_path, monkeypatch, form, size, end, blank
+):
     text = FORMS[form]([[s.replace("a", "ä€") for s in d] for d in documents])
-    (tmp_path / "a").write_text(text)
-    whole = read([tmp_path / "a"], "lines")
-    assert len(whole) == 400
+    whole = [[s.replace("a", "ä€") for s in d] for d in documents]
+    text = " \n\n" + text.replace("\n\n", f"\n{blank}\n").replace("\n", end)
+    (tmp_path / "a").write_bytes(text.encode())
+    assert read([tmp_path / "a"], "lines") == whole
     monkeypatch.setattr(data, "PIECE", size)
     assert read([tmp_path / "a"], "lines") == whole
+    (tmp_path / "a").write_bytes(text.rstrip().encode())
+    assert read([tmp_path / "a"], "lines") == whole
+
+
+def test_the_form_of_a_file_is_seen_in_its_first_piece_with_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 64)
+    record = {"text": "One two three. Four five six. Seven eight nine. " * 3}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
+    assert len(read([tmp_path / "a.jsonl"])[0]) == 9
+    (tmp_path / "a.txt").write_text("\n" * 200 + record["text"] + "\n\nTen.\n")
+    assert sum(map(len, read([tmp_path / "a.txt"]))) >= 10
+    (tmp_path / "b.json").write_text(json.dumps([record]))
+    with pytest.raises(data.DataError, match="an array of JSON; write one object a line"):
+        read([tmp_path / "b.json"])
+
+
+def test_wikiextractor_documents_in_odd_forms(tmp_path):
+    (tmp_path / "a").write_text(
+        ' <doc id="1" title="A > B">\nA > B\n\nText one.\n</doc>\nstray\n'
+        '<doc id="2" url="u">Two here.</doc>\n<doc id="3" title="C">\nC\n\n</doc>\n'
+    )
+    piece = next(data.Corpus([tmp_path / "a"]).pieces(tqdm(disable=True)))
+    documents, skipped = data.documents_in(piece)
+    assert documents == [["Text one."], ["Two here."]]
+    assert skipped["words outside of wikiextractor's documents"] == 1
 
 
 def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path, monkeypatch):
@@ -662,8 +695,11 @@ def test_a_wikiextractor_tree(documents, tmp_path, program):
     (tmp_path / "text" / ".hidden").write_bytes(b"\xff")
     (tmp_path / "text" / ".git").mkdir()
     (tmp_path / "text" / ".git" / "config").write_bytes(b"\xff")
+    (tmp_path / "text" / "latest").symlink_to("AA")
+    (tmp_path / "text" / "loop").symlink_to(".")
     expected = documents[0::3] + documents[1::3] + documents[2::3]
-    assert read([tmp_path / "text"]) == read([tmp_path / "text" / "*" / "wiki*"]) == expected
+    assert read([tmp_path / "text"]) == expected
+    assert read([tmp_path / "text" / "A*", tmp_path / "text" / "?B" / "wiki*"]) == expected
     with pytest.raises(data.DataError, match="nothing.*: no file"):
         data.Corpus([tmp_path / "nothing*"])
     out = tmp_path / "out"

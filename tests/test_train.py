@@ -167,7 +167,7 @@ def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_
     (tmp_path / "wiki-node-1" / "train-00003.tokens.npy").unlink()
     outcomes += run(shards, tmp_path / "no", tmp_path, *argv, size=2, sabotage=share, check=False)
     assert all(isinstance(outcome, train.Refused) for outcome in outcomes)
-    assert re.search("wiki-node-0.train-00001.tokens.npy is missing", str(outcomes[1]))
+    assert re.search("wiki-node-.*.npy is missing; all shards are needed", str(outcomes[1]))
     assert re.search("wiki-node-1.train-00003.tokens.npy is missing; rank 1", str(outcomes[2]))
 
 
@@ -180,6 +180,8 @@ def test_other_masks_and_pairs(shards, tmp_path):
     assert evals["none"]["nsp_accuracy"] is None and evals["none"]["nsp_loss"] == 0
     assert evals["sop"]["nsp_loss"] > 0.5 and 0 < evals["sop"]["nsp_error"] < 0.1
     assert "NSP accuracy none" in (tmp_path / "none" / "log.txt").read_text()
+    for name, trained in (("none", False), ("sop", True)):  # else decay would wear it away
+        assert ("pooler.weight" in last_state(tmp_path / name)["weights"]) == trained
     with pytest.raises(train.Refused, match=r"mask_fraction 0.15 \(was 0.4\), pairs nsp \(was sop"):
         run(shards, tmp_path / "sop", tmp_path, *SHORT, *shorter)
 
