@@ -409,23 +409,45 @@ def machine_documentation():
 
 # ----- Preparing: pieces -> tokenizer.model, shards, manifest.json -----
 
-def in_order(pool, function, items, ahead):
-    """Yields function(item) of each item, in order, computed in the pool's threads while `items`
-    is read on; at most `ahead` wait at a time."""
-    waiting = collections.deque()
+@contextlib.contextmanager
+def mapping(workers):
+    """Gives a `map` that computes in worker processes, which end with this one, and holds a few
+    items at a time; Python's own for one worker.
+
+    Threads would wait for each other: a third of the work is Python's.
+    """
+    if workers == 1:
+        yield map
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, start_workers(), end_with, (os.getpid(), None, signal.SIG_DFL))
     try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield functools.partial(in_order, pool, 2 * workers)
+    except concurrent.futures.process.BrokenProcessPool:
+        raise DataError("a worker process died, perhaps for want of memory; set --workers lower") \
+            from None
     finally:
-        for future in waiting:
-            future.cancel()
+        pool.shutdown(cancel_futures=True)
 
 
-def survey(corpus, workers):
+def in_order(pool, ahead, function, items):
+    """Yields function(item) of each item, in order, computed in the pool; at most `ahead` wait."""
+    waiting = collections.deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def count_documents(piece):
+    """Returns (how many documents begin in a piece, its bytes)."""
+    documents = documents_in(piece)[0]
+    return len(documents) - bool(piece.continued and documents), len(piece.data)
+
+
+def survey(corpus, map):
     """Returns (the corpus's identity, a dict: documents, bytes, sha256 of its text; the pieces that
     a tokenizer is trained on, at most SAMPLE, drawn at random).
 
@@ -443,14 +465,8 @@ def survey(corpus, workers):
                 sample[place:place + 1] = [piece]
             yield piece
 
-    def documents_of(piece):
-        documents = documents_in(piece)[0]
-        return len(documents) - bool(piece.continued and documents), len(piece.data)
-
-    with progress(corpus, "reading") as bar, \
-            concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        pieces = hashed(corpus.pieces(bar))
-        for documents, size in in_order(pool, documents_of, pieces, 2 * workers):
+    with progress(corpus, "reading") as bar:
+        for documents, size in map(count_documents, hashed(corpus.pieces(bar))):
             count.update(documents=documents, bytes=size)
     return {**count, "sha256": digest.hexdigest()}, sample
 
@@ -578,16 +594,17 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
             workers=None):
     """Writes a folder of shards; returns its manifest (dict). Nothing half-written stays behind.
 
-    The corpus is read twice, to survey it and to encode it, in `workers` threads (default: one a
-    core, up to 4, since what Python does in them takes turns). tokenizer: the path of a model to
-    take; without one a model of `vocab_size` pieces, 8,192 if not given, is trained. held_out: the
-    share of the documents, evenly spread over the corpus, that go to a shard of their own; but at
-    least 100 and at most half of them. A folder that holds the same text prepared in the same way
-    is left as it is.
+    The corpus is read twice, to survey it and to encode it, in `workers` processes (default: one a
+    core, or this one alone for less than 32 MB). tokenizer: the path of a model to take; without
+    one a model of `vocab_size` pieces, 8,192 if not given, is trained. held_out: the share of the
+    documents, evenly spread over the corpus, that go to a shard of their own; but at least 100 and
+    at most half of them. A folder that holds the same text prepared in the same way is left as it
+    is.
     Raises DataError if the folder holds something else or the text cannot be used, OSError where it
     cannot be written.
     """
-    workers, folder = workers or min(4, os.cpu_count() or 1), Path(os.path.abspath(folder))
+    folder = Path(os.path.abspath(folder))
+    workers = workers or (os.cpu_count() or 1 if corpus.bytes > 32 * PIECE else 1)
     if tokenizer is not None:
         given = load_tokenizer(tokenizer).get_piece_size()
         if vocab_size not in (None, given):
@@ -602,7 +619,14 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
                 "split": corpus.split, "held_out": held_out,
                 "tokenizer": sha256_of(tokenizer) if tokenizer is not None else None}
     found = load_manifest(folder) if (folder / "manifest.json").exists() else None
-    identity, sample = survey(corpus, workers)
+    with mapping(workers) as map:
+        return _prepare(corpus, folder, settings, found, tokenizer, map)
+
+
+def _prepare(corpus, folder, settings, found, tokenizer, map):
+    """The part of `prepare` behind its checks; found: the manifest that is there, or None."""
+    shards = settings["shards"]
+    identity, sample = survey(corpus, map)
     if found:
         if found["corpus"] == identity and all(found[key] == settings[key] for key in settings):
             return found
@@ -611,7 +635,7 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
                         f"{found['corpus']['sha256'][:12]}, {found['vocab_size']} pieces, "
                         f"{found['shards']} shards); remove it or choose another folder")
     total = identity["documents"]
-    apart = min(max(100, int(held_out * total)), total // 2)
+    apart = min(max(100, int(settings["held_out"] * total)), total // 2)
     if apart < 2 or total - apart < 2 * shards:
         raise DataError(f"the corpus has {total} documents, too few for {shards} shards and "
                         "held-out documents; documents are separated by blank lines")
@@ -619,13 +643,14 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
         if tokenizer is None:
             with progress(None, "training the tokenizer"):
                 model = train_tokenizer(itertools.chain.from_iterable(
-                    sentences_in(piece)[0] for piece in sample), vocab_size, cased)
+                    sentences_in(piece)[0] for piece in sample),
+                    settings["vocab_size"], settings["cased"])
             (temporary / "tokenizer.model").write_bytes(model)
         else:
             shutil.copyfile(tokenizer, temporary / "tokenizer.model")
         del sample
         manifest = {**settings, "corpus": identity,
-                    **write_shards(corpus, temporary, total, shards, apart, workers)}
+                    **write_shards(corpus, temporary, total, shards, apart, map)}
         manifest["files"]["tokenizer.model"] = file_entry(temporary / "tokenizer.model")
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -674,12 +699,19 @@ class Encoded(NamedTuple):
     skipped: collections.Counter
 
 
-def encode(tokenizer, token_type, piece):
-    """Returns the Encoded of a Piece; sentences without a token are left out. Runs in threads: in
-    SentencePiece they do not hold each other up."""
+@functools.lru_cache(1)
+def cached_tokenizer(path, digest):
+    """Returns the tokenizer of a path, loaded once in each worker; digest: its SHA-256, since
+    another one can come to have the same path."""
+    return load_tokenizer(path)
+
+
+def encode(model, token_type, piece):
+    """Returns the Encoded of a Piece by the tokenizer of (path, digest); sentences without a token
+    are left out."""
     documents, skipped = sentences_in(piece)
-    ids = tokenizer.encode([sentence for document in documents for sentence in document],
-                           num_threads=1)
+    ids = cached_tokenizer(*model).encode(
+        [sentence for document in documents for sentence in document], num_threads=1)
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(itertools.chain.from_iterable(ids), token_type, int(lengths.sum()))
     of_document = np.repeat(np.arange(len(documents)), list(map(len, documents)))
@@ -689,24 +721,23 @@ def encode(tokenizer, token_type, piece):
                    np.bincount(of_document, lengths, len(documents)), piece.continued, skipped)
 
 
-def write_shards(corpus, folder, total, shards, held_out, workers):
+def write_shards(corpus, folder, total, shards, held_out, map):
     """Encodes the corpus into `shards` shards and a held-out one; returns counts and digests.
 
     Document d of `total` is held out where d * held_out / total passes a whole number; the others
     go to the shards in turn. A document of less than two tokens cannot make an example and is left
     out.
     """
-    tokenizer = load_tokenizer(folder / "tokenizer.model")
-    vocab_size = tokenizer.get_piece_size()
+    model = folder / "tokenizer.model"
+    vocab_size = load_tokenizer(model).get_piece_size()
     token_type = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     writers = [ShardWriter(folder, name, token_type)
                for name in [HELD_OUT] + [f"train-{s:05d}" for s in range(shards)]]
     begun, trained, last, skipped = 0, 0, -1, collections.Counter()
     unigrams = np.zeros(vocab_size, np.int64)
-    with progress(corpus, "encoding") as bar, \
-            concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for piece in in_order(pool, functools.partial(encode, tokenizer, token_type),
-                              corpus.pieces(bar), 2 * workers):
+    encoder = functools.partial(encode, (model, sha256_of(model)), token_type)
+    with progress(corpus, "encoding") as bar:
+        for piece in map(encoder, corpus.pieces(bar)):
             # Which writer takes each document: 0 the held-out one, 1 and on the shards, -1 none
             first, size = int(piece.continued and last >= 0), len(piece.sentences)
             number = begun - first + np.arange(size)
@@ -1115,19 +1146,13 @@ def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
     """Yields the Batch of each list of example numbers, in order.
 
     prefetch: batches that each worker makes ahead. Workers send arrays through a pipe, since to
-    share a tensor's memory takes longer than to copy it. They are started fresh (forkserver), since
-    a fork after threads have run can deadlock. A SIGTERM to the whole process group (torchrun and
-    batch systems send it) does not end them, so that the step can be finished; our end does.
+    share a tensor's memory takes longer than to copy it. A SIGTERM to the whole process group
+    (torchrun and batch systems send it) does not end them, so that the step can be finished.
     """
     options = {}
     if workers:
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)   # the workers' server inherits it
-        multiprocessing.forkserver.ensure_running()
-        signal.signal(signal.SIGTERM, before)
         options = {"num_workers": workers, "prefetch_factor": prefetch,
-                   "multiprocessing_context": context,
+                   "multiprocessing_context": start_workers(),
                    "worker_init_fn": functools.partial(end_with, os.getpid())}
     for arrays in torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=arrays_of,
                                               **options):
@@ -1135,9 +1160,22 @@ def loader(dataset, batches, workers=1, prefetch=2, pin_memory=False):
         yield Batch(*(tensor.pin_memory() for tensor in batch)) if pin_memory else batch
 
 
-def end_with(pid, worker):
-    """Ends this worker process once the process `pid` is gone, however it went; not on SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)         # over the handler that torch has set
+def start_workers():
+    """Returns the context that worker processes are started in: fresh ones (forkserver), since a
+    fork after threads have run can deadlock. A SIGTERM does not end them; our end does."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)       # the workers' server inherits it
+    multiprocessing.forkserver.ensure_running()
+    signal.signal(signal.SIGTERM, before)
+    return context
+
+
+def end_with(pid, worker=None, on_sigterm=signal.SIG_IGN):
+    """Ends this worker process once the process `pid` is gone, however it went; not on SIGTERM,
+    unless asked, nor on Ctrl-C, which that process gets as well."""
+    signal.signal(signal.SIGTERM, on_sigterm)             # over the handler that torch has set
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     def watch():
         while alive(pid):
             time.sleep(1)
@@ -1210,8 +1248,8 @@ def main():
     add("--cased", action="store_true", help="keep upper case")
     add("--sentences", choices=["auto", "lines", "prose"], default="auto", help="what a line is: a "
         "sentence, a part of a paragraph; default: auto, seen from the first thousand lines")
-    add("--workers", type=positive, metavar="N", help="threads that encode; default: one a core, "
-        "up to 4")
+    add("--workers", type=positive, metavar="N", help="processes that encode; default: one "
+        "a core, for less than 32 MB none")
     add("--show", metavar="DIR", help="report on prepared shards, and show three examples")
     add("--split", metavar="DIR", help="write what each node needs of prepared shards, DIR-node-0 "
         "and so on")
@@ -1235,6 +1273,8 @@ def main():
                   f"{manifest['corpus']['bytes'] / 1e6 / seconds:.1f} MB/s")
     except DataError as error:
         sys.exit(f"data.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("data.py: stopped; nothing is left of it")
     except OSError as error:                           # a full disk does not tell which file
         sys.exit(f"data.py: {error.filename or args.out}: {error.strerror or error}")
 

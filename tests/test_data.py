@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import os
 import shutil
 import socket
 
@@ -741,3 +742,16 @@ def test_a_nodes_share_holds_what_its_ranks_read(shards, tmp_path):
             data.verify(path, (2 * node + 2) % 4, 4)
     with pytest.raises(data.DataError, match="wiki-node-0 exists"):
         data.split_folder(tmp_path / "wiki", 2)
+
+
+def test_many_processes_prepare_the_same_shards_and_a_lost_one_is_told(documents, tmp_path):
+    (tmp_path / "a.txt").write_text(as_lines(documents))
+    folders = []
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        data.prepare(data.Corpus([tmp_path / "a.txt"]), out, 320, 4, workers=workers)
+        folders.append(files_of(out))
+    assert folders[0] == folders[1]
+    with pytest.raises(data.DataError, match="a worker process died.*--workers lower"):
+        with data.mapping(2) as map:
+            list(map(os._exit, [1]))
