@@ -38,19 +38,35 @@ def write_corpus(path, paragraphs, megabytes):
     return size
 
 
+def memory_of(session):
+    """Returns the MB that the processes of a session hold; what they share counts once."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session:
+                pss = next(line for line in open(folder / "smaps_rollup") if line[:4] == "Pss:")
+                total += int(pss.split()[1]) / 1024
+        except (OSError, StopIteration):
+            pass  # it has just ended
+    return total
+
+
 def prepare(corpus, out, *options):
-    """Runs data.py; returns (seconds, the most memory that it took at a time, in MB)."""
+    """Runs data.py; returns (seconds, the most MB that it and its workers held at a time)."""
     shutil.rmtree(out, ignore_errors=True)
-    began = time.perf_counter()
+    began, peak = time.perf_counter(), 0
     process = subprocess.Popen(
         [sys.executable, "data.py", corpus, "--out", out, "--shards", "16", *options],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
+    while process.poll() is None:
+        peak = max(peak, memory_of(process.pid))
+        time.sleep(0.2)
+    if process.returncode:
         sys.exit("bench_data.py: data.py failed")
-    return time.perf_counter() - began, usage.ru_maxrss / 1024
+    return time.perf_counter() - began, peak
 
 
 def word_piece(paragraphs, vocab_size, threads):
@@ -129,7 +145,7 @@ def measure(args, folder):
     small.write_text("\n\n".join(paragraphs))
     prepare(small, folder / "first", "--vocab-size", args.vocab_size)
     model = folder / "first" / "tokenizer.model"
-    print(f"{threads} cores, vocabulary {args.vocab_size}; peak is of all memory of the process\n")
+    print(f"{threads} cores, vocabulary {args.vocab_size}; peak is the memory of all processes\n")
     print(f"{'':<42}{'MB':>7}{'s':>8}{'MB/s':>8}{'peak, MB':>10}")
     for megabytes in args.megabytes:
         corpus = folder / "corpus.txt"
