@@ -459,8 +459,9 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, o
     short = [dataclasses.replace(phase, seq_len=16) for phase in recipe.phases]
     monkeypatch.setitem(train.RECIPES, "demo", recipe._replace(phases=short))
     monkeypatch.setattr(train, "EVAL_EXAMPLES", 4)
-    argv = "--phase1-steps 6 --phase2-steps 4 --phase1-batch 4 --phase2-batch 4 --micro-batch 2".split()
-    argv += ["--workers", "0", "--dropout", "0", "--optimizer", optimizer, "--data", str(shards)]
+    argv = "--phase1-steps 6 --phase2-steps 4 --phase1-batch 4 --phase2-batch 4".split()
+    argv += ["--micro-batch", "2", "--workers", "0", "--dropout", "0", "--data", str(shards)]
+    argv += ["--optimizer", optimizer]
     argv += ["--lr-scale", "0.1"] + (["--freeze", "0.5"] if optimizer in train.EXCHANGING else [])
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
