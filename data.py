@@ -738,15 +738,12 @@ def write_shards(corpus, folder, total, shards, held_out, map):
     encoder = functools.partial(encode, (model, sha256_of(model)), token_type)
     with progress(corpus, "encoding") as bar:
         for piece in map(encoder, corpus.pieces(bar)):
-            # Which writer takes each document: 0 the held-out one, 1 and on the shards, -1 none
-            first, size = int(piece.continued and last >= 0), len(piece.sentences)
-            number = begun - first + np.arange(size)
+            first = int(piece.continued and last >= 0)
+            number = begun + np.arange(len(piece.sizes) - first)
             is_held = number * held_out // total < (number + 1) * held_out // total
-            to = np.where(piece.sizes < 2, -1, np.where(is_held, 0, 1)).astype(np.int16)
-            to[:first] = last
-            turns = np.flatnonzero(to[first:] > 0) + first
-            to[turns] += ((trained + np.arange(len(turns))) % shards).astype(np.int16)
-            begun, trained, last = begun + size - first, trained + len(turns), [last, *to][-1]
+            new = deal(piece.sizes[first:], is_held, trained, shards)
+            to = np.concatenate([np.full(first, last, np.int16), new])
+            begun, trained, last = begun + len(new), trained + (new > 0).sum(), [last, *to][-1]
             of_sentence = np.repeat(to, piece.sentences)
             of_token = np.repeat(of_sentence, piece.lengths)
             parts = (by_number(piece.tokens, of_token), by_number(piece.lengths, of_sentence),
@@ -771,6 +768,15 @@ def write_shards(corpus, folder, total, shards, held_out, map):
             "heldout_documents": counts[0]["documents"], "heldout_tokens": counts[0]["tokens"],
             "unknown_tokens": int(unigrams[UNK]), "skipped": dict(+skipped),
             "lengths": {str(2 ** k): int(n) for k, n in enumerate(histogram) if n}, "files": files}
+
+
+def deal(sizes, is_held, turn, shards):
+    """Returns (n,) int16, which writer takes each of n documents: 0 is the held-out one, 1 and on
+    are the shards in turn, beginning at `turn`; -1 drops a document of less than two tokens."""
+    to = np.where(sizes < 2, -1, np.where(is_held, 0, 1)).astype(np.int16)
+    trained = np.flatnonzero(to > 0)
+    to[trained] += ((turn + np.arange(len(trained))) % shards).astype(np.int16)
+    return to
 
 
 def by_number(values, numbers):
@@ -1067,7 +1073,7 @@ def mask_tokens(tokens, b_start, vocab_size, rng, fraction=MASK_FRACTION, begins
     places = np.arange(1, len(tokens) - 1)
     places = places[places != b_start - 1]             # not the [SEP] between A and B
     if begins_word is None:
-        word, order, sizes = None, rng.permutation(len(places)), None
+        word, order = None, rng.permutation(len(places))
         ends = np.arange(1, len(places) + 1)
     else:
         begins = begins_word[tokens[places]] | (places == b_start)
@@ -1200,7 +1206,7 @@ def describe(manifest):
             f"skipped: {skipped or 'nothing'}")
 
 
-def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
+def show(folder):
     """Returns `describe`, the lengths of the documents as a histogram, and three held-out examples
     as words, behind each chosen token what stood there; lines of text."""
     check_files(folder, files_of(0, 0, 1), "every folder of shards has it")
@@ -1210,8 +1216,7 @@ def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
     for low, count in manifest["lengths"].items():
         bounds = f"{int(low):,} to {2 * int(low) - 1:,}"
         lines.append(f"{bounds:>24} {count:>12,} {'#' * -(-50 * count // most)}")
-    examples = PretrainingData(folder, 64, held_out=True, pairs=pairs, mask_fraction=mask_fraction,
-                               whole_words=whole_words)
+    examples = PretrainingData(folder, 64, held_out=True)
     for i in range(3):
         example = examples[i]
         words = [tokenizer.id_to_piece(token) for token in example.tokens.tolist()]
@@ -1220,8 +1225,7 @@ def show(folder, pairs="nsp", mask_fraction=MASK_FRACTION, whole_words=False):
             if example.tokens[position] == MASK:
                 words[position] = "▁" + words[position]
         words = [" " + word if word in SPECIALS else word for word in words]
-        label = {0: "B follows A", 1: "B does not follow A", IGNORED: "one text"}[example.random_b]
-        lines += ["", f"example {i}, {label}:",
+        lines += ["", f"example {i}, B {'does not follow' if example.random_b else 'follows'} A:",
                   "   " + "".join(words).replace("▁", " ").replace("[SEP]", "[SEP] ")]
     return "\n".join(lines)
 

@@ -844,6 +844,8 @@ def report(plan, args, log, model, step, last):
             "line to beat.")
     for number in sorted(results):
         steps = [line for line in lines if line["kind"] == "train" and line["phase"] == number]
+        if not steps:                                # a full disk kept them out of the log
+            continue
         padding, imbalance, waited = (
             statistics.fmean(line[key] for line in steps)
             for key in ("padding", "imbalance", "data_share"))

@@ -50,7 +50,7 @@ def main():
     add = parser.add_argument
     add("--model", default="tiny")
     add("--batches", type=int, nargs="+", default=[32, 128, 512], help="growing by 4")
-    add("--examples", type=int, default=50000)
+    add("--examples", type=int, default=30000)
     add("--rates", type=float, nargs="+", default=[1.0], help="tries, as multiples of the rates")
     add("--skip-ranks", action="store_true", help="leave out 1-bit LAMB on two ranks")
     args = parser.parse_args()
