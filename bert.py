@@ -3,7 +3,10 @@
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
 The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
-positions, a masked-token head tied to the embeddings and a next-sentence head on [CLS].
+positions, a masked-token head (MLM) tied to the embeddings and a next-sentence head (NSP) on [CLS].
+
+Read first: `Block` and `BertForPreTraining.forward`. The second half of the file, Hugging Face
+folders and the program, can be skipped.
 
 Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
@@ -11,8 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import pickle
-import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -37,12 +38,12 @@ class ModelError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """The shape of a BERT. Field names are this project's; `save_huggingface` translates them."""
+    """The shape of a BERT. Field names are this project's; `CONFIG` below translates them."""
     layers: int
-    width: int
-    heads: int
-    feed_forward: int
-    vocab_size: int             # a multiple of 64, so that matrix products have friendly shapes
+    width: int                  # D
+    heads: int                  # H, of width / 64 each
+    feed_forward: int           # 4 D
+    vocab_size: int             # V, a multiple of 64: matrix products are fastest at such shapes
     max_positions: int = 512
     dropout: float = 0.1        # of the hidden states and of the attention weights
     layer_norm_eps: float = 1e-12
@@ -50,14 +51,13 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
-        """Returns a named configuration; vocab_size is rounded up to a multiple of 64.
-
-        Raises ModelError for an unknown name, listing the known ones.
-        """
-        if name not in PRESETS:
-            raise ModelError(f"unknown model {name!r}; known are {', '.join(PRESETS)}")
+        """Returns a configuration of PRESETS; vocab_size is rounded up to a multiple of 64."""
         layers, width = PRESETS[name]
-        return cls(layers, width, width // 64, 4 * width, -(-vocab_size // 64) * 64, **changes)
+        return cls(layers, width, width // 64, 4 * width, _rounded(vocab_size), **changes)
+
+
+def _rounded(vocab_size):
+    return -(-vocab_size // 64) * 64
 
 
 class Losses(NamedTuple):
@@ -80,6 +80,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens, segments):
+        # Positions are 0, 1, 2 ...: a slice of the table, broadcast, in place of a lookup
         positions = self.positions.weight[:tokens.shape[1]]                      # (T, D)
         x = self.tokens(tokens) + positions + self.segments(segments)            # (B, T, D)
         return self.dropout(self.norm(x))
@@ -91,7 +92,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)     # one matrix product for Q, K, V
         self.attention_out = nn.Linear(config.width, config.width)
         self.attention_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.up = nn.Linear(config.width, config.feed_forward)
@@ -100,12 +101,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, mask):
-        """x (B, T, D), mask (B, 1, 1, T) with True where there is a token; returns (B, T, D)."""
+        """Returns (B, T, D) for x (B, T, D) and mask (B, 1, 1, T), True where there is a token."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout.p if self.training else 0.0
+        dropout = self.dropout.p if self.training else 0.0       # torch does not ask for training
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        mixed = mixed.transpose(1, 2).reshape(B, T, D)                           # (B, T, D)
+        mixed = mixed.transpose(1, 2).reshape(B, T, D)           # (B, H, T, D/H) -> (B, T, D)
+        # Post-LayerNorm: the sum is normalised, not the branch's input as in later models
         x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
@@ -131,11 +133,11 @@ class BertForPreTraining(nn.Module):
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
-    def encode(self, tokens, segments, mask):
-        """Returns the hidden states (B, T, D) of tokens and segments (B, T), mask (B, T) bool."""
+    def encode(self, tokens, segments, attention_mask):
+        """Returns the hidden states (B, T, D) of tokens, segments and attention_mask (B, T)."""
         x = self.embeddings(tokens, segments)
         for block in self.blocks:
-            x = block(x, mask[:, None, None, :])
+            x = block(x, attention_mask[:, None, None, :])       # for every head and every query
         return x
 
     def mlm_logits(self, hidden):
@@ -148,23 +150,21 @@ class BertForPreTraining(nn.Module):
         return self.nsp(torch.tanh(self.pooler(hidden[:, 0])))
 
     def forward(self, batch):
-        """Returns the Losses of a batch, any object with these fields: tokens, segments, mask
-        (B, T), flat positions b * T + t and labels (M,), where -100 does not count, random_b (B,).
-
-        Only the masked positions go through the MLM head: the (B, T, V) logits never exist, which
-        is most of what makes small models fast. Cross-entropies are computed in fp32 at least.
+        """Returns the Losses of a batch, any object with the fields of `data.Batch`: tokens,
+        segments, attention_mask (B, T), masked_positions b * T + t and their labels (M,),
+        pair_labels (B,). A label of -100 does not count.
         """
-        hidden = self.encode(batch.tokens, batch.segments, batch.mask)           # (B, T, D)
-        masked = hidden.flatten(0, 1)[batch.positions]                           # (M, D)
-        mlm, nsp = _at_least_fp32(self.mlm_logits(masked)), _at_least_fp32(self.nsp_logits(hidden))
+        hidden = self.encode(batch.tokens, batch.segments, batch.attention_mask)     # (B, T, D)
+        # The head sees masked positions only. The (B, T, V) logits of all positions never exist,
+        # which is most of what makes small models fast.
+        masked = hidden.flatten(0, 1)[batch.masked_positions]                        # (M, D)
+        # A sum of V exponentials needs more than 16 bits; tests run in fp64
+        mlm, nsp = (logits if logits.dtype == torch.float64 else logits.float()
+                    for logits in (self.mlm_logits(masked), self.nsp_logits(hidden)))
         return Losses(F.cross_entropy(mlm, batch.labels, reduction="sum"),
-                      F.cross_entropy(nsp, batch.random_b, reduction="sum"),
+                      F.cross_entropy(nsp, batch.pair_labels, reduction="sum"),
                       (mlm.argmax(-1) == batch.labels).sum(),
-                      (nsp.argmax(-1) == batch.random_b).sum())
-
-
-def _at_least_fp32(logits):
-    return logits if logits.dtype == torch.float64 else logits.float()
+                      (nsp.argmax(-1) == batch.pair_labels).sum())
 
 
 def flops_per_example(config, length, masked):
@@ -184,7 +184,7 @@ def flops_per_example(config, length, masked):
 
 # ----- Hugging Face folders -----
 
-# Our module -> theirs, outside the layers and inside of one.
+# Our module -> theirs, outside the blocks and inside of one.
 OUTER = {
     "embeddings.tokens": "bert.embeddings.word_embeddings",
     "embeddings.positions": "bert.embeddings.position_embeddings",
@@ -213,6 +213,8 @@ CONFIG = {               # our field -> theirs
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range",
 }
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+          "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def huggingface_names(name):
@@ -234,8 +236,6 @@ def save_huggingface(model, tokenizer, folder):
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits. Each file is
     written under a temporary name and renamed. Raises OSError if it cannot be written.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
     config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
                "attention_probs_dropout_prob": model.config.dropout, "type_vocab_size": 2,
@@ -243,64 +243,33 @@ def save_huggingface(model, tokenizer, folder):
     tensors = {}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
+        # The one matrix of Q, K and V becomes theirs; contiguous, since raw bytes are written
         for theirs, part in zip(names, parameter.detach().float().cpu().chunk(len(names))):
             tensors[theirs] = part.contiguous()
-    _replace(folder / "model.safetensors", safetensors(tensors))
-    _replace(folder / "config.json", [json.dumps(config, indent=2).encode() + b"\n"])
-    shutil.copyfile(tokenizer, folder / "tokenizer.model.tmp")
-    os.replace(folder / "tokenizer.model.tmp", folder / "tokenizer.model")
-
-
-def _replace(path, parts):
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        for part in parts:
-            file.write(part)
-    os.replace(temporary, path)
+    contents = {"model.safetensors": safetensors(tensors),
+                "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
+                "tokenizer.model": [Path(tokenizer).read_bytes()]}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, parts in contents.items():
+        path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
+        with open(temporary, "wb") as file:
+            file.writelines(parts)
+        os.replace(temporary, path)                # a killed program leaves the old file whole
 
 
 def safetensors(tensors):
-    """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the header's length,
-    the header as JSON, the raw numbers."""
+    """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the length of the
+    header, the header (JSON), the raw numbers in its order."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
-        size = 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape),
-                        "data_offsets": [offset, offset + size]}
-        offset += size
+        end = offset + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)                # so that the numbers are aligned in the file
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         yield tensor.numpy().tobytes()
-
-
-def read_weights(folder):
-    """Returns {name: tensor} of a Hugging Face folder's model.safetensors or pytorch_model.bin.
-
-    Raises ModelError if there is neither, or if the file cannot be read.
-    """
-    path, pickled = Path(folder) / "model.safetensors", Path(folder) / "pytorch_model.bin"
-    if not path.exists() and not pickled.exists():
-        raise ModelError(f"{folder} holds neither {path.name} nor {pickled.name}")
-    if not path.exists():
-        try:
-            return torch.load(pickled, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, IndexError):
-            raise ModelError(f"{pickled} is damaged, or holds more than weights") from None
-    types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
-             "BF16": torch.bfloat16, "I64": torch.int64}
-    try:
-        data = bytearray(path.read_bytes())
-        begin = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:begin])
-        header.pop("__metadata__", None)
-        return {name: torch.frombuffer(
-                    data, dtype=types[entry["dtype"]], offset=begin + entry["data_offsets"][0],
-                    count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
-                for name, entry in header.items()}
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{path} is cut or damaged ({error})") from None
 
 
 def load_huggingface(folder):
@@ -310,26 +279,8 @@ def load_huggingface(folder):
     load too: heads that the file lacks keep their random initialisation, and a line on stderr names
     them. Raises ModelError if the folder is not a BERT or a tensor of the encoder is missing.
     """
-    try:
-        theirs = json.loads((Path(folder) / "config.json").read_text())
-    except OSError as error:
-        raise ModelError(f"{folder} is no model folder: config.json: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{folder}/config.json is damaged ({error})") from None
-    if theirs.get("model_type") != "bert" or theirs.get("hidden_act", "gelu") != "gelu":
-        raise ModelError(f"{folder} is not a BERT with GELU (model_type "
-                         f"{theirs.get('model_type')!r}, hidden_act {theirs.get('hidden_act')!r})")
-    fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-    if lacking := {"layers", "width", "heads", "feed_forward", "vocab_size"} - set(fields):
-        raise ModelError(f"{folder}/config.json lacks {', '.join(CONFIG[key] for key in lacking)}")
-    model = BertForPreTraining(BertConfig(**{
-        **fields, "vocab_size": -(-fields["vocab_size"] // 64) * 64}))
-    weights = {}
-    for name, tensor in read_weights(folder).items():
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")       # files of 2018 and 2019
-        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
-        weights[name if name.startswith(("bert.", "cls.")) else f"bert.{name}"] = tensor
-    absent = []
+    model, absent = BertForPreTraining(read_config(folder)), []
+    weights = {_modern(name): tensor for name, tensor in read_weights(folder).items()}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
         if all(part in weights for part in names):
@@ -348,29 +299,51 @@ def load_huggingface(folder):
     return model
 
 
+def _modern(name):
+    """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
+    """
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+    return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
+
+
+def read_config(folder):
+    """Returns the BertConfig of a folder's config.json; raises ModelError if it is no BERT's."""
+    try:
+        theirs = json.loads((Path(folder) / "config.json").read_text())
+        if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
+            raise ValueError("not a BERT with GELU")
+        fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
+        return BertConfig(**fields | {"vocab_size": _rounded(fields["vocab_size"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
+
+
+def read_weights(folder):
+    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged.
+    """
+    path = Path(folder) / "model.safetensors"
+    try:
+        data = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        return {name: torch.frombuffer(
+                    data, dtype=DTYPES[entry["dtype"]], offset=begin + entry["data_offsets"][0],
+                    count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
+                for name, entry in header.items()}
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{path} is cut or damaged ({error})") from None
+
+
 # ----- The program: fill in a [MASK] -----
 
 CLS, SEP, MASK = 2, 3, 4           # ids of the control symbols, as data.py's tokenizer has them
 STAND_IN = "\ue000"                # a private character in place of [MASK], which no text can spell
 
 
-def encode_with_masks(tokenizer, text):
-    """Returns the token ids [CLS] text [SEP], each "[MASK]" of the text one masked token."""
-    tokens = [CLS]
-    for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        before, stand_in, after = piece.partition(STAND_IN)
-        if not stand_in:
-            tokens.append(tokenizer.piece_to_id(piece))
-            continue
-        if tokens[-1] == tokenizer.piece_to_id("▁") and not before:
-            tokens.pop()                            # the word's begin belongs to the masked word
-        tokens += [MASK] * (1 + after.count(STAND_IN))
-    return tokens + [SEP]
-
-
-@torch.no_grad()
 def fill_mask(model, tokenizer, text, count=5):
-    """Returns, for each [MASK] of a text, the `count` likeliest pieces as (piece, probability).
+    """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
     Leaves the model in evaluation mode. Raises ModelError if there is no [MASK] or the text is
     longer than the model's positions.
@@ -383,12 +356,28 @@ def fill_mask(model, tokenizer, text, count=5):
     if not masked.any():
         raise ModelError("the text has no [MASK] to fill in")
     model.eval()
-    hidden = model.encode(tokens, torch.zeros_like(tokens), torch.ones_like(masked))
-    logits = model.mlm_logits(hidden[masked]).float()[:, :tokenizer.get_piece_size()]
-    best = logits.softmax(-1).topk(count)
-    return [[(tokenizer.id_to_piece(token), probability)
-             for token, probability in zip(tokens, probabilities)]
+    with torch.no_grad():
+        hidden = model.encode(tokens, torch.zeros_like(tokens), torch.ones_like(masked))
+        logits = model.mlm_logits(hidden[masked]).float()
+    # Without the rows that only pad the vocabulary to a multiple of 64
+    best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
+    return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"
+                      for token, probability in zip(tokens, probabilities))
             for tokens, probabilities in zip(best.indices.tolist(), best.values.tolist())]
+
+
+def encode_with_masks(tokenizer, text):
+    """Returns the token ids [CLS] text [SEP], each "[MASK]" of the text one masked token."""
+    tokens = [CLS]
+    for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
+        before, stand_in, after = piece.partition(STAND_IN)
+        if not stand_in:
+            tokens.append(tokenizer.piece_to_id(piece))
+            continue
+        if tokens[-1] == tokenizer.piece_to_id("▁") and not before:
+            tokens.pop()                           # the word's begin belongs to the masked word
+        tokens += [MASK] * (1 + after.count(STAND_IN))
+    return tokens + [SEP]
 
 
 def main():
@@ -396,21 +385,13 @@ def main():
     parser.add_argument("folder", help="a model folder, for example runs/demo/model")
     parser.add_argument("text", help='a text with [MASK] in it')
     args = parser.parse_args()
-    import sentencepiece            # only this program needs it
+    import sentencepiece                           # only this program needs it
     try:
         model = load_huggingface(args.folder)
-        path = Path(args.folder) / "tokenizer.model"
-        if not path.exists():
-            raise ModelError(f"{path} is missing; copy there the one of the model's training")
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        filled = fill_mask(model, tokenizer, args.text)
+        tokenizer = sentencepiece.SentencePieceProcessor(args.folder + "/tokenizer.model")
+        print(*fill_mask(model, tokenizer, args.text), sep="\n")
     except (ModelError, OSError) as error:
         sys.exit(f"bert.py: {error}")
-    for number, candidates in enumerate(filled, 1):
-        if len(filled) > 1:
-            print(f"[MASK] {number}")
-        for piece, probability in candidates:
-            print(f"{probability:7.1%}  {piece.replace('▁', '')}")
 
 
 if __name__ == "__main__":

@@ -1,95 +1,101 @@
-"""LAMB and its relatives, master weights, fp16 loss scaling, clipping, learning-rate schedules.
+"""LAMB and its relatives, loss scaling, clipping, master weights, the learning rate.
 
-An optimizer here is a `torch.optim.Optimizer` over fp32 (in tests, fp64) parameters, written with
-`torch._foreach_*`, so that a step is a few kernels for each batch of some million numbers, however
-many tensors they are, not a loop over tensors.
+Read `LAMB` first: its equations, then `_update`, the same in code. What surrounds an update in a
+training step follows, down to `learning_rate`; LANS and the 1-bit optimizers can wait. In an update
+w are weights, g gradients, m and v moments: lists of fp32 tensors, one for each parameter.
+`torch._foreach_*` computes on a whole list, on a GPU in a few kernels.
 """
+import dataclasses
+
 import torch
-from torch import nn
-
-
-class TrainingStopped(ArithmeticError):
-    """Training cannot go on; the message names the step, the scale and what is not finite."""
-
-
-def parameter_groups(model, weight_decay):
-    """Returns the names of the trainable parameters, [(names, weight_decay), (names, 0)].
-
-    Without decay are biases and the parameters of LayerNorm, known by what they are: a parameter
-    of a LayerNorm module, or one with a single dimension.
-    """
-    of_norms = {id(parameter) for module in model.modules() if isinstance(module, nn.LayerNorm)
-                for parameter in module.parameters()}
-    decayed, free = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (free if id(parameter) in of_norms or parameter.dim() <= 1 else decayed).append(name)
-    return [(decayed, weight_decay), (free, 0.0)]
-
-
-def batches(params, most=1 << 22):
-    """Returns lists of tensors, in order, with at most `most` numbers in a list or a single tensor:
-    temporaries of an update then take a part of the parameters' memory, not a multiple of it."""
-    found, room = [], 0
-    for p in params:
-        if p.numel() > room:
-            found.append([])
-            room = most
-        found[-1].append(p)
-        room -= p.numel()
-    return found
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What the optimizers here have in common: two moments for each parameter, kept in `state[p]`
-    as "exp_avg" and "exp_avg_sq" beside the count "step", and updates in batches of tensors.
+    """What the optimizers share, and what train.py asks of each. Parameters are fp32 (in tests
+    fp64), all with a gradient in every step; `state` has their moments."""
+    DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "step": 0}
+    bytes_sent = 0                     # by this rank since the last local_gradients()
 
-    `step()` changes parameters and state in place and returns None; gradients keep their values
-    unless a class says otherwise. Parameters without a gradient are left alone.
-    """
+    def __init__(self, params, **options):
+        if unknown := options.keys() - self.DEFAULTS.keys():
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
+        super().__init__(params, self.DEFAULTS | options)
 
-    def __init__(self, params, **defaults):
-        if not all(0 <= beta < 1 for beta in defaults["betas"]):
-            raise ValueError(f"betas must lie in [0, 1), not {defaults['betas']}")
-        super().__init__(params, defaults)
+    def add_param_group(self, group, most=1 << 21):
+        """Adds parameters, cut into tensor groups of about `most` elements: the temporaries of an
+        update, which takes one group at a time, are then a fraction of the weights' memory."""
+        tensor_groups, elements = {}, 0
+        for p in group["params"]:
+            elements += p.numel()
+            tensor_groups.setdefault(elements // most, []).append(p)
+            self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for params in tensor_groups.values():
+            super().add_param_group(group | {"params": params})
+
+    def local_gradients(self, frozen):
+        """Returns True if gradients must not be averaged over the ranks in this step; call it
+        before backward. frozen: whether the phase has come to its second stage (see OneBitAdam)."""
+        return False
+
+    def synchronise(self):
+        """Makes the weights of all ranks equal; they differ only in 0/1 Adam. Collective there."""
 
     @torch.no_grad()
     def step(self):
-        """Applies one update; see the class."""
+        """Applies one update, in place; the class has the equations."""
+        self._share()
         for group in self.param_groups:
-            for params in batches([p for p in group["params"] if p.grad is not None]):
-                self._update(params, group)
+            w = group["params"]
+            self._update(group, w, [p.grad for p in w], *self._state(w, "exp_avg", "exp_avg_sq"))
+            group["step"] += 1
 
-    def _everything(self):
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _share(self):
+        """Makes gradients equal on all ranks, where `local_gradients` kept them apart."""
 
-    def _of(self, params, *names):
-        """Returns the named parts of the parameters' state, a list each; zeros at first."""
-        for p in params:
-            if "step" not in self.state[p]:
-                self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p),
-                                 "exp_avg_sq": torch.zeros_like(p)}
+    def _state(self, params, *names):
         return [[self.state[p][name] for p in params] for name in names]
 
-    def _count(self, params):
-        """Adds one to the parameters' steps and returns them."""
-        self._of(params)
-        for p in params:
-            self.state[p]["step"] += 1
-        return self._of(params, "step")[0]
+
+class LAMB(Optimizer):
+    """Layer-wise adaptive moments for large batches (You et al., arXiv 1904.00962, algorithm 2).
+    For each tensor w with gradient g, at step t = 1, 2, ...:
+
+        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
+        w = w - lr (||w|| / ||u||) u            the ratio is 1 where a norm is 0
+
+    adapt_all=False, the paper's code: tensors without decay (biases, LayerNorm) have ratio 1. True,
+    NVIDIA's "NVLAMB" (fused_lamb.py): all are adapted. NVLAMB also divides all gradients by max(1,
+    their global norm): train.py clips to a norm of 1 before any optimizer, which is the same.
+    """
+    DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
+
+    def _update(self, group, w, g, m, v):
+        (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
+        # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
+        move_moments(m, v, g, b1, b2)
+        # u. To correct m and v first would take two more passes over memory, and two temporaries.
+        # With c = sqrt(1 - b2^t) and k = c / (1 - b1^t) the same is u = k u', and u' takes neither:
+        #     u' = m / (sqrt(v) + c eps) + (decay / k) w
+        c = (1 - b2 ** t) ** 0.5
+        k = c / (1 - b1 ** t)
+        u = torch._foreach_div(m, denominator(v, c * group["eps"]))
+        if decay:
+            torch._foreach_add_(u, w, alpha=decay / k)
+        # w = w - lr (||w|| / ||u||) u, where k cancels; it is left where the ratio is 1
+        ratios = [k] * len(w)
+        if decay or group["adapt_all"]:
+            ratios = safe_ratios(norms(w), norms(u), otherwise=k).tolist()
+        torch._foreach_mul_(u, [-group["lr"] * ratio for ratio in ratios])
+        torch._foreach_add_(w, u)
 
 
-def learn(m, v, grads, b1, b2, shrink=1.0):
-    """Moves both moments towards the gradients, times `shrink`, and their squares, in place."""
-    if m is not None:
-        if shrink == 1:
-            torch._foreach_lerp_(m, grads, 1 - b1)
-        else:
-            torch._foreach_mul_(m, b1)
-            torch._foreach_add_(m, grads, alpha=(1 - b1) * shrink)
+def move_moments(m, v, g, b1, b2):
+    """Moves moments, in place, towards the gradients and their squares; v=None: only m."""
+    torch._foreach_lerp_(m, g, 1 - b1)                   # lerp(a, b, x) = a + x (b - a)
     if v is not None:
         torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, grads, grads, value=(1 - b2) * shrink ** 2)
+        torch._foreach_addcmul_(v, g, g, value=1 - b2)
 
 
 def denominator(v, eps):
@@ -99,515 +105,371 @@ def denominator(v, eps):
     return d
 
 
-def bound(u):
-    """Clips updates m / (sqrt(v) + eps) to [-1, 1] in place.
+def norms(tensors):
+    """Returns the 2-norms of n tensors, (n,)."""
+    return torch.stack(torch._foreach_norm(tensors))
 
-    A live variance keeps them near that (a constant gradient gives 1), a frozen one does not: the
-    row of a token that is seen for the first time after the freeze would move a hundredfold.
-    Batches of 64K have seen every token by then, small ones have not (see the README).
+
+def safe_ratios(a, b, otherwise=1.0):
+    """Returns a / b, both (n,), with `otherwise` where one of them is 0."""
+    return torch.where((a > 0) & (b > 0), a / b, otherwise)
+
+
+# ----- Around the update: loss scaling, clipping, master weights, learning rate -----
+
+class TrainingStopped(ArithmeticError):
+    """Training cannot continue; the message names the step, the scale and what is not finite."""
+
+
+@dataclasses.dataclass
+class LossScaler:
+    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2).
+
+        gradients = backward(scale loss)        so that small fp16 gradients do not become 0
+        overflow:   skip the step, scale = scale / 2
+        otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
+
+    Formats that need none take scale = largest = 1, and still skip what is not finite.
     """
-    torch._foreach_clamp_min_(u, -1.0)
-    torch._foreach_clamp_max_(u, 1.0)
+    scale: float = 2.0 ** 16           # a power of two changes no bit of a gradient in range
+    growth_interval: int = 1000
+    smallest: float = 2.0 ** -14       # below this floor training stops
+    largest: float = 2.0 ** 24
+    good_steps: int = 0                # in a row
+    skipped: int = 0                   # in the whole run
+
+    def update(self, overflow, step, gradients):
+        """Returns True if the step is to be taken, and adjusts the scale. overflow: whether any
+        rank has a gradient that is not finite, so that all skip the step. gradients, {name:
+        tensor}, only name the culprit in TrainingStopped, which is raised below the floor."""
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        self.skipped += overflow
+        if overflow:
+            self.scale /= 2
+        elif self.good_steps % self.growth_interval == 0:
+            self.scale = min(2 * self.scale, self.largest)
+        if self.scale < self.smallest:
+            broken = [name for name, g in gradients.items() if not g.isfinite().all()]
+            raise TrainingStopped(
+                f"step {step}: the gradient of {(broken or ['a parameter on another rank'])[0]} is "
+                f"not finite and the loss scale is at its floor of {2 * self.scale:g}; training "
+                "stops. Resume from an earlier checkpoint, perhaps with a lower --lr-scale")
+        return not overflow
+
+    state_dict = dataclasses.asdict    # what a checkpoint keeps
+
+    def load_state_dict(self, state):
+        """Continues from a checkpoint."""
+        vars(self).update(state)
 
 
-def norms(*lists):
-    """Returns the 2-norms of the tensors of each list as lists of numbers, in one transfer."""
-    flat = torch.stack([norm for tensors in lists for norm in torch._foreach_norm(tensors)])
-    return flat.view(len(lists), -1).tolist()
+@torch.no_grad()
+def global_norm(tensors):
+    """Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is."""
+    return torch.linalg.vector_norm(norms(tensors))
 
 
-class LAMB(Optimizer):
-    """Layer-wise adaptive moments for large batches (You et al., arXiv 1904.00962, algorithm 2).
+def unscale_and_clip_(tensors, norm, scale, max_norm):
+    """Divides gradients in place by the loss scale and shrinks them to a global norm of max_norm.
+    norm: their global norm as they are, scaled; max_norm: None does not clip."""
+    shrink = 1.0 if max_norm is None else min(1.0, max_norm * scale / max(norm, 1e-30))
+    if shrink != scale:                # both in one pass over memory, or in none
+        torch._foreach_mul_(tensors, shrink / scale)
 
-    For each tensor w with gradient g, at its step t = 1, 2, ...:
-
-        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
-        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
-        w = w - lr (||w|| / ||u||) u            the ratio is 1 where a norm is 0
-
-    Two published variants differ in what else happens:
-
-    - The paper's reference code: tensors without decay (biases, LayerNorm) take ratio 1.
-      `adapt_all=False, max_grad_norm=None`, the default.
-    - NVIDIA's "NVLAMB" (DeepLearningExamples, fused_lamb.py): all gradients are first divided by
-      max(1, ||all gradients|| / max_grad_norm), and `adapt_all=True` gives every tensor its ratio.
-    """
-    bias_correction = True
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
-                 adapt_all=False, max_grad_norm=None):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-                         adapt_all=adapt_all, max_grad_norm=max_grad_norm)
-
-    @torch.no_grad()
-    def step(self):
-        """Applies one update; see the class."""
-        max_grad_norm = self.defaults["max_grad_norm"]
-        self.shrink = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / max(float(
-            global_norm([p.grad for p in self._everything()])), 1e-30))
-        super().step()
-
-    def _update(self, params, group):
-        (b1, b2), decay, steps = group["betas"], group["weight_decay"], self._count(params)
-        m, v = self._of(params, "exp_avg", "exp_avg_sq")
-        learn(m, v, [p.grad for p in params], b1, b2, self.shrink)
-        # u = k (m / (sqrt(v) + eps c) + (decay / k) w), with both corrections in c and k
-        c = [(1 - b2 ** t) ** 0.5 if self.bias_correction else 1.0 for t in steps]
-        k = [c_t / (1 - b1 ** t) if self.bias_correction else 1.0 for c_t, t in zip(c, steps)]
-        u = torch._foreach_div(m, denominator(v, [group["eps"] * c_t for c_t in c]))
-        if decay:
-            self._add_decay(u, params, [decay / k_t for k_t in k])
-        ratios = [1.0] * len(params)
-        if decay or group["adapt_all"]:
-            ratios = [self._ratio(p, w / (d * k_t) if w > 0 and d > 0 else 1.0)
-                      for p, w, d, k_t in zip(params, *norms(params, u), k)]
-        torch._foreach_mul_(u, [-group["lr"] * ratio * k_t for ratio, k_t in zip(ratios, k)])
-        torch._foreach_add_(params, u)
-
-    @staticmethod
-    def _add_decay(u, params, decays):
-        if len(set(decays)) == 1:
-            torch._foreach_add_(u, params, alpha=decays[0])
-        else:                                          # parameters that have not seen equal steps
-            torch._foreach_add_(u, torch._foreach_mul(params, decays))
-
-    def _ratio(self, p, ratio):
-        return ratio
-
-
-class LANS(Optimizer):
-    """LAMB with a Nesterov term and normalised gradients, for batches of 96K in 54 minutes (Zheng
-    et al., arXiv 2006.13484, algorithm 2; its kernel, dmlc/gluon-nlp, multi_tensor_lans.cu).
-
-    For each tensor w with gradient g, at its step t = 1, 2, ...:
-
-        g = g / ||g||                           as it is where the norm is 0
-        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
-        d = sqrt(v / (1 - b2^t)) + eps
-        r = (m / (1 - b1^t)) / d + decay w      c = g / d + decay w
-        w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||c||) c)
-
-    Ratios are taken on all tensors and are 1 where a norm is 0. No clipping is needed: the scale of
-    the gradients does not matter.
-    """
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-    def _update(self, params, group):
-        (b1, b2), decay, steps = group["betas"], group["weight_decay"], self._count(params)
-        m, v = self._of(params, "exp_avg", "exp_avg_sq")
-        grads = [p.grad for p in params]
-        c = torch._foreach_mul(grads, [1 / n if n > 0 else 1.0 for n in norms(grads)[0]])
-        learn(m, v, c, b1, b2)
-        d = torch._foreach_mul(v, [1 / (1 - b2 ** t) for t in steps])
-        torch._foreach_sqrt_(d)
-        torch._foreach_add_(d, group["eps"])
-        torch._foreach_div_(c, d)
-        r = torch._foreach_div(m, d)
-        torch._foreach_mul_(r, [1 / (1 - b1 ** t) for t in steps])
-        if decay:
-            torch._foreach_add_(r, params, alpha=decay)
-            torch._foreach_add_(c, params, alpha=decay)
-        of_w, of_r, of_c = norms(params, r, c)
-        for part, lengths, share in (r, of_r, b1), (c, of_c, 1 - b1):
-            torch._foreach_mul_(part, [-group["lr"] * share * (w / n if w > 0 and n > 0 else 1.0)
-                                       for w, n in zip(of_w, lengths)])
-            torch._foreach_add_(params, part)
-
-
-# ----- Optimizers that exchange momentum, or less, in place of gradients -----
-
-class Exchanging(Optimizer):
-    """What 1-bit Adam, 1-bit LAMB and 0/1 Adam have in common.
-
-    Each phase of training begins with learning the variance: gradients are averaged over the ranks
-    as for any optimizer (0/1 Adam: in some steps). Then the variance is frozen, each rank keeps its
-    own gradients, and what the ranks need to agree on goes through `exchange(tensors)`, which
-    replaces a list of tensors by its compressed mean over the ranks, keeping the error for the next
-    time; `exchange.reset()` forgets the errors. Before backward, `local_gradients(frozen)` is told
-    whether the phase has come that far, and tells whether the step shall keep gradients local.
-
-    All tensors travel as one, and numbers of several may share a scale. So they are first brought
-    to one magnitude (1-bit LAMB, section 4.2; 1-bit Adam and 0/1 Adam as published compress each
-    tensor alone), by factors that stay until the next freeze. A sign cannot say 0: numbers whose
-    variance is 0, such as the rows of positions that a phase of short sequences never sees, are
-    masked.
-    """
-
-    def __init__(self, params, exchange, **defaults):
-        Optimizer.__init__(self, params, frozen=False, **defaults)
-        self.exchange, self.freeze = exchange, False
-
-    def local_gradients(self, frozen):
-        """Returns whether the next step takes each rank's own gradients; to be called before it."""
-        self.freeze = frozen
-        return frozen
-
-    def synchronise(self):
-        """Makes the weights of all ranks equal, where they are not: only in 0/1 Adam."""
-
-    def _frozen(self, params):
-        """Enters or leaves the second stage as `local_gradients` was told; returns whether the
-        variance is frozen."""
-        was = self.param_groups[0]["frozen"]
-        if self.freeze and not was:
-            self._set_magnitudes(params)
-        for group in self.param_groups:
-            group["frozen"] = self.freeze
-        return self.freeze
-
-    @staticmethod
-    def _move(params, m, v, group, bounded=False):
-        """One step of Adam, without bias correction."""
-        u = torch._foreach_div(m, denominator(v, group["eps"]))
-        if bounded:
-            bound(u)
-        if group["weight_decay"]:
-            torch._foreach_add_(u, params, alpha=group["weight_decay"])
-        torch._foreach_add_(params, u, alpha=-group["lr"])
-
-    def _set_magnitudes(self, params):
-        """Chooses the factors that make the momenta's root mean squares equal, and forgets the
-        errors, which are in the former units."""
-        lengths = norms(self._of(params, "exp_avg")[0])[0]
-        scales = [length / p.numel() ** 0.5 for p, length in zip(params, lengths)]
-        united = sum(scales) / len(scales)
-        for p, scale in zip(params, scales):
-            self.state[p]["magnitude"] = united / scale if scale > 0 else 1.0
-        self.exchange.reset()
-
-    def _average(self, params, tensors):
-        """Replaces tensors, one a parameter, by their compressed mean over the ranks, masked."""
-        magnitudes, = self._of(params, "magnitude")
-        torch._foreach_mul_(tensors, magnitudes)
-        self.exchange(tensors)
-        torch._foreach_div_(tensors, magnitudes)
-        place = {p: tensor for p, tensor in zip(params, tensors)}
-        for some in batches(params):
-            mask = torch._foreach_sign(self._of(some, "exp_avg_sq")[0])
-            torch._foreach_mul_([place[p] for p in some], mask)
-
-
-class OneBitAdam(Exchanging):
-    """Adam whose momentum is exchanged in one bit a number (Tang et al., arXiv 2102.02888,
-    algorithm 1; microsoft/DeepSpeed, runtime/fp16/onebit/adam.py).
-
-        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2        in the first stage
-        m = average(b1 m + (1 - b1) g_i)        v stays                        in the second
-        w = w - lr (p + decay w)  with  p = m / (sqrt(v) + eps), in the second within [-1, 1]
-
-    Without bias correction, as published: begin with a warm-up of the rate. Published without the
-    bounds of p; see `bound`.
-    """
-
-    def __init__(self, params, exchange, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
-        super().__init__(params, exchange, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-    @torch.no_grad()
-    def step(self):
-        """Applies one update; see the class. Collective in the second stage."""
-        params = self._everything()
-        self._count(params)
-        frozen = self._frozen(params)
-        if frozen:
-            m, = self._of(params, "exp_avg")
-            learn(m, None, [p.grad for p in params], self.defaults["betas"][0], None)
-            self._average(params, m)
-        super().step()
-
-    def _update(self, params, group):
-        m, v = self._of(params, "exp_avg", "exp_avg_sq")
-        if not group["frozen"]:
-            learn(m, v, [p.grad for p in params], *group["betas"])
-        self._move(params, m, v, group, bounded=group["frozen"])
-
-
-class OneBitLAMB(Exchanging, LAMB):
-    """LAMB whose momentum is exchanged in one bit a number (Li et al., arXiv 2104.06069, algorithm
-    1; constants of microsoft/DeepSpeed, runtime/fp16/onebit/lamb.py).
-
-    First stage: LAMB without bias correction, its ratio c within [0.01, 10]; of each tensor's
-    ratios a mean is kept, C = 0.9 C + 0.1 c. Tensors that take ratio 1 in LAMB take it here too;
-    DeepSpeed adapts all. Second stage, with v frozen, V a copy of it that goes on and M the former
-    momentum:
-
-        m = average(b1 m + (1 - b1) g_i)        g = (m - b1 M) / (1 - b1)
-        V = b2 V + (1 - b2) g^2                 p = m / (sqrt(v) + eps) within [-1, 1]
-        u = p + decay w                         f = max((sqrt(v) + eps) / (sqrt(V) + eps))
-        f = r f + (1 - r)  with  r = min(1, ||p|| / ||u||)                     where there is decay
-        f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
-        w = w - lr C f u
-
-    Published without the bounds of p; see `bound`. The second stage overwrites gradients.
-    """
-    bias_correction = False
-    RATIOS = 0.01, 10.0
-    FACTORS, CHANGE = (0.5, 4.0), 0.1
-
-    def __init__(self, params, exchange, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
-        Exchanging.__init__(self, params, exchange, lr=lr, betas=betas, eps=eps,
-                            weight_decay=weight_decay, adapt_all=False, max_grad_norm=None)
-
-    @torch.no_grad()
-    def step(self):
-        """Applies one update; see the class. Collective in the second stage."""
-        params = self._everything()
-        self._of(params)
-        if not self.param_groups[0]["frozen"] and self.freeze:
-            for p in params:
-                self.state[p] |= {"fresh": self.state[p]["exp_avg_sq"].clone(), "factor": 1.0}
-        if not self._frozen(params):
-            return LAMB.step(self)
-        self._count(params)
-        m, b1 = self._of(params, "exp_avg")[0], self.defaults["betas"][0]
-        # What goes out takes the gradients' memory, and the new m that comes back does: M needs no
-        # copy. Only numbers that all ranks share may reach V and the weights.
-        grads = [p.grad for p in params]
-        torch._foreach_mul_(grads, 1 - b1)
-        torch._foreach_add_(grads, m, alpha=b1)
-        self._average(params, grads)
-        torch._foreach_mul_(m, b1)
-        torch._foreach_sub_(m, grads)                  # -(1 - b1) g
-        Optimizer.step(self)
-
-    def _update(self, params, group):
-        if not group["frozen"]:
-            return LAMB._update(self, params, group)
-        (b1, b2), decay = group["betas"], group["weight_decay"]
-        m, v, fresh = self._of(params, "exp_avg", "exp_avg_sq", "fresh")
-        torch._foreach_mul_(fresh, b2)
-        torch._foreach_addcmul_(fresh, m, m, value=(1 - b2) / (1 - b1) ** 2)
-        torch._foreach_copy_(m, [p.grad for p in params])
-        d = denominator(v, group["eps"])
-        u = torch._foreach_div(m, d)
-        bound(u)
-        torch._foreach_div_(d, denominator(fresh, group["eps"]))
-        factors = torch.stack(torch._foreach_max(d)).tolist()
-        if decay:
-            before, = norms(u)
-            torch._foreach_add_(u, params, alpha=decay)
-            shares = [min(1.0, p / n) if n > 0 else 1.0 for p, n in zip(before, *norms(u))]
-            factors = [r * f + 1 - r for r, f in zip(shares, factors)]
-        for p, factor in zip(params, factors):
-            state = self.state[p]
-            factor = min(max(factor, self.FACTORS[0]), self.FACTORS[1])
-            state["factor"] = min(max(factor, state["factor"] * (1 - self.CHANGE)),
-                                  state["factor"] * (1 + self.CHANGE))
-        torch._foreach_mul_(u, [-group["lr"] * self.state[p].get("ratio", 1.0)
-                                * self.state[p]["factor"] for p in params])
-        torch._foreach_add_(params, u)
-
-    def _ratio(self, p, ratio):
-        if ratio != 1.0:
-            ratio = min(max(ratio, self.RATIOS[0]), self.RATIOS[1])
-            self.state[p]["ratio"] = 0.9 * self.state[p].get("ratio", 0.0) + 0.1 * ratio
-        return ratio
-
-
-class ZeroOneAdam(Exchanging):
-    """0/1 Adam: the variance is updated rarely and the ranks exchange rarely (Lu et al., arXiv
-    2202.06009, algorithm 1; microsoft/DeepSpeed, runtime/fp16/onebit/zoadam.py).
-
-    First stage: on every k-th step, k = 1 at first and doubled after every `variance_updates` such
-    steps, v = b2 v + (1 - b2) g^2 with the exact mean g of the gradients; on the others only m
-    moves, with g = average(g_i), 0 where v is. Second stage: v is frozen and rank i steps alone,
-
-        m = b1 m + (1 - b1) g_i       w = w - lr (m / (sqrt(v) + eps) + decay w)
-
-    and on every j-th step, j = 1 at first and doubled after every `interval_steps` steps up to 16,
-    all agree again. With W the weights they last agreed on and L the sum of the rates since then:
-
-        K = (1 - L decay) W
-        U = average((w - K) (sqrt(v) + eps))        m = -U / L        w = K + U / (sqrt(v) + eps)
-
-    As published U also holds the decay (W in place of K), which so becomes a part of m and acts up
-    to 1 / (1 - b1) times as strongly.
-
-    In between, ranks have unequal weights: `synchronise` makes them agree at once. Gradients are
-    overwritten by their mean where that is exchanged.
-    """
-    LONGEST = 16
-    START = {"step": 0, "variance_every": 1, "variance_count": 0, "agree_every": 1,
-             "agree_count": 0, "rates": 0.0}
-
-    def __init__(self, params, exchange, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
-                 variance_updates=16, interval_steps=32678):
-        super().__init__(params, exchange, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.param_groups[0]["clock"] = dict(self.START)
-        self.variance_updates, self.interval_steps = variance_updates, interval_steps
-
-    def local_gradients(self, frozen):
-        """Returns whether the next step takes each rank's own gradients; to be called before it."""
-        self.freeze, first = frozen, self.param_groups[0]
-        if first["frozen"] and not frozen:             # a new phase begins
-            first.update(frozen=False, clock=dict(self.START))
-            self.exchange.reset()                      # errors of U are none of gradients
-        clock = first["clock"]
-        return frozen or (clock["step"] + 1) % clock["variance_every"] != 0
-
-    @torch.no_grad()
-    def step(self):
-        """Applies one update; see the class. Collective where ranks exchange."""
-        params, clock = self._everything(), self.param_groups[0]["clock"]
-        self._count(params)
-        grads = [p.grad for p in params]
-        if self.freeze and not self.param_groups[0]["frozen"]:
-            for p in params:
-                self.state[p]["agreed"] = p.detach().clone()
-        frozen = self._frozen(params)
-        clock["step"] += 1
-        self.learns = not frozen and clock["step"] % clock["variance_every"] == 0
-        if not frozen and not self.learns:
-            if "magnitude" not in self.state[params[0]]:
-                self._set_magnitudes(params)
-            self._average(params, grads)
-        super().step()
-        if self.learns:
-            clock["variance_count"] += 1
-            if clock["variance_count"] == self.variance_updates:
-                clock["variance_count"], clock["variance_every"] = 0, 2 * clock["variance_every"]
-        if frozen:
-            clock["rates"] += self.param_groups[0]["lr"]
-            if clock["step"] % clock["agree_every"] == 0:
-                self.synchronise()
-            clock["agree_count"] += 1
-            if clock["agree_count"] == self.interval_steps:
-                clock["agree_count"] = 0
-                clock["agree_every"] = min(self.LONGEST, 2 * clock["agree_every"])
-
-    def _update(self, params, group):
-        m, v = self._of(params, "exp_avg", "exp_avg_sq")
-        learn(m, v if self.learns else None, [p.grad for p in params], *group["betas"])
-        self._move(params, m, v, group)
-
-    @torch.no_grad()
-    def synchronise(self):
-        """Makes all ranks agree on the weights, where they stepped alone since the last time."""
-        clock, eps = self.param_groups[0]["clock"], self.defaults["eps"]
-        if not clock["rates"]:
-            return
-        parts = [(some, 1 - clock["rates"] * group["weight_decay"]) for group in self.param_groups
-                 for some in batches([p for p in group["params"] if self.state[p]])]
-        for some, kept in parts:           # U, from here on in place of the weights
-            agreed, v = self._of(some, "agreed", "exp_avg_sq")
-            torch._foreach_sub_(some, agreed, alpha=kept)
-            torch._foreach_mul_(some, denominator(v, eps))
-        params = [p for some, _ in parts for p in some]
-        self._average(params, params)
-        for some, kept in parts:
-            m, v, agreed = self._of(some, "exp_avg", "exp_avg_sq", "agreed")
-            torch._foreach_copy_(m, some)
-            torch._foreach_mul_(m, -1 / clock["rates"])
-            torch._foreach_div_(some, denominator(v, eps))
-            torch._foreach_add_(some, agreed, alpha=kept)
-            torch._foreach_copy_(agreed, some)
-        clock["rates"] = 0.0
-
-
-# ----- Precision: master weights, loss scaling, clipping -----
 
 def master_weights(model):
-    """Returns the trainable parameters as the optimizer shall see them, by name: fp32 copies (leaf
-    tensors) for parameters in fp16 or bf16, the parameters themselves for fp32.
-
-    An update of 1e-3 of a weight is lost in bf16, whose neighbours lie 4e-3 apart (Micikevicius et
-    al., arXiv 1710.03740, section 3.1).
-    """
-    low = (torch.float16, torch.bfloat16)
-    return {name: p.detach().float().requires_grad_() if p.dtype in low else p
+    """Returns what the optimizer shall update, {name: fp32 tensor}: copies of parameters in fp16 or
+    bf16, the parameters themselves where they are fp32 (arXiv 1710.03740, section 3.1)."""
+    # An update of 1e-3 of a weight is lost in bf16, whose neighbours lie 4e-3 apart
+    return {name: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_()
             for name, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def copy_to_model(masters, model):
-    """Copies master weights (by name) to the model's parameters, rounding to their type."""
+    """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
     pairs = [(p, masters[name]) for name, p in model.named_parameters()
              if name in masters and p is not masters[name]]
     if pairs:
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-@torch.no_grad()
-def global_norm(tensors):
-    """Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+def parameter_groups(model, weight_decay):
+    """Returns names of the trainable parameters, [(names, weight_decay), (names, 0.0)]. Without
+    decay are those of one dimension: biases, and all of LayerNorm."""
+    dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
+    return [([name for name in dims if dims[name] > 1], weight_decay),
+            ([name for name in dims if dims[name] <= 1], 0.0)]
 
 
-@torch.no_grad()
-def unscale_and_clip_(tensors, norm, scale, max_norm):
-    """Divides gradients in place by the loss scale and shrinks them to a global norm of max_norm.
+def learning_rate(phase_step, phase):
+    """Returns the learning rate of step 0, 1, ... of a phase. x is the fraction of the phase that
+    is done; so are w = phase.warmup and d = phase.decay_from:
 
-    norm: their global norm as they are, scaled; max_norm: None does not clip.
+        lr x / w                                for x < w
+        lr min(1, (1 - x) / (1 - d))^power      from there on
+
+    d = w + hold: warm-up, hold, decay to 0 (LANS, arXiv 2006.13484, section 3.3, with power 1).
+    d = 0: NVIDIA's PolyWarmUp, where the rate drops from lr to lr (1 - w)^power after the warm-up.
     """
-    shrink = 1.0 if max_norm is None else min(1.0, max_norm * scale / max(norm, 1e-30))
-    if shrink != scale:
-        torch._foreach_mul_(tensors, shrink / scale)
-
-
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2).
-
-    The loss is multiplied by `scale` so that small fp16 gradients do not vanish. A step with an inf
-    or NaN in its gradients is skipped and halves the scale; `growth_interval` good steps in a row
-    double it, up to `largest`. Under `smallest` training stops. Scales are powers of two, so that
-    scaling changes no bit of a gradient that stays in range; formats that need none take
-    initial = largest = 1 and still skip a step that is not finite.
-    """
-
-    def __init__(self, initial=2.0 ** 16, growth_interval=1000, smallest=2.0 ** -14,
-                 largest=2.0 ** 24):
-        self.scale, self.good_steps, self.skipped = float(initial), 0, 0
-        self.growth_interval, self.smallest, self.largest = growth_interval, smallest, largest
-
-    def update(self, overflow, step, gradients):
-        """Returns True if the step counts, and adjusts the scale; changes nothing else.
-
-        overflow: the same on every rank: whether any rank found its gradients not finite.
-        gradients: by name, to name the first that is not finite in the message of TrainingStopped,
-        which is raised once the scale falls below the floor.
-        """
-        if overflow:
-            self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
-            if self.scale < self.smallest:
-                broken = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
-                where = (broken or ["a parameter on another rank"])[0]
-                raise TrainingStopped(
-                    f"step {step}: the gradient of {where} is not finite "
-                    f"and the loss scale is at its floor of {2 * self.scale:g}; training stops. Go "
-                    "on from an earlier checkpoint, perhaps with a lower --lr-scale")
-            return False
-        self.good_steps += 1
-        if self.good_steps >= self.growth_interval:
-            self.scale, self.good_steps = min(self.scale * 2, self.largest), 0
-        return True
-
-    def state_dict(self):
-        """Returns what a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
-
-    def load_state_dict(self, state):
-        """Continues from a checkpoint."""
-        self.scale, self.good_steps, self.skipped = (
-            state[key] for key in ("scale", "good_steps", "skipped"))
-
-
-# ----- Learning rates: functions of the step within a phase (0, 1, ...) and the phase -----
-
-def warmup_polynomial(step, phase):
-    """Returns the learning rate: linear warm-up over the share `phase.warmup` of its steps, then
-    lr (1 - x)^power with x the share of all steps done, as NVIDIA's PolyWarmUp has it: at the end
-    of the warm-up the rate drops from lr to lr (1 - warmup)^power."""
-    x = (step + 1) / (phase.steps + 1)
-    return phase.lr * (x / phase.warmup if x < phase.warmup else (1 - x) ** phase.power)
-
-
-def warmup_hold_decay(step, phase):
-    """Returns the learning rate: linear warm-up over the share `phase.warmup` of steps, constant
-    over the share `phase.hold`, then polynomial decay to zero over what is left (LANS, arXiv
-    2006.13484, section 3.3, where power is 1)."""
-    x = (step + 1) / (phase.steps + 1)
+    x = (phase_step + 1) / (phase.steps + 1)   # neither the first nor the last rate is 0
     if x < phase.warmup:
         return phase.lr * x / phase.warmup
-    decay = max(0.0, x - phase.warmup - phase.hold) / (1 - phase.warmup - phase.hold)
-    return phase.lr * (1 - decay) ** phase.power
+    return phase.lr * min(1.0, (1 - x) / (1 - phase.decay_from)) ** phase.power
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW with what train.py asks of every optimizer; see `Optimizer`."""
+    bytes_sent = 0
+    local_gradients, synchronise = Optimizer.local_gradients, Optimizer.synchronise
+
+
+class LANS(Optimizer):
+    """LAMB with a Nesterov term and normalised gradients, for batches of 96K in 54 minutes (Zheng
+    et al., arXiv 2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp). Ratios, and 1 / ||g||, are
+    1 where a norm is 0.
+
+        g = g / ||g||                           so that their scale does not matter
+        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
+        d = sqrt(v / (1 - b2^t)) + eps
+        r = (m / (1 - b1^t)) / d + decay w      c = g / d + decay w
+        w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||c||) c)
+    """
+
+    def _update(self, group, w, g, m, v):
+        (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
+        # g / ||g||, in new tensors that become c below
+        c = torch._foreach_mul(g, [1 / norm if norm > 0 else 1.0 for norm in norms(g).tolist()])
+        move_moments(m, v, c, b1, b2)
+        d = torch._foreach_div(v, 1 - b2 ** t)
+        torch._foreach_sqrt_(d)
+        torch._foreach_add_(d, group["eps"])
+        # r from the momentum, c from the gradient alone
+        r = torch._foreach_div(m, d)
+        torch._foreach_div_(r, 1 - b1 ** t)
+        torch._foreach_div_(c, d)
+        if decay:
+            torch._foreach_add_(r, w, alpha=decay)
+            torch._foreach_add_(c, w, alpha=decay)
+        # Both ratios are of the old w
+        w_norms = norms(w)
+        for u, part in (r, b1), (c, 1 - b1):
+            ratios = safe_ratios(w_norms, norms(u))
+            torch._foreach_mul_(u, (-group["lr"] * part * ratios).tolist())
+            torch._foreach_add_(w, u)
+
+
+# ----- 1-bit optimizers: ranks average momentum, or less, in place of gradients -----
+
+class OneBitAdam(Optimizer):
+    """Adam whose momentum is averaged in one bit an element (Tang et al., arXiv 2102.02888,
+    algorithm 1; microsoft/DeepSpeed, onebit/adam.py). A phase has two stages. In the first, v is
+    learned from gradients that are averaged as ever. In the second, v is frozen, rank i keeps its
+    own gradient g_i, and the ranks average momentum. From its mean M follows the gradient g that M
+    implies: the ordinary update on g gives m = M, on all ranks.
+
+        M = average(b1 m + (1 - b1) g_i)        g = (M - b1 m) / (1 - b1)
+        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2, only in the first stage
+        p = m / (sqrt(v) + eps)                 in the second within [-1, 1], see `bound`
+        w = w - lr (p + decay w)
+
+    As published, without bias correction: begin with a warm-up. Not as published: the bound, and
+    tensors share scales (`_set_magnitudes`). Gradients are overwritten.
+    compressed_mean: a dist.CompressedMean of all parameters, in the order of their groups.
+    """
+    DEFAULTS = Optimizer.DEFAULTS | {"frozen": False}    # "step" counts from the stage's beginning
+    BOUNDED = True
+
+    def __init__(self, params, compressed_mean, **options):
+        super().__init__(params, **options)
+        self.compressed_mean = compressed_mean
+        self.params = [p for group in self.param_groups for p in group["params"]]
+
+    def local_gradients(self, frozen):
+        """See Optimizer; begins the stage as well. Collective where weights have to agree."""
+        self.bytes_sent, self.learns = 0, not frozen     # whether v is learned in this step
+        if frozen != self.param_groups[0]["frozen"]:
+            self._change_stage(frozen)
+        return frozen
+
+    def _change_stage(self, frozen):
+        for group in self.param_groups:
+            group.update(frozen=frozen, step=0)
+        self._set_magnitudes()
+
+    def _share(self):
+        if not self.learns:
+            b1, g = self.param_groups[0]["betas"][0], [p.grad for p in self.params]
+            m, = self._state(self.params, "exp_avg")
+            torch._foreach_lerp_(g, m, b1)               # b1 m + (1 - b1) g_i
+            self._average(g)                             # M
+            torch._foreach_lerp_(g, m, -b1 / (1 - b1))   # (M - b1 m) / (1 - b1)
+
+    def _update(self, group, w, g, m, v):
+        move_moments(m, v if self.learns else None, g, *group["betas"])
+        # p, as m times 1 / d in the memory of d: on a CPU new memory costs more than a pass over it
+        u = denominator(v, group["eps"])
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, m)
+        if group["frozen"] and self.BOUNDED:
+            bound(u)
+        if group["weight_decay"]:
+            torch._foreach_add_(u, w, alpha=group["weight_decay"])
+        torch._foreach_add_(w, u, alpha=-group["lr"])
+
+    def _set_magnitudes(self):
+        """Sets for each tensor the factor that brings its momentum to a root mean square of 1: all
+        travel as one, and elements of several share a scale (1-bit LAMB, section 4.2)."""
+        for p, norm in zip(self.params, norms(*self._state(self.params, "exp_avg")).tolist()):
+            self.state[p]["magnitude"] = p.numel() ** 0.5 / norm if norm > 0 else 1.0
+        self.compressed_mean.reset()                     # its errors are in the former units
+
+    def _average(self, tensors):
+        """Replaces tensors, one for each parameter, in place by compressed means over the ranks."""
+        magnitudes, variances = self._state(self.params, "magnitude", "exp_avg_sq")
+        torch._foreach_mul_(tensors, magnitudes)
+        self.bytes_sent += self.compressed_mean(tensors)
+        torch._foreach_div_(tensors, magnitudes)
+        # A sign cannot say 0. Elements whose v is 0 never had a gradient, such as rows of positions
+        # that a phase of short sequences does not reach: they are masked, one tensor at a time,
+        # since the masks of all would take the memory of the weights.
+        for tensor, v in zip(tensors, variances):
+            tensor.mul_(v.sign())
+
+    def state_dict(self):
+        """Returns the state, with the errors of compression. Collective."""
+        return super().state_dict() | {"errors": self.compressed_mean.state_dict()}
+
+    def load_state_dict(self, state):
+        """Continues from a checkpoint, on any number of ranks."""
+        super().load_state_dict(state)
+        self.compressed_mean.load_state_dict(state["errors"])
+
+
+def bound(u):
+    """Clips updates m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps them near that
+    (a constant gradient gives 1), a frozen one does not: the row of a token first seen after the
+    freeze would move a hundredfold. Batches of 64K have seen all by then, small ones have not."""
+    torch._foreach_clamp_min_(u, -1.0)
+    torch._foreach_clamp_max_(u, 1.0)
+
+
+class OneBitLAMB(OneBitAdam):
+    """LAMB whose momentum is averaged in one bit an element (Li et al., arXiv 2104.06069, algorithm
+    1; constants of microsoft/DeepSpeed, onebit/lamb.py). First stage: LAMB without bias correction,
+    its ratio c within [0.01, 10], and C = 0.9 C + 0.1 c, a mean of each tensor's ratios, from 1 on.
+    (DeepSpeed begins with C = 0, and adapts tensors without decay as well.) Second stage, with g
+    and p of OneBitAdam and a fresh variance V, which begins as v and goes on:
+
+        V = b2 V + (1 - b2) g^2                 u = p + decay w
+        f = max((sqrt(v) + eps) / (sqrt(V) + eps))
+        f = r f + (1 - r)                       r = min(1, ||p|| / ||u||)
+        f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
+        w = w - lr C f u
+    """
+    DEFAULTS = OneBitAdam.DEFAULTS | {"C": 1.0, "f": 1.0}          # then a list, one a tensor
+
+    def _change_stage(self, frozen):
+        super()._change_stage(frozen)
+        for state in self.state.values():
+            state["fresh"] = state["exp_avg_sq"].clone()
+
+    def _update(self, group, w, g, m, v):
+        decay, eps = group["weight_decay"], group["eps"]
+        V = v if self.learns else self._state(w, "fresh")[0]
+        move_moments(m, V, g, *group["betas"])           # V moves as v does
+        d = denominator(v, eps)
+        u = torch._foreach_div(m, d)                     # p, then u
+        if not self.learns:
+            bound(u)
+        p_norms = u_norms = norms(u)
+        if decay:
+            torch._foreach_add_(u, w, alpha=decay)
+            u_norms = norms(u)
+        ratios = C = u_norms.new_tensor(group["C"])      # 1 without decay
+        if not self.learns:
+            torch._foreach_div_(d, denominator(V, eps))
+            f = torch.stack(torch._foreach_max(d))
+            r = safe_ratios(p_norms, u_norms).clamp(max=1.0)
+            former = C.new_tensor(group["f"] if group["step"] else 1.0)
+            f = (r * f + 1 - r).clamp(0.5, 4.0).clamp(0.9 * former, 1.1 * former)
+            group["f"], ratios = f.tolist(), C * f
+        elif decay:
+            ratios = safe_ratios(norms(w), u_norms).clamp(0.01, 10.0)          # c
+            group["C"] = (0.9 * C + 0.1 * ratios).tolist()
+        torch._foreach_mul_(u, (-group["lr"] * ratios).tolist())
+        torch._foreach_add_(w, u)
+
+
+class ZeroOneAdam(OneBitAdam):
+    """0/1 Adam: the variance moves rarely and the ranks agree rarely (Lu et al., arXiv 2202.06009,
+    algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py). First stage: on every k-th step
+    (`variance_interval`) gradients are averaged exactly and v moves; on the others only m does,
+    with g = average(g_i) in one bit. Second stage: rank i steps alone, on g_i and without a bound.
+    On every j-th step (`agreement_interval`) all agree. With W the weights that they last agreed on
+    and L the sum of the learning rates since then:
+
+        K = (1 - L decay) W                     U = average((w - K) (sqrt(v) + eps))
+        m = -U / L                              w = K + U / (sqrt(v) + eps)
+
+    As published U also holds the decay (W in place of K), which so becomes a part of m and acts up
+    to 1 / (1 - b1) times as strongly.
+    """
+    DEFAULTS = OneBitAdam.DEFAULTS | {"L": 0.0, "variance_updates": 16, "interval_steps": 32678}
+    BOUNDED = False                                      # U is a sum of momenta
+
+    def local_gradients(self, frozen):
+        """See OneBitAdam."""
+        super().local_gradients(frozen)
+        t, updates = self.param_groups[0]["step"] + 1, self.param_groups[0]["variance_updates"]
+        self.learns = not frozen and t % variance_interval(t, updates) == 0
+        return not self.learns
+
+    def _change_stage(self, frozen):
+        self.synchronise()
+        super()._change_stage(frozen)
+        for p in self.params:
+            self.state[p]["agreed"] = p.detach().clone()           # W
+
+    def _share(self):
+        if not self.learns and not self.param_groups[0]["frozen"]:
+            if "magnitude" not in self.state[self.params[0]]:      # in the first phase
+                self._set_magnitudes()
+            self._average([p.grad for p in self.params])
+
+    def step(self):
+        """Applies one update, in place; the class has the equations. Collective where all agree."""
+        super().step()
+        for group in self.param_groups:
+            group["L"] += group["lr"] if group["frozen"] else 0.0
+        if group["step"] % agreement_interval(group["step"], group["interval_steps"]) == 0:
+            self.synchronise()
+
+    @torch.no_grad()
+    def synchronise(self):
+        """Makes the weights of all ranks equal, where they stepped alone. Collective."""
+        if not self.param_groups[0]["L"]:
+            return
+        parts = [(group, w := group["params"], *self._state(w, "exp_avg", "exp_avg_sq", "agreed"))
+                 for group in self.param_groups]
+        for group, w, _, v, K in parts:
+            torch._foreach_mul_(K, 1 - group["L"] * group["weight_decay"])   # in place of W
+            torch._foreach_sub_(w, K)
+            torch._foreach_mul_(w, denominator(v, group["eps"]))
+        self._average(self.params)                       # U, in place of w
+        for group, w, m, v, K in parts:
+            torch._foreach_copy_(m, w)
+            torch._foreach_mul_(m, -1 / group["L"])
+            torch._foreach_addcdiv_(K, w, denominator(v, group["eps"]))      # the new W
+            torch._foreach_copy_(w, K)
+            group["L"] = 0.0
+
+
+def variance_interval(t, updates):
+    """Returns k at step t = 1, 2, ... of a stage: 1 for `updates` updates, 2 for as many, 4, ..."""
+    return 1 << ((t - 1) // updates + 1).bit_length() - 1
+
+
+def agreement_interval(t, steps):
+    """Returns j at step t = 1, 2, ... of a stage: 1 for `steps` steps, 2 for as many, up to 16."""
+    return 1 << min(4, (t - 1) // steps)

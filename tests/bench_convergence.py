@@ -9,40 +9,38 @@ optimizer is given at the first batch and grows with the square root of the batc
 a run that diverged. The last table is 1-bit LAMB beside LAMB on two ranks at the first batch: loss
 and bytes that each rank sent.
 """
-
 import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parent.parent
 RATES = {"adamw": 2e-3, "lamb": 1e-2, "lans": 1e-2}  # at batches of --batches[0]
-DEMO_RATE = 1e-2  # of the recipe that --lr-scale multiplies
+DEMO_RATE = 1e-2                                     # of the recipe that --lr-scale multiplies
 
 
 def train(args, optimizer, batch, scale, ranks=1, options=()):
     """Returns (the last held-out MLM loss, bytes that a rank sent) of a run of train.py."""
-    out = ROOT / "runs" / f"convergence-{args.model}-{optimizer}-{batch}x{ranks}"
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["train.py", "--model", args.model, "--optimizer", optimizer, "--out", str(out)]
-    command += ["--phase1-batch", str(batch), "--phase1-steps", str(args.examples // batch)]
-    command += ["--phase2-steps", "0", "--lr-scale", str(scale), "--resume", "never"]
-    command += ["--eval-every", "1000000", "--checkpoint-every", "1000000", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if "is not finite" in done.stderr:
-        return float("inf"), 0
-    if done.returncode:
-        sys.exit(f"bench_convergence.py: {' '.join(command)} failed:\n{done.stderr}")
-    lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    command += ["train.py", "--model", args.model, "--optimizer", optimizer, "--batch", str(batch),
+                "--steps", str(args.examples // batch), "0", "--lr-scale", str(scale),
+                "--eval-every", "1000000", "--checkpoint-every", "1000000", *options]
+    with tempfile.TemporaryDirectory() as out:
+        done = subprocess.run([*command, "--out", out], cwd=ROOT, capture_output=True, text=True)
+        if "is not finite" in done.stderr:
+            return float("inf"), 0
+        if done.returncode:
+            sys.exit(f"bench_convergence.py: {' '.join(command)} failed:\n{done.stderr}")
+        lines = [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
     loss = next(line["mlm_loss"] for line in reversed(lines) if line["kind"] == "eval")
-    return float("inf") if loss is None else loss, sum(
-        line["bytes_sent"] for line in lines if line["kind"] == "train"
-    )
+    sent = sum(line["bytes_sent"] for line in lines if line["kind"] == "train")
+    return float("inf") if loss is None else loss, sent
 
 
 def main():
@@ -56,24 +54,16 @@ def main():
     args = parser.parse_args()
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{args.model}, {args.examples:,} examples of 64 tokens, held-out MLM loss, {where}, "
-          f"torch {torch.__version__}")  # fmt: skip
+          f"torch {torch.__version__}")
     print(f"{'batch':>7}{'steps':>8}" + "".join(f"{name:>18}" for name in RATES))
     for batch in args.batches:
         cells = []
         for name, rate in RATES.items():
-            root = (batch / args.batches[0]) ** 0.5
-            tries = [
-                (
-                    train(args, name, batch, factor * root * rate / DEMO_RATE)[0],
-                    factor * root * rate,
-                )
-                for factor in args.rates
-            ]
+            rates = [factor * rate * (batch / args.batches[0]) ** 0.5 for factor in args.rates]
+            tries = [(train(args, name, batch, rate / DEMO_RATE)[0], rate) for rate in rates]
             cells.append(f"{min(tries)[0]:.3f} ({min(tries)[1]:.0e})")
-        print(
-            f"{batch:>7}{args.examples // batch:>8}" + "".join(f"{c:>18}" for c in cells),
-            flush=True,
-        )
+        print(f"{batch:>7}{args.examples // batch:>8}" + "".join(f"{c:>18}" for c in cells),
+              flush=True)
     if args.skip_ranks:
         return
     print(f"\ntwo ranks, batch {args.batches[0]}\n{'optimizer':<48}{'MLM loss':>10}{'MB sent':>10}")

@@ -8,7 +8,6 @@ document; it is written to --folder and removed in the end. Hugging Face's fast 
 (where `transformers` is installed) learns as many pieces from the same text and encodes its
 paragraphs from memory with as many threads; it neither reads nor splits nor writes.
 """
-
 import argparse
 import os
 import random
@@ -28,14 +27,13 @@ import data  # noqa: E402
 
 
 def write_corpus(path, paragraphs, megabytes):
-    """Writes documents of eight paragraphs, drawn at random; returns the bytes."""
+    """Writes documents of eight paragraphs, drawn at random."""
     rng, size = random.Random(0), 0
     with open(path, "w", encoding="utf-8") as file:
         while size < megabytes * 1e6:
             document = "\n".join(rng.sample(paragraphs, 8)) + "\n\n"
             size += len(document.encode())
             file.write(document)
-    return size
 
 
 def memory_of(session):
@@ -47,7 +45,7 @@ def memory_of(session):
                 pss = next(line for line in open(folder / "smaps_rollup") if line[:4] == "Pss:")
                 total += int(pss.split()[1]) / 1024
         except (OSError, StopIteration):
-            pass  # it has just ended
+            pass                             # it has just ended
     return total
 
 
@@ -55,12 +53,9 @@ def prepare(corpus, out, *options):
     """Runs data.py; returns (seconds, the most MB that it and its workers held at a time)."""
     shutil.rmtree(out, ignore_errors=True)
     began, peak = time.perf_counter(), 0
-    process = subprocess.Popen(
-        [sys.executable, "data.py", corpus, "--out", out, "--shards", "16", *options],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = subprocess.Popen([sys.executable, "data.py", corpus, "--out", out, "--shards", "16",
+                                *options], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               start_new_session=True)
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
         time.sleep(0.2)
@@ -78,49 +73,80 @@ def word_piece(paragraphs, vocab_size, threads):
         from transformers import PreTrainedTokenizerFast
     except ImportError:
         return {}
-    bare = BertWordPieceTokenizer(lowercase=True)
+    bare, rates = BertWordPieceTokenizer(lowercase=True), {}
     bare.train_from_iterator(paragraphs, vocab_size=vocab_size, show_progress=False)
-    fast, rates = PreTrainedTokenizerFast(tokenizer_object=bare._tokenizer), {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=bare._tokenizer)
     size = sum(len(paragraph.encode()) for paragraph in paragraphs)
     for name, call in (
-        ("tokenizers, encode_batch alone", bare.encode_batch),
-        ("transformers, ids", lambda part: fast(part, add_special_tokens=False)["input_ids"]),
-    ):
+            ("tokenizers, encode_batch alone", bare.encode_batch),
+            ("transformers, ids", lambda part: fast(part, add_special_tokens=False)["input_ids"])):
         began = time.perf_counter()
         for start in range(0, len(paragraphs), 5000):
-            call(paragraphs[start : start + 5000])
+            call(paragraphs[start:start + 5000])
         rates[name] = size / 1e6 / (time.perf_counter() - began)
     return rates
 
 
-def load(shards, seq_len, micro_batch=32, seconds=5):
+def load(shards, seq_len, size=32, seconds=5):
     """Returns examples/s of one worker process whose batches nobody keeps waiting."""
-    dataset = data.PretrainingData(shards, seq_len)
-    numbers = data.micro_batches(range(10**6), micro_batch, micro_batch, 0, 1)
-    batches = iter(data.loader(dataset, numbers, workers=1))
+    steps = ([list(range(k * size, (k + 1) * size))] for k in range(10 ** 9))
+    batches = data.loader(data.PretrainingData(shards, seq_len), steps, workers=1)
     for _ in range(200):
         next(batches)
     began, count = time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
-        next(batches)
-        count += micro_batch
+        count += len(next(batches)[0].tokens)
     return count / (time.perf_counter() - began)
 
 
-def balance(shards, seq_len, size, micro_batch, global_batch, balanced, steps=20):
-    """Returns (share of padding, mean over steps of the most tokens of a rank over the mean)."""
-    dataset = data.PretrainingData(shards, seq_len)
-    lengths = dataset.lengths if balanced else None
+def balance(shards, seq_len, size, on, steps=20):
+    """Returns (fraction of padding, mean over steps of the most tokens of a rank over the mean), of
+    a global batch of 256 in micro-batches of 8."""
+    length_of = data.PretrainingData(shards, seq_len).lengths
+    balanced = length_of if on else None
     tokens, slots = np.zeros((steps, size)), 0
-    for rank in range(size):
-        parts = list(
-            data.micro_batches(range(steps), global_batch, micro_batch, rank, size, lengths)
-        )
-        for k, part in enumerate(parts):
-            longest = dataset.lengths(part)
-            tokens[k * steps // len(parts), rank] += longest.sum()
-            slots += len(part) * -(-longest.max() // 8) * 8
+    for step in range(steps):
+        for rank in range(size):
+            for part in data.micro_batches(step, 256, 8, rank, size, balanced):
+                longest = length_of(part)
+                tokens[step, rank] += longest.sum()
+                slots += len(part) * -(-longest.max() // 8) * 8
     return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).mean()
+
+
+def measure(args, folder):
+    """Prints all tables."""
+    paragraphs = [document.replace("\n", " ") for document in data.machine_documentation()]
+    small, corpus, out, first = (folder / name for name in ("small", "corpus", "shards", "first"))
+    small.write_text("\n\n".join(paragraphs))
+    prepare(small, first, "--vocab-size", args.vocab_size)
+    model, cores = first / "tokenizer.model", os.cpu_count()
+    print(f"{cores} cores, vocabulary {args.vocab_size}; peak is the memory of all processes\n")
+    print(f"{'':<42}{'MB':>7}{'s':>8}{'MB/s':>8}{'peak, MB':>10}")
+    for megabytes in args.megabytes:
+        write_corpus(corpus, paragraphs, megabytes)
+        for label, options in (("data.py, with its tokenizer", ("--vocab-size", args.vocab_size)),
+                               ("data.py, --tokenizer FILE", ("--tokenizer", model))):
+            runs = [prepare(corpus, out, *options) for _ in range(args.rounds)]
+            seconds, peak = statistics.median(run[0] for run in runs), max(run[1] for run in runs)
+            ours = megabytes / seconds
+            print(f"{label:<42}{megabytes:>7.0f}{seconds:>8.1f}{ours:>8.1f}{peak:>10.0f}")
+    runs = [word_piece(paragraphs * 4, int(args.vocab_size), cores) for _ in range(args.rounds)]
+    for name in runs[0]:
+        rate = statistics.median(run[name] for run in runs)
+        print(f"{name:<42}{'':>15}{rate:>8.1f}   data.py: {ours / rate:.1f} times that")
+    print("\none worker process, batches of 32")
+    for seq_len in 128, 512:
+        rate = statistics.median(load(out, seq_len) for _ in range(args.rounds))
+        print(f"length {seq_len}: {rate:,.0f} examples/s", flush=True)
+    print("\nglobal batch 256, micro-batches of 8, the documentation (mean of 20 steps)")
+    print(f"{'length':>6}{'ranks':>7}{'padding':>12}{'--balance':>11}{'ratio':>7}{'imbalance':>11}"
+          f"{'--balance':>11}")
+    for seq_len in 128, 512:
+        for size in 2, 8:
+            (before, uneven), (after, even) = (balance(first, seq_len, size, on) for on in (0, 1))
+            print(f"{seq_len:>6}{size:>7}{before:>12.1%}{after:>11.1%}{after / before:>7.2f}"
+                  f"{uneven:>11.3f}{even:>11.3f}")
 
 
 def main():
@@ -130,56 +156,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--folder", help="where the corpora go; default: a temporary folder")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench-data-", dir=args.folder))
-    try:
-        measure(args, folder)
-    finally:
-        shutil.rmtree(folder)
-
-
-def measure(args, folder):
-    documents, _ = data.machine_documentation()
-    paragraphs = [" ".join(document) for document in documents]
-    threads = os.cpu_count()
-    small, out = folder / "small.txt", folder / "shards"
-    small.write_text("\n\n".join(paragraphs))
-    prepare(small, folder / "first", "--vocab-size", args.vocab_size)
-    model = folder / "first" / "tokenizer.model"
-    print(f"{threads} cores, vocabulary {args.vocab_size}; peak is the memory of all processes\n")
-    print(f"{'':<42}{'MB':>7}{'s':>8}{'MB/s':>8}{'peak, MB':>10}")
-    for megabytes in args.megabytes:
-        corpus = folder / "corpus.txt"
-        size = write_corpus(corpus, paragraphs, megabytes) / 1e6
-        for label, options in (
-            ("data.py, with its tokenizer", ("--vocab-size", args.vocab_size)),
-            ("data.py, --tokenizer FILE", ("--tokenizer", model)),
-        )[: 2 if megabytes == args.megabytes[0] else 1]:
-            runs = [prepare(corpus, out, *options) for _ in range(args.rounds)]
-            seconds = statistics.median(run[0] for run in runs)
-            peak = max(run[1] for run in runs)
-            if model in options:
-                ours = size / seconds
-            print(f"{label:<42}{size:>7.0f}{seconds:>8.1f}{size / seconds:>8.1f}{peak:>10.0f}",
-                  flush=True)  # fmt: skip
-        corpus.unlink()
-    runs = [word_piece(paragraphs * 4, int(args.vocab_size), threads) for _ in range(args.rounds)]
-    for name in runs[0]:
-        rate = statistics.median(run[name] for run in runs)
-        print(f"{name:<42}{'':>15}{rate:>8.1f}   data.py: {ours / rate:.1f} times that")
-    print("\none worker process, batches of 32")
-    for seq_len in 128, 512:
-        rate = statistics.median(load(out, seq_len) for _ in range(args.rounds))
-        print(f"length {seq_len}: {rate:,.0f} examples/s")
-    print("\nglobal batch 256, micro-batches of 8, the documentation (mean of 20 steps)")
-    print(f"{'length':>6}{'ranks':>7}{'':>3}{'padding':>9}{'--balance':>11}{'ratio':>7}"
-          f"{'imbalance':>11}{'--balance':>11}")  # fmt: skip
-    for seq_len in 128, 512:
-        for size in 2, 8:
-            (before, uneven), (after, even) = (
-                balance(folder / "first", seq_len, size, 8, 256, balanced) for balanced in (0, 1)
-            )
-            print(f"{seq_len:>6}{size:>7}{'':>3}{before:>9.1%}{after:>11.1%}{after / before:>7.2f}"
-                  f"{uneven:>11.3f}{even:>11.3f}")  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="bench-data-", dir=args.folder) as folder:
+        measure(args, Path(folder))
 
 
 if __name__ == "__main__":

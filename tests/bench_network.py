@@ -7,11 +7,10 @@ Two hosts are made of one machine: two network namespaces, a veth pair between t
 bucket (`tc ... tbf`) at each end. In each of them one rank (or --ranks) takes a step of `mini` with
 every method in turn, at every rate in turn, round after round, so that all meet the same noise.
 Milliseconds are medians of the slowest rank; bytes are what left the first host's interface, all
-overhead included, and what the Reducers of that host counted; `hidden` is the share of the exchange
-that backward covered, the bucket of the tied embedding apart, since that one is complete only when
-backward ends.
+overhead included, and what the Reducers of that host counted; `hidden` is the fraction of the
+communication that backward covered, without the bucket of the tied embedding, which is complete
+only when backward ends.
 """
-
 import argparse
 import itertools
 import json
@@ -26,39 +25,37 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import bert  # noqa: E402
 import data  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
 
-DDP = {
-    "ddp": lambda model: None,
-    "ddp-fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "ddp-powersgd": lambda model: model.register_comm_hook(
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
+
+def ddp_powersgd(model):
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+DDP = {"ddp": lambda model: None,
+       "ddp-fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+       "ddp-powersgd": ddp_powersgd}
 METHODS = [*DDP, *dist.COMPRESSORS]
 COLUMNS = "method", "ms", "of ddp", "of unlimited", "MB wire", "MB count", "waiting", "hidden"
-ADDRESS = "10.86.75."  # .1 and .2 are the two hosts; nothing else sees them
+ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else sees them
 
 
 # ----- One rank: steps of every method in turn -----
 
-
 def random_batch(vocabulary, examples=8, length=128):
-    """A micro-batch as data.collate makes it, of random tokens."""
+    """Returns a micro-batch as data.PretrainingData makes it, of random tokens."""
     tokens = torch.randint(5, vocabulary, (examples, length))
-    positions = torch.randperm(tokens.numel())[: int(0.15 * tokens.numel()) // 64 * 64]
-    labels = tokens.flatten()[positions]
+    masked_positions = torch.randperm(tokens.numel())[:int(0.15 * tokens.numel()) // 64 * 64]
     segments = (torch.arange(length) >= length // 2).long().repeat(examples, 1)
-    mask = torch.ones(examples, length, dtype=torch.bool)
-    random_b = torch.randint(0, 2, (examples,))
-    return data.Batch(tokens, segments, mask, positions, labels, random_b)
+    attention_mask = torch.ones(examples, length, dtype=torch.bool)
+    labels, pair_labels = tokens.flatten()[masked_positions], torch.randint(0, 2, (examples,))
+    return data.Batch(tokens, segments, attention_mask, masked_positions, labels, pair_labels)
 
 
 class Method:
@@ -67,9 +64,8 @@ class Method:
     def __init__(self, name, world, vocabulary):
         torch.manual_seed(0)
         self.model = bert.BertForPreTraining(
-            bert.BertConfig.preset("mini", vocabulary, dropout=0.0)
-        )
-        self.world, self.reducer = world, None
+            bert.BertConfig.preset("mini", vocabulary, dropout=0.0))
+        self.reducer = None
         if name in DDP:
             # With several buckets, its PowerSGD over Gloo starts the second all-reduce of each in
             # whatever order the first ones end, and the ranks wait for each other: it gets one
@@ -81,13 +77,9 @@ class Method:
         self.optimizer = optim.LAMB(self.model.parameters())
 
     def step(self, batch):
-        masked = len(batch.labels)
-        if self.reducer:
-            self.reducer.zero_grad()
-        else:
-            self.optimizer.zero_grad()
+        (self.reducer or self.optimizer).zero_grad()
         losses = (self.model if self.reducer else self.ddp)(batch)
-        (losses.mlm_sum / masked + losses.nsp_sum / len(batch.tokens)).backward()
+        (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / len(batch.tokens)).backward()
         if self.reducer:
             self.reducer.finish()
             self.reducer.commit(True)
@@ -95,7 +87,7 @@ class Method:
 
 
 def sent_by_interface():
-    """Bytes that have left this namespace over the link."""
+    """Returns the bytes that have left this namespace over the link."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("link"):
             return int(line.split(":")[1].split()[8])
@@ -103,11 +95,11 @@ def sent_by_interface():
 
 
 def limit(rate):
-    """Limits what leaves this namespace to a rate like "100mbit", or lifts the limit."""
+    """Limits what leaves this namespace to a rate as "100mbit"; "none" lifts the limit."""
     link = "dev", "link0", "root"
     subprocess.run(["tc", "qdisc", "del", *link], stderr=subprocess.DEVNULL)
     if rate != "none":
-        burst = "128kb" if "gbit" in rate else "32kb"  # 1 ms of 1 Gb/s
+        burst = "128kb" if "gbit" in rate else "32kb"          # 1 ms of 1 Gb/s
         run("tc", "qdisc", "add", *link, "tbf", "rate", rate, "burst", burst, "latency", "100ms")
 
 
@@ -116,13 +108,12 @@ def measure_step(method, world, batch):
     world.sum([0])
     before, began = sent_by_interface(), time.perf_counter()
     method.step(batch)
-    seconds = max(world.gather(time.perf_counter() - began))  # and nothing is on its way any more
+    seconds = max(world.all_gather_object(time.perf_counter() - began))  # nothing is on its way now
     row = {"ms": 1e3 * seconds, "wire": sent_by_interface() - before}
-    if method.reducer:
-        reducer = method.reducer
+    if reducer := method.reducer:
         *others, last = reducer.bucket_seconds
         exposed = max(0.0, reducer.wait_seconds - last)
-        row["count"] = sum(world.gather(reducer.bytes_sent)[: world.size // 2])
+        row["count"] = sum(world.all_gather_object(reducer.bytes_sent)[:world.size // 2])
         row["waiting"] = reducer.wait_seconds / seconds
         row["hidden"] = 1 - min(1.0, exposed / max(sum(others), 1e-9))
     return row
@@ -141,27 +132,21 @@ def worker(args):
         for _, rate in itertools.product(range(args.steps), args.rates):
             if world.rank % args.ranks == 0:
                 limit(rate)
-            for _ in range(3):  # connections find the new rate
+            for _ in range(3):                                 # connections find the new rate
                 world.all_reduce(torch.zeros(1 << 17))
             for name, method in methods.items():
-                method.step(batch)  # the caches are this method's again, as in training
+                method.step(batch)                             # the caches are this method's again
                 rows[rate][name].append(measure_step(method, world, batch))
         for method in methods.values():
             if method.reducer:
                 method.reducer.close()
-    medians = {
-        rate: {
-            name: {key: statistics.median(row[key] for row in steps) for key in steps[0]}
-            for name, steps in table.items()
-        }
-        for rate, table in rows.items()
-    }
+    medians = {rate: {name: {key: statistics.median(row[key] for row in steps) for key in steps[0]}
+                      for name, steps in table.items()} for rate, table in rows.items()}
     if world.rank == 0:
         print(json.dumps(medians), flush=True)
 
 
 # ----- The two hosts -----
-
 
 def run(*command):
     subprocess.run(command, check=True)
@@ -172,7 +157,7 @@ def make_hosts(names):
     for name in names:
         run("ip", "netns", "add", name)
     run("ip", "link", "add", "link0", "netns", names[0],
-        "type", "veth", "peer", "link0", "netns", names[1])  # fmt: skip
+        "type", "veth", "peer", "link0", "netns", names[1])
     for number, name in enumerate(names, 1):
         inside = "ip", "-n", name
         run(*inside, "address", "add", f"{ADDRESS}{number}/24", "dev", "link0")
@@ -183,26 +168,21 @@ def make_hosts(names):
 def measure(names, args, vocabulary, local_size):
     """Returns {rate: {method: medians}} of ranks in the two hosts; `local_size` of them are told
     that they are one node, so that with all of them there is one level."""
-    ranks = []
+    processes = []
     for rank in range(2 * args.ranks):
         environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(2 * args.ranks),
-            "LOCAL_RANK": str(rank % local_size),
-            "LOCAL_WORLD_SIZE": str(local_size),
-            "GROUP_RANK": str(rank // local_size),
-            "MASTER_ADDR": f"{ADDRESS}1",
-            "MASTER_PORT": "29511",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        command = ["ip", "netns", "exec", names[rank // args.ranks], sys.executable, __file__]
-        command += ["--vocab", str(vocabulary), "--methods", *args.methods]
-        command += ["--rates", *args.rates, "--steps", str(args.steps)]
-        command += ["--warmup", str(args.warmup), "--ranks", str(args.ranks), "--worker"]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in ranks]
-    if any(process.returncode for process in ranks):
+            "RANK": str(rank), "WORLD_SIZE": str(2 * args.ranks),
+            "LOCAL_RANK": str(rank % local_size), "LOCAL_WORLD_SIZE": str(local_size),
+            "GROUP_RANK": str(rank // local_size), "MASTER_ADDR": f"{ADDRESS}1",
+            "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = ["ip", "netns", "exec", names[rank // args.ranks], sys.executable, __file__,
+                   "--vocab", str(vocabulary), "--methods", *args.methods, "--rates", *args.rates,
+                   "--steps", str(args.steps), "--warmup", str(args.warmup),
+                   "--ranks", str(args.ranks), "--worker"]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
+                                          text=True))
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
         sys.exit("bench_network.py: a rank failed; what it said stands above")
     return json.loads(outputs[0].splitlines()[-1])
 
@@ -237,19 +217,18 @@ def main():
     if os.geteuid():
         sys.exit("bench_network.py: network namespaces need root")
     names, results = [f"bench{os.getpid()}{side}" for side in "ab"], []
+    # Two ranks in each host are measured twice: as the nodes they are, and as if all were one
+    local_sizes = {args.ranks, 2 * args.ranks if args.ranks > 1 else 1}
     try:
         make_hosts(names)
-        # Two ranks in each host are measured twice: as the nodes they are, and as if all were one
-        for vocabulary, local_size in itertools.product(
-            args.vocab, sorted({args.ranks, 2 * args.ranks if args.ranks > 1 else 1})
-        ):
+        for vocabulary, local_size in itertools.product(args.vocab, sorted(local_sizes)):
             levels = "two levels" if 1 < local_size == args.ranks else "one level"
             tables = measure(names, args, vocabulary, local_size)
             for rate, medians in tables.items():
                 print(f"\nlink {rate}, vocabulary {vocabulary:,}, 2 hosts x {args.ranks} rank(s), "
-                      f"{levels}, torch {torch.__version__}, {os.cpu_count()} cores")  # fmt: skip
+                      f"{levels}, torch {torch.__version__}, {os.cpu_count()} cores")
                 show(medians, tables.get("none", {}).get("ddp"))
-            results.append(dict(vocabulary=vocabulary, levels=levels, rates=tables))
+            results.append({"vocabulary": vocabulary, "levels": levels, "rates": tables})
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name])

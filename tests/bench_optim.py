@@ -2,9 +2,9 @@
 
     python tests/bench_optim.py                     # BERT-base: 10 GB of memory, 2 minutes
 
-All optimizers step the same parameters, in turn, round after round; those
-that exchange momentum do so on one rank (without a network), in their second stage. `temporary` is
-the largest memory during a step above what was there before it, as a share of the parameters.
+All optimizers step the same parameters, in turn, round after round; the 1-bit ones are in their
+second stage, on one rank, without compression. `temporary` is the largest memory during a step
+above what was there before it, in units of the parameters' memory.
 """
 
 import argparse
@@ -21,27 +21,27 @@ import bert  # noqa: E402
 import optim  # noqa: E402
 
 
-class Silent:
-    """An exchange on one rank, without compression."""
+class ExactMean:
+    """The mean of one rank's tensors, without compression: nothing to do."""
 
     def __call__(self, tensors):
-        pass
+        return 0
 
     def reset(self):
         pass
 
 
-def optimizers(groups, device):
+def optimizers(groups):
     """Returns {name: optimizer}, torch's AdamW first; one that is not installed is left out."""
     found = {
-        "AdamW, foreach": torch.optim.AdamW(groups(), eps=1e-6, foreach=True),
-        "AdamW, fused": torch.optim.AdamW(groups(), eps=1e-6, fused=True),
+        "AdamW, foreach": optim.AdamW(groups(), eps=1e-6, foreach=True),
+        "AdamW, fused": optim.AdamW(groups(), eps=1e-6, fused=True),
         "LAMB": optim.LAMB(groups()),
-        "NVLAMB": optim.LAMB(groups(), adapt_all=True, max_grad_norm=1.0),
+        "NVLAMB": optim.LAMB(groups(), adapt_all=True),
         "LANS": optim.LANS(groups()),
-        "1-bit Adam": optim.OneBitAdam(groups(), Silent()),
-        "1-bit LAMB": optim.OneBitLAMB(groups(), Silent()),
-        "0/1 Adam": optim.ZeroOneAdam(groups(), Silent()),
+        "1-bit Adam": optim.OneBitAdam(groups(), ExactMean()),
+        "1-bit LAMB": optim.OneBitLAMB(groups(), ExactMean()),
+        "0/1 Adam": optim.ZeroOneAdam(groups(), ExactMean()),
     }
     try:
         import pytorch_optimizer
@@ -66,6 +66,17 @@ def memory(device, begin=False):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+def measure(optimizer, round_, device):
+    """Returns the milliseconds of a step and its temporary bytes."""
+    if hasattr(optimizer, "local_gradients"):
+        optimizer.local_gradients(round_ > 1)
+    before, began = memory(device, begin=True), time.perf_counter()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began), memory(device) - before
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="base", choices=bert.PRESETS)
@@ -77,43 +88,24 @@ def main():
     params, generator = dict(model.named_parameters()), torch.Generator().manual_seed(0)
     for p in params.values():
         p.grad = torch.randn(p.shape, generator=generator).to(device).mul_(1e-3)
-    size = sum(p.numel() for p in params.values())
-    names = optim.parameter_groups(model, 0.01)
-
-    def groups():
-        return [{"params": [params[n] for n in some], "weight_decay": d} for some, d in names]
-
-    every, times, peaks = optimizers(groups, device), {}, {}
-    for round_ in range(args.rounds + 4):
+    size, names = sum(p.numel() for p in params.values()), optim.parameter_groups(model, 0.01)
+    every = optimizers(lambda: [{"params": [params[n] for n in some], "weight_decay": d}
+                                for some, d in names])
+    results = {name: [] for name in every}
+    for round_ in range(args.rounds + 4):      # the first four warm up, two of them in each stage
         for name, optimizer in every.items():
-            if hasattr(optimizer, "local_gradients"):
-                optimizer.local_gradients(round_ > 1)
-                if round_ == 3:  # what the second stage allocates once is not a temporary
-                    optimizer.synchronise()
-            before = memory(device, begin=True)
-            began = time.perf_counter()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            if round_ >= 4:
-                times.setdefault(name, []).append(1e3 * seconds)
-                peaks.setdefault(name, []).append((memory(device) - before) / (4 * size))
+            results[name].append(measure(optimizer, round_, device))
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{args.model}: {size:,} parameters in {len(params)} tensors, {where}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
+          f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'optimizer':<24}{'ms':>8}{'of AdamW':>10}{'state, B/parameter':>20}{'temporary':>11}")
-    base = statistics.median(times["AdamW, foreach"])
+    base = statistics.median(ms for ms, _ in results["AdamW, foreach"][4:])
     for name, optimizer in every.items():
-        state = sum(
-            value.numel() * value.element_size()
-            for entry in optimizer.state.values()
-            for value in entry.values()
-            if torch.is_tensor(value)
-        )
-        middle = statistics.median(times[name])
-        print(f"{name:<24}{middle:>8.1f}{middle / base:>10.2f}{state / size:>20.1f}"
-              f"{statistics.median(peaks[name]):>11.2f}")  # fmt: skip
+        ms, temporary = map(statistics.median, zip(*results[name][4:]))
+        state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values()
+                    if torch.is_tensor(value))
+        print(f"{name:<24}{ms:>8.1f}{ms / base:>10.2f}{state / size:>20.1f}"
+              f"{temporary / 4 / size:>11.2f}")
 
 
 if __name__ == "__main__":

@@ -6,43 +6,23 @@
 Each precision runs `train.py` with the demo's first phase; every loss is the mean over the 50 steps
 before, and stands beside its ratio to the first precision's.
 """
-
 import argparse
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 
-def train(args, precision, folder):
+def train(args, precision, out):
     """Returns the lines of metrics.jsonl of one run."""
-    subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            "--model",
-            args.model,
-            "--precision",
-            precision,
-            "--phase1-steps",
-            str(args.steps),
-            "--phase2-steps",
-            "0",
-            "--out",
-            str(folder),
-            "--eval-every",
-            "100000",
-            "--resume",
-            "never",
-        ],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    command = ["train.py", "--model", args.model, "--precision", precision, "--out", out,
+               "--steps", str(args.steps), "0", "--eval-every", "100000"]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
     return [line for line in lines if line["kind"] == "train"]
 
 
@@ -52,31 +32,21 @@ def main():
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16"])
     args = parser.parse_args()
-    runs = {
-        name: train(args, name, ROOT / "runs" / f"precision-{args.model}-{name}")
-        for name in args.precisions
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: train(args, name, f"{folder}/{name}") for name in args.precisions}
     marks = range(args.steps // 5, args.steps + 1, args.steps // 5)
-    print(
-        f"{'precision':<11}"
-        + "".join(f"{f'loss @{mark}':>18}" for mark in marks)
-        + f"{'scale':>9}{'skipped':>9}{'examples/s':>12}"
-    )
+    print(f"{'precision':<11}" + "".join(f"{f'loss @{mark}':>18}" for mark in marks)
+          + f"{'scale':>9}{'skipped':>9}{'examples/s':>12}")
 
     def loss(name, mark):
-        return statistics.mean(line["loss"] for line in runs[name][max(0, mark - 50) : mark])
+        return statistics.mean(line["loss"] for line in runs[name][max(0, mark - 50):mark])
 
     for name, lines in runs.items():
-        cells = [
-            f"{loss(name, mark):.3f} ({loss(name, mark) / loss(args.precisions[0], mark):.3f})"
-            for mark in marks
-        ]
+        cells = [f"{loss(name, mark):.3f} ({loss(name, mark) / loss(args.precisions[0], mark):.3f})"
+                 for mark in marks]
         rate = statistics.median(line["examples_per_second"] for line in lines)
-        print(
-            f"{name:<11}"
-            + "".join(f"{cell:>18}" for cell in cells)
-            + f"{lines[-1]['loss_scale']:>9g}{lines[-1]['skipped']:>9}{rate:>12.0f}"
-        )
+        print(f"{name:<11}" + "".join(f"{cell:>18}" for cell in cells)
+              + f"{lines[-1]['loss_scale']:>9g}{lines[-1]['skipped']:>9}{rate:>12.0f}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """What several test files share: a small corpus, its shards, programs run as a user runs them."""
-
 import random
 import subprocess
 import sys
@@ -34,19 +33,15 @@ def pytest_collection_modifyitems(items):
 
 
 def make_documents(count=400, seed=0):
-    """Returns documents of made-up sentences; each document has a small set of words of its own."""
+    """Returns documents of made-up sentences, one a line; each has a small set of words of its own.
+    """
     rng = random.Random(seed)
     documents = []
     for _ in range(count):
-        topic = [
-            first + second for first, second in zip(rng.sample(WORDS, 30), rng.choices(WORDS, k=30))
-        ]
-        documents.append(
-            [
-                " ".join(rng.choices(topic, k=rng.randint(4, 14))).capitalize() + "."
-                for _ in range(rng.randint(1, 12))
-            ]
-        )
+        topic = [a + b for a, b in zip(rng.sample(WORDS, 30), rng.choices(WORDS, k=30))]
+        documents.append("\n".join(
+            " ".join(rng.choices(topic, k=rng.randint(4, 14))).capitalize() + "."
+            for _ in range(rng.randint(1, 12))))
     return documents
 
 
@@ -59,22 +54,14 @@ def documents():
 def shards(documents, tmp_path_factory):
     """A folder of prepared shards: 4 of them and the held-out one, vocabulary of 320 pieces."""
     folder = tmp_path_factory.mktemp("prepared") / "shards"
-    data.prepare(data.Corpus(documents=documents), folder, vocab_size=320, shards=4)
+    data.prepare(documents, folder, vocab_size=320, shards=4)
     return folder
 
 
 @pytest.fixture
 def program():
     """Runs one of the five files as a user would; returns the completed process."""
-
-    def run(*arguments, **options):
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=options.pop("cwd", ROOT),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            **options,
-        )
-
+    def run(*arguments, cwd=ROOT, **options):
+        return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, timeout=240,
+                              capture_output=True, text=True, **options)
     return run

@@ -1,47 +1,316 @@
-"""data.py: formats and bad input, the shards on disk, and the statistics of masks and pairs."""
-
+"""data.py: statistics of masks and pairs, dealing, workers; formats, bad input, shards on disk."""
 import bz2
 import contextlib
+import functools
 import gzip
 import json
 import lzma
 import math
+import multiprocessing
 import os
 import shutil
-import socket
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 import data
-from tests.conftest import make_documents
+from tests.conftest import ROOT, make_documents
 
-PHASES = [(32, 0), (128, 1)]
-
-
-def as_lines(documents):
-    return "\n\n".join("\n".join(document) for document in documents) + "\n"
+OPTIONS = [{}, {"whole_words": True, "pairs": "sop"},
+           {"pairs": "none", "mask_fraction": 0.3, "held_out": True}]
 
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def read(paths, split="auto"):
-    """The documents of files, each a list of sentences; pieces of a long one put together."""
-    documents = []
-    for piece in data.Corpus(paths, split).pieces(tqdm(disable=True)):
-        for k, sentences in enumerate(data.sentences_in(piece)[0]):
-            if piece.continued and k == 0:
-                documents[-1] += sentences
-            else:
-                documents.append(sentences)
-    return documents
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# Reading
+def near(count, of, p):
+    """Whether `count` of `of` is what chance p gives, within four standard deviations."""
+    return abs(count - p * of) < 4 * math.sqrt(p * (1 - p) * of)
+
+
+def unmasked(example):
+    """The tokens of A and of B."""
+    tokens = example.tokens.copy()
+    tokens[example.masked_positions] = example.labels
+    return tokens[1:example.b_start - 1], tokens[example.b_start:-1]
+
+
+def homes(shard, segment):
+    """The documents (numbers) in which a run of tokens stands."""
+    tokens, _, documents, _ = shard
+    text, run = tokens.tobytes(), segment.astype(tokens.dtype).tobytes()
+    found, at = set(), text.find(run)
+    while at >= 0:
+        if at % 2 == 0:
+            found.add(int(np.searchsorted(documents, at // 2, "right")) - 1)
+        at = text.find(run, at + 1)
+    return found
+
+
+# Examples
+
+@pytest.mark.parametrize("seq_len", [32, 128])
+def test_pairs_are_half_true_and_others_from_elsewhere(shards, seq_len):
+    dataset, count, replaced = data.PretrainingData(shards, seq_len, 1, seed=3), 1500, 0
+    for i in range(count):
+        example, shard = dataset[i], dataset.shard(i % 4)
+        tokens = example.tokens
+        assert len(tokens) <= seq_len and tokens[0] == data.CLS
+        assert tokens[-1] == tokens[example.b_start - 1] == data.SEP
+        assert np.isin(tokens, [data.CLS, data.SEP, data.PAD]).sum() == 3
+        a, b = unmasked(example)
+        assert len(a) and len(b) and homes(shard, a)
+        if example.pair_label == 0:
+            assert homes(shard, np.concatenate([a, b]))
+        elif len(homes(shard, a)) == 1 and len(b) > 3:
+            assert homes(shard, b) - homes(shard, a)
+        replaced += example.pair_label
+    assert near(replaced, count, 0.5)
+
+
+def test_sentence_order_and_no_pairs(shards):
+    sop, swapped = data.PretrainingData(shards, 48, pairs="sop"), 0
+    single = data.PretrainingData(shards, 48, pairs="none")
+    for i in range(500):
+        (a, b), shard, label = unmasked(sop[i]), sop.shard(i % 4), sop[i].pair_label
+        assert len(a) and len(b) and homes(shard, np.concatenate([b, a] if label else [a, b]))
+        swapped += label
+        example = single[i]
+        assert example.pair_label == data.IGNORED and example.b_start == len(example.tokens) <= 48
+        assert example.tokens[0] == data.CLS and example.tokens[-1] == data.SEP
+        assert homes(shard, unmasked(example)[0])
+    assert near(swapped, 500, 0.5)
+    batch = single.batch(range(4))
+    assert not batch.segments.any() and (batch.pair_labels == data.IGNORED).all()
+
+
+def test_an_a_ends_where_a_sentence_does(shards):
+    dataset, inside = data.PretrainingData(shards, 128), 0
+    for s, start, middle, b, b_end, label in dataset.layout(range(1000)):
+        sentences = dataset.shard(s)[1]
+        if any(start < sentence < middle + b_end - b for sentence in sentences):
+            inside += middle in sentences
+    assert inside > 900
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_masks_are_15_percent_and_80_10_10(shards, whole_words):
+    dataset = data.PretrainingData(shards, 64, whole_words=whole_words)
+    chosen = masked = kept = words = 0
+    where = np.zeros(64)
+    for i in range(3000):
+        e = dataset[i]
+        m, text = len(e.labels), len(e.tokens) - 3
+        assert whole_words or m in (max(1, math.floor(0.15 * text)), math.ceil(0.15 * text))
+        assert m and (np.diff(e.masked_positions) > 0).all()
+        assert not np.isin(e.labels, [data.PAD, data.CLS, data.SEP, data.MASK]).any()
+        assert e.tokens.max() < 320
+        found = e.tokens[e.masked_positions]
+        chosen, words = chosen + m, words + text
+        masked, kept = masked + (found == data.MASK).sum(), kept + (found == e.labels).sum()
+        where[e.masked_positions] += 1
+    assert abs(chosen / words - 0.15) < 0.003
+    assert near(masked, chosen, 0.8) and near(kept, chosen, 0.1 + 0.1 / 315)
+    assert where[0] == 0 and where[1:60].min() > 0.5 * where[1:60].mean()
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_whole_words_are_masked_whole(shards, spaces):
+    dataset, several = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2), 0
+    begins = dataset.begins_word
+    begins &= spaces                        # else each segment is one word, cut at LONGEST_WORD
+    for i in range(500):
+        example = dataset[i]
+        picked = np.isin(np.arange(len(example.tokens)), example.masked_positions)
+        for segment, at in zip(unmasked(example), (1, example.b_start)):
+            starts = [k for k in range(len(segment)) if k == 0 or begins[segment[k]]]
+            for first, end in zip(starts, [*starts[1:], len(segment)]):
+                for k in range(first, end, data.LONGEST_WORD):
+                    word = picked[at + k:at + min(k + data.LONGEST_WORD, end)]
+                    assert word.all() or not word.any()
+                    several += len(word) > 1 and word[0]
+    assert several > 200
+
+
+def test_ten_percent_are_short(shards):
+    lengths = data.PretrainingData(shards, 16).lengths(range(4000))
+    assert 0.80 < (lengths == 16).mean() < 0.93       # others end with their document
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
+    """Also after any other and in any order; its length without making it."""
+    dataset = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    rng = np.random.default_rng(0)
+    indices = (rng.permutation(1000) * rng.integers(1, 5000)).tolist()     # also far epochs
+    alone = {i: dataset[i] for i in indices}
+    assert dataset.lengths(indices).tolist() == [len(alone[i].tokens) for i in indices]
+    fresh = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    for part in np.array_split(np.sort(indices), 37):
+        batch, at = fresh.batch(part.tolist()), 0
+        width = batch.tokens.shape[1]
+        lengths = [len(alone[i].tokens) for i in part.tolist()]
+        assert width % 8 == 0 and max(lengths) <= width < max(lengths) + 8
+        for b, i in enumerate(part.tolist()):
+            e, end = alone[i], len(alone[i].tokens)
+            assert same(batch.tokens[b, :end], e.tokens) and not batch.tokens[b, end:].any()
+            assert batch.attention_mask[b].tolist() == [True] * end + [False] * (width - end)
+            assert batch.segments[b].nonzero().flatten().tolist() == list(range(e.b_start, end))
+            span = slice(at, at := at + len(e.labels))
+            assert same(batch.masked_positions[span] - b * width, e.masked_positions)
+            assert same(batch.labels[span], e.labels) and batch.pair_labels[b] == e.pair_label
+        assert len(batch.labels) % 64 == 0 and 0 <= len(batch.labels) - at < 64
+        assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_positions[at:].any()
+
+
+def test_seed_and_phase_change_everything(shards):
+    def examples(phase, seed):
+        dataset = data.PretrainingData(shards, 32, phase, seed)
+        return [tuple(map(str, dataset[i])) for i in range(200)]
+    first = examples(0, 1)
+    assert first == examples(0, 1)
+    for other in examples(0, 2), examples(1, 1):
+        assert sum(a == b for a, b in zip(first, other)) < 3
+
+
+def test_an_epoch_takes_every_window_of_its_shard_and_the_next_differently(shards):
+    dataset = data.PretrainingData(shards, 32)
+    for s in range(4):
+        _, _, documents, windows = dataset.shard(s)
+        count, uses = windows[-1], np.diff(windows)         # uses of each document in an epoch
+        first, second = dataset.order(s, 0).tolist(), dataset.order(s, 1).tolist()
+        assert sorted(first) == sorted(second) == list(range(count)) and first != second
+        starts = [row[1] for row in dataset.layout(range(s, s + 8 * count, 4))]     # two epochs
+        used = np.searchsorted(documents, starts, "right") - 1
+        assert (np.bincount(used[:count], minlength=len(uses)) == uses).all()
+        assert (np.bincount(used[count:], minlength=len(uses)) == uses).all()
+
+
+@pytest.mark.parametrize("seq_len", [16, 100])
+def test_windows_reach_every_end_and_nearly_every_token(shards, seq_len, monkeypatch):
+    monkeypatch.setattr(data, "SHORT_FRACTION", 0)
+    dataset = data.PretrainingData(shards, seq_len, pairs="none")
+    tokens, _, documents, windows = dataset.shard(0)
+    seen = np.zeros(len(tokens), bool)
+    for epoch in range(3):
+        first = 4 * epoch * windows[-1]
+        for _, start, end, *_ in dataset.layout(range(first, first + 4 * windows[-1], 4)):
+            assert 0 < end - start <= dataset.body
+            seen[start:end] = True
+        assert seen[np.array(documents)[1:] - 1].all() and seen.mean() > (0.93, 0.98, 0.99)[epoch]
+
+
+def test_documents_of_one_sentence_or_one_long_line_make_true_pairs(tmp_path):
+    documents = [document.split("\n")[0] for document in make_documents(300)]
+    documents[0] = " ".join(make_documents(100)).replace("\n", " ")
+    data.prepare(documents, tmp_path / "out", 300, 1, split="lines")
+    dataset = data.PretrainingData(tmp_path / "out", 64)
+    count = dataset.shard(0)[-1][-1]
+    starts = {tuple(unmasked(dataset[i])[0][:8]) for i in range(count)}
+    assert all(len(part) for i in range(count) for part in unmasked(dataset[i]))
+    assert len(starts) > 0.9 * count
+
+
+# Dealing and workers
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 40])
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_step_has_the_same_examples_on_any_number_of_ranks(shards, size, balance):
+    lengths = data.PretrainingData(shards, 32).lengths if balance else None
+    for step in (0, 2, 5):
+        ranks = [data.micro_batches(step, 33, 4, rank, size, lengths) for rank in range(size)]
+        dealt = [sum(parts, []) for parts in ranks]
+        assert sorted(sum(dealt, [])) == list(range(33 * step, 33 * step + 33))
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+        assert all(len(part) == 4 for parts in ranks for part in parts[balance:][:-1])
+        assert balance or all(i % size == rank for rank, own in enumerate(dealt) for i in own)
+    assert data.micro_batches(0, 8, 2, 1, 2) == [[1, 3], [5, 7]]
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_balance_evens_ranks_and_saves_padding(shards, size):
+    dataset = data.PretrainingData(shards, 512)
+
+    def work(lengths):
+        """The fraction of padding, and the largest ratio of a rank's tokens to the mean."""
+        tokens, slots = np.zeros((3, size)), 0
+        for step in range(3):
+            for rank in range(size):
+                parts = data.micro_batches(step, 256, 4, rank, size, lengths)
+                longest = [dataset.lengths(part) for part in parts]
+                tokens[step, rank] = sum(part.sum() for part in longest)
+                slots += sum(len(part) * part.max() for part in longest)
+                if lengths:                  # the longest last
+                    assert longest[-1].max() == max(part.max() for part in longest)
+        return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).max()
+
+    (padding, _), (balanced, imbalance) = work(None), work(dataset.lengths)
+    assert balanced < padding / 3 and imbalance < 1.03
+
+
+def test_workers_give_the_same_batches_as_none(shards):
+    dataset = data.PretrainingData(shards, 32, 1, seed=5)
+    deal = functools.partial(data.micro_batches, global_batch=17, micro_batch=8, rank=1, size=2,
+                             lengths=dataset.lengths)
+    steps = [deal(step) for step in range(6)]
+    expected = [[dataset.batch(indices) for indices in step] for step in steps]
+    for found in (data.loader(dataset, steps, 0), data.loader(dataset, iter(steps), 2),
+                  data.loader(dataset, range(6), 1, deal=deal)):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert len(ours) == len(theirs) and all(map(same, ours, theirs))
+
+
+def test_a_worker_that_dies_is_one_line():
+    with pytest.raises(data.DataError, match="a worker process died.*--workers lower"):
+        list(data.in_workers(os._exit, [1], 1))
+
+
+LOOP = """
+import os, signal, sys, time
+import data
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    steps = ([[i, i + 1]] for i in range(10**9))
+    for number, batches in enumerate(data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)):
+        if number == 20:
+            print(*(p.pid for p in data.multiprocessing.active_children()), flush=True)
+            {then}
+"""
+SIGTERM_FIRST = """os.killpg(0, signal.SIGTERM)
+            time.sleep(0.5)
+        if number == 60:
+            raise RuntimeError("after 40 more steps")"""
+
+
+@pytest.mark.parametrize("then,status,says", [
+    ("os.killpg(0, signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+    (SIGTERM_FIRST, 1, "after 40 more steps")])
+def test_workers_end_with_their_loop_and_not_before(shards, tmp_path, then, status, says):
+    (tmp_path / "loop.py").write_text(LOOP.format(then=then))
+    process = subprocess.Popen([sys.executable, tmp_path / "loop.py", shards], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    try:
+        workers = process.stdout.readline().split()
+        said = process.communicate(timeout=15)[1]        # until the last worker has ended, too
+        assert len(workers) == 2 and process.returncode == status and says in said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# Sentences
 
 SENTENCES = """
 One.| Two!| Three?| Four.
@@ -56,13 +325,11 @@ See Fig. 3 and No. 5, pp. 7 and Vol. 2.| The answer is no.| Then he left.
 We used lists, tuples, etc. and so on.| We used lists, etc.| The rest is easy.
 Smith et al. Nature 2010 found it.| Others did not.
 The value is 3.14 or 2.71.| Both are close to 3.| 4 is far.
-It costs $3.50.| Buy it at 5 p.m. Monday.| It opens at 9 a.m.| The doors are shut.
+It costs $3.50.| Buy it at 5 p.m. Monday.
 Version 2.0 is out (really!).| It works...
-so did I.| Then we went.
-The U.S. Army left.| He lives in the U.S.| He works in Washington, D.C.| It is hot.
+The U.S. Army left.| He lives there.
 George W. Bush and W. E. B. Du Bois spoke.| They left.
-Vitamin C.| It is good for you.
-Apple Inc. Chairman Jobs spoke.| He left Apple Inc.| The firm grew.
+Apple Inc. Chairman Jobs spoke.| The firm grew.
 In Jan. 2001 it came.| It ended in May.| June was late.
 Ph.D. students work.| St. Paul and Gen. Lee did.
 Был дождь.| Потом он ушёл.
@@ -72,146 +339,212 @@ no end
 
 @pytest.mark.parametrize("text", SENTENCES)
 def test_sentences(text):
-    assert data.split_sentences(text.replace("|", "")) == text.split("| ")
+    assert data.split_sentences(f" {text.replace('|', '')} ") == text.split("| ")
 
 
-def test_nothing_has_no_sentence():
-    assert data.split_sentences("  ") == []
-
-
-def test_text_json_lines_and_their_archives_give_the_same_shards(documents, tmp_path, program):
-    text = as_lines(documents)
-    jsonl = "".join(
-        json.dumps({"id": i, "text": "\n".join(d)}) + "\n" for i, d in enumerate(documents)
-    )
-    inputs = {
-        "a.txt": text.encode(),
-        "b.jsonl": jsonl.encode(),
-        "windows.txt": b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
-    }
-    inputs |= {
-        "a.txt.gz": gzip.compress(inputs["a.txt"]),
-        "b.jsonl.gz": gzip.compress(inputs["b.jsonl"]),
-        "a.txt.bz2": bz2.compress(inputs["a.txt"]),
-        "a.txt.xz": lzma.compress(inputs["a.txt"]),
-    }
-    folders = []
-    for name, content in inputs.items():
-        (tmp_path / name).write_bytes(content)
-        if name in ("a.txt", "b.jsonl.gz"):  # as a user would; the others in this process
-            run = program(
-                "data.py",
-                tmp_path / name,
-                "--out",
-                tmp_path / f"out-{name}",
-                "--vocab-size",
-                320,
-                "--shards",
-                4,
-            )
-            assert run.returncode == 0, run.stderr
-            assert "400 documents" in run.stdout
-        else:
-            data.prepare(data.Corpus([tmp_path / name]), tmp_path / f"out-{name}", 320, 4)
-        folders.append(files_of(tmp_path / f"out-{name}"))
-    digests = [json.loads(folder.pop("manifest.json"))["corpus"]["sha256"] for folder in folders]
-    assert len(set(digests)) == 3  # of the text, however it is compressed
-    assert all(folder == folders[0] for folder in folders[1:])
-
-
-def test_wrapped_prose_and_paragraphs_are_split_at_sentence_ends(documents, tmp_path):
+def test_prose_and_lines_are_told_apart(documents):
     wrapped, paragraphs = [], []
     for document in documents:
-        words = " ".join(document).split()
-        wrapped.append("\n".join(" ".join(words[i : i + 9]) for i in range(0, len(words), 9)))
-        paragraphs.append(" ".join(document))
-    for name, blocks in (("wrapped.txt", wrapped), ("paragraphs.txt", paragraphs)):
-        (tmp_path / name).write_text("\n\n\n".join(blocks))
-        assert read([tmp_path / name]) == documents
-
-
-def test_lines_are_kept_when_asked(tmp_path):
-    (tmp_path / "a.txt").write_text("One. Two.\nThree. Four.\n\nFive. Six.\n")
-    assert read([tmp_path / "a.txt"], "lines") == [
-        ["One. Two.", "Three. Four."],
-        ["Five. Six."],
-    ]
+        words = document.split()
+        wrapped.append("\n".join(" ".join(words[i:i + 9]) for i in range(0, len(words), 9)))
+        paragraphs.append(" ".join(words))
+    assert not data.is_prose(documents) and data.is_prose(wrapped) and data.is_prose(paragraphs)
+    for document, *others in zip(documents, wrapped, paragraphs):
+        for prose in others:
+            assert data.sentences_in(prose, True) == document.split("\n")
+    assert data.sentences_in("One. Two.\nThree.", False) == ["One. Two.", "Three."]
 
 
 def test_the_default_corpus_is_english_prose():
-    documents, summary = data.machine_documentation()
-    assert len(documents) > 3000 and "MB" in summary
-    sentences = [sentence for document in documents for sentence in document]
-    assert len(set(sentences)) == len(sentences)
+    documents = data.open_corpus([])
+    sentences = [sentence for document in documents for sentence in document.split("\n")]
+    assert len(documents) > 3000 and len(set(sentences)) == len(sentences)
     assert not any(">>>" in s or "::" in s or "|" in s for s in sentences)
     assert sum(" the " in s.lower() for s in sentences) > 0.4 * len(sentences)
+    assert not data.is_prose(documents)
+
+
+# Files
+
+FORMS = {
+    "a.txt": lambda text, records: text.encode(),
+    "windows.txt": lambda text, records: b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+    "spaces.txt": lambda text, records: (" \n\t\n" + text.replace("\n", " \n")).encode(),
+    "a.jsonl": lambda text, records: records.encode(),
+    "a.txt.gz": lambda text, records: gzip.compress(text.encode()),
+    "a.jsonl.gz": lambda text, records: gzip.compress(records.encode()),
+    "a.txt.bz2": lambda text, records: bz2.compress(text.encode()),
+    "a.txt.xz": lambda text, records: lzma.compress(text.encode())}
+
+
+def test_all_forms_of_a_text_are_the_same_corpus(documents, shards, tmp_path):
+    records = "".join(json.dumps({"id": 1, "text": f"\n{d}\n\n", "title": "x"}) + "\n"
+                      for d in [*documents, ""])
+    for name, form in FORMS.items():
+        (tmp_path / name).write_bytes(form("\n\n".join(documents), records))
+        assert list(data.open_corpus([tmp_path / name])) == documents, name
+    data.prepare(data.open_corpus([tmp_path / "a.jsonl.gz"]), tmp_path / "out", 320, 4)
+    assert files_of(tmp_path / "out") == files_of(shards)
+
+
+def test_a_folder_of_files_as_a_user_prepares_it(documents, tmp_path, program):
+    for k, name in enumerate(["AA/wiki_00", "AA/wiki_01.gz", "BB/wiki_00"]):
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps({"text": d}) + "\n" for d in documents[k::3]).encode()
+        path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    (tmp_path / "text" / ".hidden").write_bytes(b"\xff")
+    (tmp_path / "text" / ".git").mkdir()
+    (tmp_path / "text" / ".git" / "config").write_bytes(b"\xff")
+    (tmp_path / "text" / "loop").symlink_to(".")
+    expected = documents[0::3] + documents[1::3] + documents[2::3]
+    assert list(data.open_corpus([tmp_path / "text"])) == expected
+    run = program(ROOT / "data.py", tmp_path / "text", "--vocab-size", 320, "--workers", 2,
+                  cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    out = tmp_path / "shards" / "text"
+    assert "400 documents" in run.stdout and run.stdout.count("[CLS]") == 3
+    assert data.show(out) in run.stdout
+    data.prepare(expected, tmp_path / "alone", 320, workers=0)
+    assert files_of(tmp_path / "alone") == files_of(out)         # the same without workers
+
+
+def main(monkeypatch, *arguments):
+    """What the program, called in this process, ends with."""
+    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        data.main()
+    return caught.value.code
+
+
+def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("\n\n".join(documents[:133]))
+    model, files = shards / "tokenizer.model", sorted(tmp_path.iterdir())
+    run = functools.partial(main, monkeypatch, tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert "is not a tokenizer.model" in run("--tokenizer", tmp_path / "a.txt")
+    assert run("--tokenizer", model, "--vocab-size", 300) == 2
+    assert "too few documents for 301 shards" in run("--tokenizer", model, "--shards", 300)
+    assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
+        f"data.py: {tmp_path}/b.txt: No such file or directory"
+    assert sorted(tmp_path.iterdir()) == files
+    corpus = data.open_corpus([tmp_path / "a.txt"])
+    data.prepare(corpus, tmp_path / "out", shards=2, tokenizer=model, held_out=0.5)
+    manifest = data.load_manifest(tmp_path / "out")
+    assert 40 < manifest["heldout"]["documents"] < 90 and manifest["vocab_size"] == 320
+    assert "133 documents" in data.describe(manifest)
+
+
+def test_default_folders():
+    for paths, name in (([], "docs"), (["a/my.txt"], "my"), (["docs.txt"], "corpus"),
+                        (["wiki 2.json.gz", "b"], "wiki-2"), (["..."], "corpus")):
+        assert data.default_folder(paths).as_posix() == f"shards/{name}"
 
 
 BAD = {
-    "empty.txt": (b"", "0 documents"),
-    "blank.txt": (b"\n\n \n", "0 documents"),
-    "latin1.txt": (
-        "Un café.\n".encode() + "Un café.\n".encode("latin-1"),
-        "latin1.txt, line 2, byte 6: not UTF-8",
-    ),
-    "cut.txt.gz": (
-        gzip.compress(b"word " * 9999)[:-9],
-        "cut.txt.gz: the compressed file is damaged",
-    ),
-    "no.txt.gz": (b"plain text", "no.txt.gz: the compressed file is damaged"),
-    "no.txt.xz": (b"plain text", "no.txt.xz: the compressed file is damaged"),
-    "no.txt.bz2": (b"plain text", "no.txt.bz2"),
-    "bad.jsonl": (b'{"text": "One."}\n{"title": "x"}\n', "bad.jsonl.*`text`"),
-    "nul.txt": (b"One.\nTw\0o.\n", "nul.txt, line 2: a NUL byte"),
-    "five.jsonl": (b'{"text": "One."}\n{"text": 5}\n', "five.jsonl, line 2: not a JSON object"),
-    "few.txt": (b"One.\n\nTwo.\n", "too few"),
-    "deep.jsonl": (b'{"text": ' + b"[" * 200000, "deep.jsonl, line 1: not a JSON object"),
-    "rest.txt": (b"\x80" * 3000000, "rest.txt, line 1, byte 0: not UTF-8"),
-    "missing.txt": (None, "missing.txt: No such file"),
+    "empty.txt": (b"", "no text in the corpus"),
+    "few.txt": (b"One.\n\nTwo.\n", "no 320 pieces: Vocabulary size too high"),
+    "latin1.txt": (b"Un caf\xc3\xa9.\nUn caf\xe9.\n", "line 2: UnicodeDecodeError.*UTF-8"),
+    "nul.txt": (b"One.\nTw\0o.\n", "line 2: .*NUL"),
+    "cut.txt.gz": (gzip.compress(b"word " * 9999)[:-9], "EOFError"),
+    "no.txt.gz": (b"plain text", "BadGzipFile"),
+    "no.txt.xz": (b"plain text", "LZMAError"),
+    "no.txt.bz2": (b"plain text", "OSError"),
+    "title.jsonl": (b'{"text": "One."}\n{"title": "x"}\n', "line 2: KeyError: 'text'"),
+    "number.jsonl": (b'{"text": "One."}\n{"text": 5}\n', "line 2: .*`text`"),
+    "list.jsonl": (b'{"text": "One."}\n[]\n', "line 2: .*`text`"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 200000, "line 1: .*`text`"),
+    "pretty.json": (b'{\n  "text": "One."\n}\n', "line 1: .*`text`"),
+    "array.json": (b' [{"text": "One."}]', "line 1: .*array of JSON"),
+    "wiki_00": (b'\n<doc id="1">\nOne.\n</doc>\n', "line 2: .*--json"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path):
     content, message = BAD[name]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(data.DataError, match=message) as caught:
-        data.prepare(data.Corpus([tmp_path / name]), tmp_path / "out", 320, 4)
+        data.prepare(data.open_corpus([tmp_path / name]), tmp_path / "out", 320, 4)
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ([name] if content is not None else [])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_program_ends_with_one_line_and_status_1(tmp_path, program):
-    run = program("data.py", tmp_path / "missing.txt", "--out", tmp_path / "out")
-    assert run.returncode == 1 and run.stdout == ""
-    assert (
-        run.stderr.strip().splitlines()[-1]
-        == f"data.py: {tmp_path}/missing.txt: No such file or directory"
-    )
-    assert not list(tmp_path.iterdir())
+def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path):
+    for suffix, compress in (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress):
+        good = compress("\n\n".join(documents).encode())
+        for at in range(20, len(good), len(good) // 30):
+            content = bytearray(good)
+            content[at] ^= 0x55
+            (tmp_path / f"a{suffix}").write_bytes(content)
+            with contextlib.suppress(data.DataError):         # nothing else may come out
+                assert list(data.open_corpus([tmp_path / f"a{suffix}"])) == documents
 
 
-def test_a_vocabulary_too_large_is_refused(documents, tmp_path):
-    with pytest.raises(data.DataError, match="vocabulary of 30000 pieces"):
-        data.prepare(data.Corpus(documents=documents), tmp_path / "out", 30000, 4)
-    assert not list(tmp_path.iterdir())
+def test_texts_that_look_like_something_else(tmp_path):
+    for text, expected in (('{"text": "One \\ud800 two."}\n\n{}'[:28], ["One ? two."]),
+                           ("{{Infobox}} is text.\n{\\bf So} is this.", None),
+                           ("\\documentclass{a}\n\nText.", ["\\documentclass{a}", "Text."])):
+        (tmp_path / "a").write_text(text)
+        assert list(data.open_corpus([tmp_path / "a"])) == (expected or [text])
 
 
-def test_a_folder_of_another_corpus_is_refused_and_kept(documents, shards, tmp_path):
-    folder = tmp_path / "shards"
-    shutil.copytree(shards, folder)
-    before = files_of(folder)
-    data.prepare(data.Corpus(documents=documents), folder, 320, 4)  # the same: nothing to do
-    with pytest.raises(data.DataError, match="another corpus.*400 documents"):
-        data.prepare(data.Corpus(documents=documents[1:]), folder, 320, 4)
-    with pytest.raises(data.DataError, match="other settings"):
-        data.prepare(data.Corpus(documents=documents), folder, 320, 2)
-    assert files_of(folder) == before
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("precious")
-    with pytest.raises(data.DataError, match="not empty"):
-        data.prepare(data.Corpus(documents=documents), tmp_path / "full", 320, 4)
+def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path):
+    words = "The quick brown fox. " * 150000                    # 3 MB
+    (tmp_path / "a").write_text(f"One two.\n\n{words}\n\nThree four.\n")
+    first, *long, last = data.open_corpus([tmp_path / "a"])
+    assert (first, last) == ("One two.", "Three four.") and " ".join(long) == words.strip()
+    assert len(long) == 3 + 1 and max(map(len, long)) <= data.BLOCK
+    sentences = data.sentences_in(long[0], False)
+    assert " ".join(sentences) == long[0] and max(map(len, sentences)) <= data.LONGEST_SENTENCE
+    assert "".join(data.cut_text("é" * 30000, 8192)) == "é" * 30000      # without a single space
+
+
+# Shards on disk
+
+def test_shards_hold_every_document_once(documents, shards):
+    manifest, found = data.load_manifest(shards), []
+    assert manifest["corpus"]["documents"] == 400 and 60 < manifest["heldout"]["documents"] < 140
+    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    for name in data.shard_names(4):
+        tokens, sentences, ends = (
+            np.fromfile(shards / f"{name}.{array}", kind)
+            for array, kind in zip(data.ARRAYS, (manifest["token_type"], np.int64, np.int64)))
+        assert tokens.dtype == np.uint16 and sentences[-1] == ends[-1] == len(tokens)
+        for first, last in zip(ends, ends[1:]):
+            inside = sentences[(sentences >= first) & (sentences <= last)]
+            found.append([tokens[a:b].tolist() for a, b in zip(inside, inside[1:])])
+    assert sorted(found) == sorted(tokenizer.encode(d.split("\n")) for d in documents)
+    unigrams = np.fromfile(shards / "unigrams", np.int64)
+    assert unigrams.sum() == manifest["train"]["tokens"]
+    assert np.allclose(data.unigram_losses(shards), -np.log((unigrams + 1) / (unigrams + 1).sum()))
+
+
+class Letters:
+    """A tokenizer of 100,000 tokens: letters in the upper end, nothing for a full stop."""
+
+    def get_piece_size(self):
+        return 100_000
+
+    def encode(self, sentences, num_threads):
+        return [[99_900 + ord(c) % 100 for c in s if c != "."] for s in sentences]
+
+
+def test_large_vocabularies_take_32_bits_and_short_documents_are_left_out(tmp_path, monkeypatch):
+    documents = [f"ab{k}\n.\ncd" for k in range(300)] + ["a", "."] * 50
+    blocks = [documents[k:k + 7] for k in range(0, 400, 7)]
+    settings = {"vocab_size": 100_000, "shards": 3, "corpus": {"documents": 400}}
+    folders = []
+    for group in (1, 4, 1000):                     # whatever is written at a time
+        monkeypatch.setattr(data, "GROUP", group)
+        (tmp_path / str(group)).mkdir()
+        encoded = (data.encode(Letters(), False, 0.3, 3, block) for block in blocks)
+        counts = data.write_shards(encoded, tmp_path / str(group), settings)
+        folders.append(files_of(tmp_path / str(group)))
+    assert folders[0] == folders[1] == folders[2] and counts["token_type"] == "uint32"
+    assert counts["train"]["documents"] + counts["heldout"]["documents"] == 300
+    assert counts["train"]["sentences"] == 2 * counts["train"]["documents"]
+    tokens = np.frombuffer(folders[0]["train-00001.tokens"], np.uint32)
+    assert tokens.min() > 99_900 - 1 and near(counts["heldout"]["documents"], 300, 0.3)
 
 
 def test_no_text_can_spell_a_special_symbol(shards):
@@ -221,537 +554,72 @@ def test_no_text_can_spell_a_special_symbol(shards):
     assert not {data.PAD, data.CLS, data.SEP, data.MASK} & set(tokens)
 
 
-# Shards
+def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_path):
+    folder = tmp_path / "shards"
+    shutil.copytree(shards, folder)
+    before = files_of(folder)
+    assert data.prepare(documents, folder, 320, 4) == data.load_manifest(folder)  # nothing to do
+    with pytest.raises(data.DataError, match="with another corpus, shards; choose another folder"):
+        data.prepare(documents[1:], folder, 320, 2)
+    assert files_of(folder) == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    with pytest.raises(data.DataError, match="manifest.json is missing.*prepare a new folder"):
+        data.prepare(documents, tmp_path / "full", 320, 4)
+    with pytest.raises(data.DataError, match="no 30000 pieces: .* <= "):
+        data.prepare(documents, tmp_path / "new", 30000, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "shards"]
 
 
-def test_shards_hold_every_document_once_and_1_percent_is_apart(documents, shards):
-    manifest = data.load_manifest(shards)
-    assert manifest["heldout_documents"] == 100 and manifest["train_documents"] == 300
-    assert manifest["vocab_size"] == 320 and manifest["corpus"]["documents"] == 400
-    tokenizer, found = data.load_tokenizer(shards / "tokenizer.model"), []
-    for name in ["heldout"] + [f"train-{s:05d}" for s in range(4)]:
-        tokens, sentences, offsets = (
-            np.load(shards / f"{name}.{a}.npy", mmap_mode="r") for a in data.ARRAYS
-        )
-        assert (
-            tokens.dtype == np.uint16
-            and sentences[-1] == len(tokens)
-            and offsets[-1] == len(sentences) - 1
-        )
-        found += [
-            tuple(tuple(tokens[sentences[k] : sentences[k + 1]]) for k in range(*pair))
-            for pair in zip(offsets, offsets[1:])
-        ]
-    assert sorted(found) == sorted(tuple(map(tuple, tokenizer.encode(d))) for d in documents)
+def test_two_processes_that_prepare_the_same_folder_and_one_that_was_killed(documents, tmp_path):
+    rest = tmp_path / f"out.partial-{os.uname().nodename}@99999999"
+    rest.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    both = [context.Process(target=data.prepare, args=(documents, tmp_path / "out", 320, 4))
+            for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+        assert process.exitcode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    data.verify(tmp_path / "out")
 
 
-def test_large_buffers_are_flushed_in_pieces(tmp_path, monkeypatch):
-    documents = [([d, 7, 8] * (1 + d % 5), [3] * (1 + d % 5), [1 + d % 5]) for d in range(5, 300)]
-    for size in (10, 1 << 20):
-        monkeypatch.setattr(data.ShardWriter, "BUFFER", size)
-        writer = data.ShardWriter(tmp_path, f"s{size}", np.uint32)
-        for document in documents:
-            writer.write(*document)
-        writer.close()
-    for array in data.ARRAYS:
-        assert (tmp_path / f"s10.{array}.npy").read_bytes() == (
-            tmp_path / f"s{1 << 20}.{array}.npy"
-        ).read_bytes()
-    assert np.load(tmp_path / "s10.tokens.npy").dtype == np.uint32
-
-
-def damage(folder, name, how):
-    path = folder / name
-    if how == "missing":
-        path.unlink()
-    else:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content[:-8] if how == "cut" else content)
-
-
-@pytest.mark.parametrize(
-    "how,message", [("flip", "damaged"), ("cut", "bytes, expected"), ("missing", "missing")]
-)
-def test_a_damaged_shard_is_named(shards, tmp_path, how, message):
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path, how):
     shutil.copytree(shards, tmp_path / "copy")
     data.verify(tmp_path / "copy")
-    damage(tmp_path / "copy", "train-00002.tokens.npy", how)
+    path = tmp_path / "copy" / "train-00002.tokens"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink() if how == "missing" else path.write_bytes(content)
     for rank, size in ((0, 1), (0, 2), (2, 4), (5, 3)):
-        with pytest.raises(data.DataError, match=f"train-00002.tokens.npy.*{message}"):
+        with pytest.raises(data.DataError, match=f"train-00002.tokens is {how}"):
             data.verify(tmp_path / "copy", rank, size)
-    data.verify(tmp_path / "copy", 1, 2)  # these ranks never read shard 2
+    data.verify(tmp_path / "copy", 1, 2)               # these ranks never read shard 2
     data.verify(tmp_path / "copy", 3, 4)
-
-
-def test_a_damaged_manifest_or_another_version_is_refused(shards, tmp_path):
-    shutil.copytree(shards, tmp_path / "copy")
+    with pytest.raises(data.DataError, match=how):
+        data.verify(tmp_path / "copy", 3, 4, everything=True)
     manifest = tmp_path / "copy" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 99'))
-    with pytest.raises(data.DataError, match="format 99"):
-        data.load_manifest(tmp_path / "copy")
-    manifest.write_text("{")
-    with pytest.raises(data.DataError, match="damaged"):
-        data.load_manifest(tmp_path / "copy")
-    with pytest.raises(data.DataError, match="no prepared shards"):
-        data.load_manifest(tmp_path)
+    for text in manifest.read_text().replace('"version": 3', '"version": 2'), "{", "[]":
+        manifest.write_text(text)
+        with pytest.raises(data.DataError, match="not of format 3"):
+            data.load_manifest(tmp_path / "copy")
 
 
-# Examples
-
-
-def locate(shard, segment):
-    """The documents (numbers) in which a run of tokens stands."""
-    joined, run = (
-        b"".join(t.to_bytes(2, "little") for t in map(int, shard.tokens)),
-        b"".join(t.to_bytes(2, "little") for t in map(int, segment)),
-    )
-    found, at = set(), joined.find(run)
-    while at >= 0:
-        if at % 2 == 0:
-            found.add(int(np.searchsorted(shard.documents, at // 2, "right")) - 1)
-        at = joined.find(run, at + 1)
-    return found
-
-
-def unmasked(example):
-    tokens = example.tokens.copy()
-    tokens[example.positions] = example.labels
-    return tokens[1 : example.b_start - 1], tokens[example.b_start : -1]
-
-
-@pytest.mark.parametrize("seq_len,phase", PHASES)
-def test_pairs_are_half_true_and_random_ones_from_elsewhere(shards, seq_len, phase):
-    dataset, count = data.PretrainingData(shards, seq_len, phase, seed=3), 1500
-    random_b = 0
-    for i in range(count):
-        example = dataset[i]
-        tokens, shard = example.tokens, dataset.shard(i % 4)
-        assert len(tokens) <= seq_len and tokens[0] == data.CLS
-        assert tokens[-1] == tokens[example.b_start - 1] == data.SEP
-        assert np.isin(tokens, [data.CLS, data.SEP, data.PAD]).sum() == 3
-        a, b = unmasked(example)
-        assert len(a) and len(b)
-        homes = locate(shard, a)
-        together = locate(shard, np.concatenate([a, b]))
-        assert homes
-        if example.random_b:
-            random_b += 1
-            if len(homes) == 1 and len(b) > 3:
-                assert locate(shard, b) - homes  # stands in a document that A is not from
-        else:
-            assert together  # B goes on where A ends
-    assert abs(random_b - count / 2) < 4 * math.sqrt(count / 4)
-
-
-@pytest.mark.parametrize("seq_len,phase", PHASES)
-def test_masks_are_15_percent_and_80_10_10(shards, seq_len, phase):
-    dataset = data.PretrainingData(shards, seq_len, phase)
-    chosen = masked = kept = words = 0
-    where = np.zeros(seq_len)
-    for i in range(3000):
-        e = dataset[i]
-        m = len(e.positions)
-        assert abs(m - 0.15 * (len(e.tokens) - 3)) < 1 and len(set(e.positions)) == m
-        assert not np.isin(e.labels, [data.PAD, data.CLS, data.SEP, data.MASK]).any()
-        assert e.tokens.max() < 320
-        chosen, words = chosen + m, words + len(e.tokens) - 3
-        masked += (e.tokens[e.positions] == data.MASK).sum()
-        kept += (e.tokens[e.positions] == e.labels).sum()
-        where[e.positions] += 1
-    sigma = lambda p: 4 * math.sqrt(p * (1 - p) * chosen)  # noqa: E731
-    assert abs(chosen - 0.15 * words) < 4 * math.sqrt(0.15 * 0.85 * words)
-    assert abs(masked - 0.8 * chosen) < sigma(0.8)
-    assert abs(kept - (0.1 + 0.1 / 315) * chosen) < sigma(
-        0.1
-    )  # a random token may be the right one
-    assert where[1] > 0 and where[0] == 0  # the first word, never [CLS]
-
-
-def test_ten_percent_are_short(shards):
-    long = data.PretrainingData(shards, 16)
-    lengths = [len(long[i].tokens) for i in range(4000)]
-    full = sum(length == 16 for length in lengths) / 4000
-    assert 0.80 < full < 0.93  # 10 % are short, others end with their document
-
-
-def test_an_example_is_a_function_of_seed_phase_and_number(shards):
-    def text(example):
-        return [
-            list(map(int, part)) for part in (example.tokens, example.positions, example.labels)
-        ]
-
-    dataset = data.PretrainingData(shards, 32, 0, seed=1)
-    there = [text(dataset[i]) for i in range(200)]
-    back = {i: text(dataset[i]) for i in reversed(range(200))}
-    assert all(back[i] == there[i] for i in range(200))
-    other = data.PretrainingData(shards, 32, 0, seed=2)
-    next_phase = data.PretrainingData(shards, 32, 1, seed=1)
-    assert sum(text(other[i]) == there[i] for i in range(200)) < 3
-    assert sum(text(next_phase[i]) == there[i] for i in range(200)) < 3
-
-
-def test_an_epoch_goes_through_every_window_of_its_shard_and_then_differently(shards):
-    dataset = data.PretrainingData(shards, 32)
-    for s in range(4):
-        shard = dataset.shard(s)
-        count = int(shard.windows[-1])
-        first, second = dataset.order(s, 0), dataset.order(s, 1)
-        assert sorted(first) == sorted(second) == list(range(count))
-        assert first.tolist() != second.tolist()
-        rows = dataset.layout(s + 4 * np.arange(2 * count))  # two epochs, in one call
-        assert (rows[:, 0] == s).all()
-        homes = np.searchsorted(shard.documents, rows[:, 1], "right") - 1
-        uses = np.diff(shard.windows)  # of each document in an epoch
-        assert (np.bincount(homes[:count], minlength=len(uses)) == uses).all()
-        assert (np.bincount(homes[count:], minlength=len(uses)) == uses).all()
-
-
-@pytest.mark.parametrize("seq_len", [16, 32, 100])
-def test_windows_reach_every_end_and_nearly_every_token(shards, seq_len):
-    dataset = data.PretrainingData(shards, seq_len, pairs="none")
-    shard, body = dataset.shard(0), dataset.body
-    windows = np.arange(shard.windows[-1])
-    seen = np.zeros(len(shard.tokens), bool)
-    for epoch in range(3):
-        no_short = np.full((5, len(windows)), 0.5)
-        for start, end, *_ in dataset._cut(shard, windows, 0.618 * epoch % 1, no_short).tolist():
-            assert 0 < end - start <= body
-            seen[start:end] = True
-        assert seen[shard.documents[1:] - 1].all() and seen.mean() > (0.93, 0.99, 0.999)[epoch]
-
-
-def test_steps_hold_the_same_examples_on_any_number_of_ranks(shards):
-    def step_sets(size, micro, lengths=None):
-        rows = [list(data.micro_batches(range(2, 5), 16, micro, rank, size, lengths))
-                for rank in range(size)]  # fmt: skip
-        per_step = 16 // size // micro
-        return [
-            sorted(i for row in rows for part in row[s * per_step :][:per_step] for i in part)
-            for s in range(3)
-        ]
-
-    lengths = data.PretrainingData(shards, 32).lengths
-    for size, micro in ((1, 16), (1, 4), (2, 4), (4, 1), (4, 4)):
-        for of in (None, lengths):
-            assert step_sets(size, micro, of) == [
-                list(range(16 * s, 16 * s + 16)) for s in (2, 3, 4)
-            ]
-    assert list(data.micro_batches(range(1), 8, 2, 1, 2)) == [[1, 3], [5, 7]]
-
-
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-OPTIONS = [
-    {},
-    {"whole_words": True, "pairs": "sop"},
-    {"pairs": "none", "mask_fraction": 0.3, "held_out": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_random_access(shards, options):
-    """An example alone, in any batch, after any other: the same; its length without making it."""
-    dataset = data.PretrainingData(shards, 32, 1, seed=5, **options)
-    rng = np.random.default_rng(0)
-    numbers = rng.permutation(2000) * rng.integers(1, 5000)  # epochs far from the first too
-    alone = {i: dataset[i] for i in numbers.tolist()}
-    assert dataset.lengths(numbers).tolist() == [len(alone[i].tokens) for i in numbers.tolist()]
-    fresh = data.PretrainingData(shards, 32, 1, seed=5, **options)
-    numbers = np.sort(numbers)
-    for part in np.array_split(numbers, 37):
-        for i, example in zip(part.tolist(), fresh.__getitems__(part.tolist()), strict=True):
-            assert same(example, alone[i])
-
-
-def test_workers_give_the_same_batches(shards):
-    dataset = data.PretrainingData(shards, 32, 1, seed=5)
-    batches = {
-        workers: list(data.loader(dataset, data.micro_batches(range(6), 16, 8, 1, 2), workers))
-        for workers in (0, 1, 2)
-    }
-    assert len(batches[0]) == 6
-    expected = data.collate([dataset[i] for i in range(33, 48, 2)])  # of step 2
-    assert all(torch.equal(a, b) for a, b in zip(batches[0][2], expected))
-    for workers in batches:
-        for ours, theirs in zip(batches[0], batches[workers], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-
-
-def test_balance_evens_ranks_and_saves_padding(shards):
-    dataset = data.PretrainingData(shards, 512)
-
-    def work(lengths, size=4, micro=4, steps=range(3)):
-        """The share of padding, and the largest ratio of a rank's tokens in a step to the mean."""
-        tokens, slots = np.zeros((len(steps), size)), 0
-        for rank in range(size):
-            parts = list(data.micro_batches(steps, 256, micro, rank, size, lengths))
-            for k, part in enumerate(parts):
-                batch = data.collate(dataset.__getitems__(part))
-                tokens[k * len(steps) // len(parts), rank] += int(batch.mask.sum())
-                slots += batch.mask.numel()
-        return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).max()
-
-    padding, _ = work(None)
-    balanced, imbalance = work(dataset.lengths)
-    assert balanced < padding / 3 and imbalance < 1.03
-
-
-def test_sentence_order_and_no_pairs(shards):
-    sop, swapped = data.PretrainingData(shards, 48, pairs="sop"), 0
-    single = data.PretrainingData(shards, 48, pairs="none")
-    for i in range(500):
-        a, b = unmasked(sop[i])
-        shard, label = sop.shard(i % 4), sop[i].random_b
-        swapped += label
-        assert len(a) and len(b)
-        assert locate(shard, np.concatenate([b, a] if label else [a, b]))
-        example = single[i]
-        assert example.random_b == data.IGNORED and example.b_start == len(example.tokens) <= 48
-        text = example.tokens.copy()
-        text[example.positions] = example.labels
-        assert text[0] == data.CLS and text[-1] == data.SEP and locate(shard, text[1:-1])
-    assert abs(swapped - 250) < 4 * math.sqrt(125)
-    batch = data.collate([single[i] for i in range(4)])
-    assert not batch.segments.any() and (batch.random_b == data.IGNORED).all()
-
-
-def test_whole_words_are_masked_whole_and_as_many_tokens(shards):
-    dataset = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2)
-    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
-    chosen = total = several = 0
-    for i in range(1500):
-        example = dataset[i]
-        tokens = example.tokens.copy()
-        tokens[example.positions] = example.labels
-        picked = np.isin(np.arange(len(tokens)), example.positions)
-        words, inside = [], False
-        for t, token in enumerate(tokens[1:-1].tolist(), 1):
-            begins = tokenizer.id_to_piece(token).startswith("▁")
-            if t == example.b_start - 1:
-                inside = False
-            elif begins or not inside:
-                words.append([t])
-                inside = True
-            else:
-                words[-1].append(t)
-        for word in words:
-            assert len({bool(picked[t]) for t in word}) == 1
-            several += len(word) > 1 and picked[word[0]]
-        chosen, total = chosen + picked.sum(), total + len(tokens) - 3
-    assert several > 500
-    assert abs(chosen / total - 0.2) < 0.01
-
-
-def test_collate_says_where_everything_is(shards):
-    dataset = data.PretrainingData(shards, 64)
-    examples = [dataset[i] for i in range(7)]
-    batch = data.collate(examples)
-    longest = max(len(e.tokens) for e in examples)
-    assert longest <= batch.tokens.shape[1] < longest + 8
-    at = 0
-    for b, e in enumerate(examples):
-        end = len(e.tokens)
-        assert (
-            batch.tokens[b, :end].tolist() == e.tokens.tolist() and not batch.tokens[b, end:].any()
-        )
-        assert batch.mask[b].sum() == end and batch.mask[b, :end].all()
-        assert batch.segments[b].nonzero().flatten().tolist() == list(range(e.b_start, end))
-        positions = batch.positions[at : at + len(e.positions)]
-        assert (positions - b * batch.tokens.shape[1]).tolist() == e.positions.tolist()
-        assert batch.tokens.flatten()[positions].tolist() == e.tokens[e.positions].tolist()
-        assert batch.labels[at : at + len(e.positions)].tolist() == e.labels.tolist()
-        at += len(e.positions)
-    assert len(batch.labels) == len(batch.positions) and len(batch.labels) % 64 == 0
-    assert 0 <= len(batch.labels) - at < 64
-    assert (batch.labels[at:] == data.IGNORED).all() and not batch.positions[at:].any()
-
-
-def test_documents_of_one_sentence_or_one_long_line_make_true_pairs(tmp_path):
-    documents = [[document[0]] for document in make_documents(300)]
-    documents[0] = [" ".join(sentence for document in make_documents(100) for sentence in document)]
-    data.prepare(data.Corpus(documents=documents), tmp_path / "out", 300, 1)
-    dataset = data.PretrainingData(tmp_path / "out", 64)
-    starts = set()
-    for i in range(int(dataset.shard(0).windows[-1])):
-        example = dataset[i]
-        a, b = unmasked(example)
-        assert len(a) and len(b)
-        starts.add(tuple(a[:8]))
-    assert len(starts) > 0.9 * i
-
-
-def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path):
-    for suffix, compress in (
-        (".gz", gzip.compress),
-        (".bz2", bz2.compress),
-        (".xz", lzma.compress),
-    ):
-        good = compress(as_lines(documents).encode())
-        for at in range(20, len(good), len(good) // 30):
-            content = bytearray(good)
-            content[at] ^= 0x55
-            (tmp_path / f"a.txt{suffix}").write_bytes(content)
-            with contextlib.suppress(data.DataError):  # nothing else may come out
-                read([tmp_path / f"a.txt{suffix}"])
-
-
-def test_lone_surrogates_in_json_become_question_marks(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "One \\ud800 two."}\n')
-    assert read([tmp_path / "a.jsonl"]) == [["One ? two."]]
-
-
-def test_what_a_killed_preparation_left_is_removed(documents, tmp_path):
-    rest = tmp_path / f"out.partial-{socket.gethostname()}-99999999"
-    rest.mkdir()
-    data.prepare(data.Corpus(documents=documents), tmp_path / "out", 320, 4)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# Files that hurt
-
-
-FORMS = {
-    "text": lambda documents: as_lines(documents),
-    "json": lambda documents: "".join(json.dumps({"text": "\n".join(d)}) + "\n" for d in documents),
-    "wiki": lambda documents: "".join(
-        f'<doc id="{i}" url="u" title="A &amp; B">\nA & B\n\n' + "\n\n".join(d) + "\n\n</doc>\n"
-        for i, d in enumerate(documents)
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [400, 1000, 7777])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("blank", ["", " \t"])
-def test_pieces_of_any_size_hold_the_same_documents(
-    documents, tmp_path, monkeypatch, form, size, end, blank
-):
-    text = FORMS[form]([[s.replace("a", "ä€") for s in d] for d in documents])
-    whole = [[s.replace("a", "ä€") for s in d] for d in documents]
-    text = " \n\n" + text.replace("\n\n", f"\n{blank}\n").replace("\n", end)
-    (tmp_path / "a").write_bytes(text.encode())
-    assert read([tmp_path / "a"], "lines") == whole
-    monkeypatch.setattr(data, "PIECE", size)
-    assert read([tmp_path / "a"], "lines") == whole
-    (tmp_path / "a").write_bytes(text.rstrip().encode())
-    assert read([tmp_path / "a"], "lines") == whole
-
-
-def test_the_form_of_a_file_is_seen_in_its_first_piece_with_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 64)
-    record = {"text": "One two three. Four five six. Seven eight nine. " * 3}
-    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
-    assert len(read([tmp_path / "a.jsonl"])[0]) == 9
-    (tmp_path / "a.txt").write_text("\n" * 200 + record["text"] + "\n\nTen.\n")
-    assert sum(map(len, read([tmp_path / "a.txt"]))) >= 10
-    (tmp_path / "b.json").write_text(json.dumps([record]))
-    with pytest.raises(data.DataError, match="an array of JSON; write one object a line"):
-        read([tmp_path / "b.json"])
-
-
-def test_wikiextractor_documents_in_odd_forms(tmp_path):
-    (tmp_path / "a").write_text(
-        ' <doc id="1" title="A > B">\nA > B\n\nText one.\n</doc>\nstray\n'
-        '<doc id="2" url="u">Two here.</doc>\n<doc id="3" title="C">\nC\n\n</doc>\n'
-    )
-    piece = next(data.Corpus([tmp_path / "a"]).pieces(tqdm(disable=True)))
-    documents, skipped = data.documents_in(piece)
-    assert documents == [["Text one."], ["Two here."]]
-    assert skipped["words outside of wikiextractor's documents"] == 1
-
-
-def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 1 << 16)
-    words = "The quick brown fox. " * 30000  # 630 kB
-    (tmp_path / "a.txt").write_text("One two.\n\n" + words + "\n\nThree four.\n")
-    first, long, last = read([tmp_path / "a.txt"], "lines")
-    assert first == ["One two."] and last == ["Three four."]
-    assert " ".join(long) == words.strip() and max(map(len, long)) <= data.LONGEST_SENTENCE
-    (tmp_path / "a.txt").write_text("é" * 300000)  # without a single space
-    assert "".join(read([tmp_path / "a.txt"], "lines")[0]) == "é" * 300000
-
-
-def test_many_empty_documents_and_texts_that_spell_mask(documents, tmp_path):
-    text = "\n \n\t\n" * 100000 + as_lines([d + ["A [MASK] is [SEP]."] for d in documents])
-    (tmp_path / "a.txt").write_text(text)
-    manifest = data.prepare(data.Corpus([tmp_path / "a.txt"]), tmp_path / "out", 320, 2)
-    assert manifest["corpus"]["documents"] == 400
-    records = '{"text": ""}\n{"text": null}\n{"text": "x"}\n' * 50 + FORMS["json"](documents)
-    (tmp_path / "a.jsonl").write_text(records)
-    manifest = data.prepare(data.Corpus([tmp_path / "a.jsonl"]), tmp_path / "json", 320, 2)
-    assert manifest["skipped"]["JSON records without text"] == 100
-    assert "100 JSON records without text" in data.describe(manifest)
-
-
-def test_a_wikiextractor_tree(documents, tmp_path, program):
-    for k, name in enumerate(["AA/wiki_00", "AA/wiki_01.gz", "BB/wiki_00"]):
-        path = tmp_path / "text" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = FORMS["wiki"](documents[k::3]).encode()
-        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    (tmp_path / "text" / ".hidden").write_bytes(b"\xff")
-    (tmp_path / "text" / ".git").mkdir()
-    (tmp_path / "text" / ".git" / "config").write_bytes(b"\xff")
-    (tmp_path / "text" / "latest").symlink_to("AA")
-    (tmp_path / "text" / "loop").symlink_to(".")
-    expected = documents[0::3] + documents[1::3] + documents[2::3]
-    assert read([tmp_path / "text"]) == expected
-    assert read([tmp_path / "text" / "A*", tmp_path / "text" / "?B" / "wiki*"]) == expected
-    with pytest.raises(data.DataError, match="nothing.*: no file"):
-        data.Corpus([tmp_path / "nothing*"])
-    out = tmp_path / "out"
-    run = program("data.py", tmp_path / "text", "--out", out, "--vocab-size", 320, "--workers", 3)
-    assert run.returncode == 0, run.stderr
-    assert "400 documents" in run.stdout and "1,200 lines of wikiextractor's" not in run.stdout
-    assert "800 lines of wikiextractor's tags and titles" in run.stdout
-    shown = program("data.py", "--show", out)
-    assert shown.returncode == 0 and shown.stdout in run.stdout
-    assert "[MASK](" in shown.stdout and shown.stdout.count("[CLS]") == 3
-    again = program("data.py", tmp_path / "text" / "AA", "--out", tmp_path / "cut", "--shards", 2,
-                    "--tokenizer", out / "tokenizer.model", "--held-out", 0.5)  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    assert "133 documents held out" in again.stdout
-    for option, message in (
-        (("--tokenizer", tmp_path / "text" / ".hidden"), "is not a SentencePiece model"),
-        (("--tokenizer", out / "tokenizer.model", "--vocab-size", 300), "has 320 pieces, not 300"),
-        (("--held-out", 0.7), "up to 0.5"),
-    ):
-        run = program("data.py", tmp_path / "text", "--out", tmp_path / "no", *option)
-        assert run.returncode == 1 and message in run.stderr and run.stderr.count("\n") == 1
-
-
-def test_a_nodes_share_holds_what_its_ranks_read(shards, tmp_path):
+def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path):
     shutil.copytree(shards, tmp_path / "wiki")
-    written = data.split_folder(tmp_path / "wiki", nodes=2, ranks_per_node=2)
-    assert [(path.name, count) for path, count in written] == [
-        ("wiki-node-0", 2),
-        ("wiki-node-1", 2),
-    ]
+    data.split_folder(tmp_path / "wiki", nodes=2, ranks_per_node=2)
     everything = data.PretrainingData(tmp_path / "wiki", 32)
-    for node, (path, _) in enumerate(written):
-        share = data.PretrainingData(path, 32)
+    for node in range(2):
+        path = tmp_path / f"wiki-node-{node}"
+        assert len(list(path.glob("train-*"))) == 2 * 3
+        part = data.PretrainingData(path, 32)
         for rank in (2 * node, 2 * node + 1):
             data.verify(path, rank, 4)
-            for i in range(rank, 100, 4):
-                assert same(share[i], everything[i])
+            assert all(same(part[i], everything[i]) for i in range(rank, 100, 4))
         with pytest.raises(data.DataError, match="train-0000.*is missing; rank"):
             data.verify(path, (2 * node + 2) % 4, 4)
     with pytest.raises(data.DataError, match="wiki-node-0 exists"):
         data.split_folder(tmp_path / "wiki", 2)
-
-
-def test_many_processes_prepare_the_same_shards_and_a_lost_one_is_told(documents, tmp_path):
-    (tmp_path / "a.txt").write_text(as_lines(documents))
-    folders = []
-    for workers in (1, 3):
-        out = tmp_path / str(workers)
-        data.prepare(data.Corpus([tmp_path / "a.txt"]), out, 320, 4, workers=workers)
-        folders.append(files_of(out))
-    assert folders[0] == folders[1]
-    with pytest.raises(data.DataError, match="a worker process died.*--workers lower"):
-        with data.mapping(2) as map:
-            list(map(os._exit, [1]))
