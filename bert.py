@@ -11,7 +11,6 @@ folders and the program, can be skipped.
 Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -36,8 +35,7 @@ class ModelError(ValueError):
     """A model that cannot be built, loaded or asked; the message says why and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BertConfig:
+class BertConfig(NamedTuple):
     """The shape of a BERT. Field names are this project's; `CONFIG` below translates them."""
     layers: int
     width: int                  # D
@@ -125,13 +123,11 @@ class BertForPreTraining(nn.Module):
         self.mlm_transform = nn.Linear(config.width, config.width)
         self.mlm_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))   # the matrix is the embedding
-        self.apply(self._initialise)
-
-    def _initialise(self, module):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.init_std)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():      # LayerNorm's weights stay 1
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=config.init_std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def encode(self, tokens, segments, attention_mask):
         """Returns the hidden states (B, T, D) of tokens, segments and attention_mask (B, T)."""
@@ -196,6 +192,7 @@ OUTER = {
     "mlm_norm": "cls.predictions.transform.LayerNorm",
 }
 INNER = {
+    "qkv": "attention.self.query attention.self.key attention.self.value",       # three of theirs
     "attention_out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "up": "intermediate.dense",
@@ -225,9 +222,7 @@ def huggingface_names(name):
     if not module.startswith("blocks."):
         return [f"{OUTER[module]}.{kind}"]
     _, layer, inner = module.split(".")
-    theirs = [INNER[inner]] if inner != "qkv" else \
-        [f"attention.self.{part}" for part in ("query", "key", "value")]
-    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in theirs]
+    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in INNER[inner].split()]
 
 
 def save_huggingface(model, tokenizer, folder):
@@ -243,9 +238,8 @@ def save_huggingface(model, tokenizer, folder):
     tensors = {}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
-        # The one matrix of Q, K and V becomes theirs; contiguous, since raw bytes are written
-        for theirs, part in zip(names, parameter.detach().float().cpu().chunk(len(names))):
-            tensors[theirs] = part.contiguous()
+        # The one matrix of Q, K and V becomes their three
+        tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
     contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
                 "tokenizer.model": [Path(tokenizer).read_bytes()]}
@@ -287,9 +281,8 @@ def load_huggingface(folder):
             value = torch.cat([weights[part] for part in names])
             if value.shape[1:] != parameter.shape[1:] or len(value) > len(parameter):
                 raise ModelError(f"{folder}: {names[0]} has a shape that config.json does not give")
-            with torch.no_grad():
-                parameter[:len(value)].copy_(value)
-                parameter[len(value):].zero_()
+            parameter.data[:len(value)] = value
+            parameter.data[len(value):] = 0
         elif names[0].startswith("bert.") and "pooler" not in names[0]:
             raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
         else:
@@ -302,8 +295,7 @@ def load_huggingface(folder):
 def _modern(name):
     """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
     """
-    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
-    name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+    name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
@@ -326,12 +318,10 @@ def read_weights(folder):
     try:
         data = bytearray(path.read_bytes())
         begin = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:begin])
-        header.pop("__metadata__", None)
         return {name: torch.frombuffer(
                     data, dtype=DTYPES[entry["dtype"]], offset=begin + entry["data_offsets"][0],
                     count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
-                for name, entry in header.items()}
+                for name, entry in json.loads(data[8:begin]).items() if name != "__metadata__"}
     except (ValueError, KeyError) as error:
         raise ModelError(f"{path} is cut or damaged ({error})") from None
 
@@ -368,15 +358,13 @@ def fill_mask(model, tokenizer, text, count=5):
 
 def encode_with_masks(tokenizer, text):
     """Returns the token ids [CLS] text [SEP], each "[MASK]" of the text one masked token."""
-    tokens = [CLS]
+    tokens, blank = [CLS], tokenizer.piece_to_id("▁")
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        before, stand_in, after = piece.partition(STAND_IN)
-        if not stand_in:
-            tokens.append(tokenizer.piece_to_id(piece))
-            continue
-        if tokens[-1] == tokenizer.piece_to_id("▁") and not before:
-            tokens.pop()                           # the word's begin belongs to the masked word
-        tokens += [MASK] * (1 + after.count(STAND_IN))
+        # Characters that the tokenizer does not know share a piece, the stand-in among them
+        for part in piece.replace(STAND_IN, f" {STAND_IN} ").split():
+            if part == STAND_IN and tokens[-1] == blank:
+                tokens.pop()                       # the word's begin belongs to the masked word
+            tokens.append(MASK if part == STAND_IN else tokenizer.piece_to_id(part))
     return tokens + [SEP]
 
 

@@ -7,7 +7,7 @@
     python data.py --split shards/wiki --nodes 32 --ranks-per-node 8
 
 Read first `PretrainingData`, how an example is found, cut in two and masked, and `micro_batches`,
-how examples are dealt to the ranks. From "Preparing" on, text becomes shards: skip it at first.
+how examples are dealt to the ranks. From `prepare` on, text becomes shards: skip it at first.
 
 A folder of shards holds `tokenizer.model`, `manifest.json`, `unigrams` (int64, how often the
 training text has each token) and, for each shard, three flat arrays without any header:
@@ -142,8 +142,7 @@ class PretrainingData:
         process faster than tensors do.
 
         T is rounded up to a multiple of 8 and M to one of 64: a few shapes instead of hundreds,
-        each of which would have kernels of its own and leave holes of its own in the heap (625 MB
-        after 500 steps, 412 so).
+        each with kernels and holes in the heap of its own (625 MB after 500 steps, 412 so).
         """
         rows = self.layout(indices)
         _, a, a_end, b, b_end, pair_labels = np.array(rows).T                      # (B,) each
@@ -291,27 +290,25 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 
     lengths: a function of indices (n,), to deal the examples by length instead of by number:
     sorted, then to the ranks in snake order, so that each has about as many tokens; a micro-batch
-    takes neighbours, so that there is little padding. (Presorting: Kim et al., arXiv 2402.02447;
-    padding exchange: Zeng et al., arXiv 2208.08124. Here lengths follow from indices, so ranks need
-    not talk.)
+    takes neighbours, so that there is little padding. Lengths follow from indices: ranks need not
+    talk. (Presorting: Kim et al., arXiv 2402.02447; padding exchange: Zeng et al., 2208.08124.)
     """
     indices = np.arange(step * global_batch, (step + 1) * global_batch)
     owner = indices % size
     if lengths is not None:
-        # The longest first: where the ranks do not divide the step, a short example is left over
-        indices = indices[np.argsort(-lengths(indices), kind="stable")]
-        turn, place = np.divmod(np.arange(global_batch), size)
+        # The longest last, since the last backward pass hides the all-reduce; but dealt from there
+        # on, so that where the ranks do not divide the step a short example is left over
+        indices = indices[np.argsort(lengths(indices), kind="stable")]
+        turn, place = np.divmod(np.arange(global_batch)[::-1], size)
         owner = np.where(turn % 2, size - 1 - place, place)
     mine = indices[owner == rank].tolist()
-    parts = [mine[k:k + micro_batch] for k in range(0, len(mine), micro_batch)]
-    # The longest micro-batch last: its backward pass is what hides the all-reduce
-    return parts if lengths is None else parts[::-1]
+    return [mine[k:k + micro_batch] for k in range(0, len(mine), micro_batch)]
 
 
 def loader(dataset, steps, workers=1, pin_memory=False, deal=list):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
-    this one). A step is a list of lists of indices; or whatever `deal`, called in the worker, makes
-    one of, for example the step's number where to deal takes long."""
+    this one). A step is a list of lists of indices, or what `deal` makes one of in the worker: a
+    step's number, where dealing takes long (10 microseconds an example, balanced)."""
     for step in in_workers(functools.partial(make_step, dataset, deal), steps, workers):
         batches = [Batch(*map(torch.from_numpy, arrays)) for arrays in step]
         yield [Batch(*(tensor.pin_memory() for tensor in batch)) if pin_memory else batch
@@ -350,14 +347,13 @@ def worker_context():
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C, to all processes of a run. The
-    # parent still needs its workers then, to finish the step and save it. They inherit what the
-    # server that forks them ignores from its beginning.
-    before = {signum: signal.signal(signum, signal.SIG_IGN)
-              for signum in (signal.SIGTERM, signal.SIGINT)}
+    # parent still needs its workers then, to finish the step and save it: both signals are blocked
+    # while their server starts, which they inherit. (The tracker's own start would lift the block.)
+    multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     multiprocessing.forkserver.ensure_running()
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-    # Comes before Python, at its end, sends its children a SIGTERM, which these ignore, and waits
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # Comes before Python, at its end, sends its children a SIGTERM, which these block, and waits
     multiprocessing.util.Finalize(None, kill_workers, exitpriority=1)
     return context
 
@@ -371,7 +367,6 @@ def kill_workers():
 
 def set_up_worker(_):
     """Makes a worker process end with its parent, however that ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -399,11 +394,8 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     `vocab_size` pieces, 8,192 if not given, is trained. held_out: the fraction of the documents
     that go to a shard of their own; about 100 at least and half of them at most. split: "lines"
     takes each line as a sentence, "prose" joins the lines of a document and splits them at sentence
-    ends, "auto" decides by the first thousand lines. A folder that holds the same text prepared in
-    the same way is left as it is.
-
-    Raises DataError if the folder holds something else or the text cannot be used, OSError where
-    the folder cannot be written.
+    ends, "auto" decides by the first thousand lines. A folder that holds the same already is left
+    as it is. Raises DataError if it holds something else or the text cannot be used.
     """
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
@@ -422,11 +414,9 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
 
 
 def survey(corpus):
-    """Returns (the corpus's identity, a dict: documents, bytes, sha256; at most SAMPLE blocks of it
-    drawn at random).
+    """Returns (the corpus's identity: documents, bytes, sha256; SAMPLE blocks drawn at random).
 
-    Reads everything once, so that bad input is found before the long part begins. The identity is
-    of the documents, whatever files they came in.
+    Reads everything once, so that bad input is found before the long part begins.
     """
     digest, documents, size, sample = hashlib.sha256(), 0, 0, []
     rng = np.random.default_rng(0)
@@ -443,10 +433,10 @@ def survey(corpus):
     return {"documents": documents, "bytes": size, "sha256": digest.hexdigest()}, sample
 
 
-def blocks(corpus):
-    """Yields lists of documents, about a megabyte of text each."""
+def blocks(corpus, total=None):
+    """Yields lists of documents, about a megabyte of text each; with a bar of the documents."""
     block, size = [], 0
-    for document in corpus:
+    for document in tqdm(corpus, total=total, unit=" documents", leave=False, disable=None):
         block.append(document)
         size += len(document)
         if size >= BLOCK:
@@ -468,7 +458,8 @@ def write_folder(corpus, folder, settings, model, sample, workers):
         (temporary / "tokenizer.model").write_bytes(model)
         tokenizer = load_tokenizer(temporary / "tokenizer.model")
         encoder = functools.partial(encode, tokenizer, prose, held_out, shards)
-        counts = write_shards(in_workers(encoder, blocks(corpus), workers), temporary, settings)
+        text = blocks(corpus, settings["corpus"]["documents"])
+        counts = write_shards(in_workers(encoder, text, workers), temporary, settings)
         files = {path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
                  for path in sorted(temporary.iterdir())}
         manifest = {**settings, **counts, "files": files}
@@ -507,7 +498,7 @@ def open_corpus(paths):
 
 
 def default_folder(paths):
-    """Returns the folder (Path) that the shards of a corpus go to, named after its first path."""
+    """Returns the folder (Path) for the shards of a corpus, named after its first path."""
     if not paths:
         return Path("shards/docs")
     name = re.sub(r"\W+", "-", Path(os.path.abspath(paths[0])).name.split(".")[0]).strip("-")
@@ -515,12 +506,11 @@ def default_folder(paths):
 
 
 class TextFiles:
-    """The documents of text files; can be iterated again and again, with a bar of the bytes read.
+    """The documents of text files; can be iterated again and again.
 
     Of a folder all files are taken that are not hidden. A file is text with blank lines between
-    documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. Lines lose the
-    white space around them, and blank ones go: the same documents are the same corpus, whatever
-    files they come in.
+    documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. White space around
+    lines and blank lines go, so that the same documents are the same corpus in any kind of file.
     """
     OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -532,14 +522,10 @@ class TextFiles:
             self.files += inside if path.is_dir() else [path]
 
     def __iter__(self):
-        sizes = [file.stat().st_size for file in self.files]            # compressed as they are
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, leave=False, disable=None) as bar:
-            for path, before in zip(self.files, itertools.accumulate(sizes, initial=0)):
-                with open(path, "rb") as raw:
-                    file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
-                    for document in documents_in(lines_in(path, file)):
-                        bar.update(before + raw.tell() - bar.n)
-                        yield document
+        for path in self.files:
+            with open(path, "rb") as raw:
+                file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
+                yield from documents_in(lines_in(path, file))
 
 
 def documents_in(lines):
@@ -556,8 +542,7 @@ def documents_in(lines):
 
 def lines_in(path, file):
     """Yields the lines of an open binary file without the white space around them; of JSON records
-    those of the text, then a blank one. Raises DataError with file and line for what it cannot
-    read."""
+    those of the text, then a blank one. Raises DataError, with file and line, if it cannot."""
     number, is_json = 0, None
     try:
         for number, data in enumerate(file, 1):
@@ -617,11 +602,9 @@ def sentences_in(document, prose):
 
 
 def is_prose(corpus):
-    """Returns True if a corpus is prose (wrapped or paragraphs), not a sentence a line.
-
-    Prose shows, in its first thousand lines, sentence ends inside lines, or lines broken in
-    mid-sentence: no full stop, and the next line continues in lower case.
-    """
+    """Returns True if a corpus is prose (wrapped or paragraphs), not a sentence a line: its first
+    thousand lines have sentence ends inside, or break in mid-sentence (no full stop, and the next
+    line continues in lower case)."""
     lines = (line for document in corpus for line in [*document.split("\n"), ""])
     lines = list(itertools.islice(lines, 1000))
     inside = sum(len(split_sentences(line[:4096])) > 1 for line in lines)
@@ -655,8 +638,7 @@ def train_tokenizer(sentences, vocab_size, cased=False):
 
 
 def load_tokenizer(path):
-    """Returns the SentencePieceProcessor of a path; raises DataError if it is none that data.py has
-    made."""
+    """Returns the SentencePieceProcessor of a path; raises DataError if data.py has not made it."""
     with contextlib.suppress(RuntimeError, IndexError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         if [tokenizer.id_to_piece(i) for i in range(len(SPECIALS))] == SPECIALS:
@@ -707,9 +689,8 @@ def write_shards(encoded, folder, settings):
 
 
 def append(path, totals, tokens, sentences, documents):
-    """Appends documents to the arrays of a shard: their tokens, and how many tokens each sentence
-    and document has. totals (3,), the tokens, sentences and documents of the shard, are added to.
-    """
+    """Appends documents to a shard: their tokens, and how many each sentence and document has.
+    totals (3,): the tokens, sentences and documents of the shard, which are added to."""
     first = np.zeros(0 if totals[0] else 1, np.int64)            # where the first of all begins
     ends = [np.append(first, totals[0] + np.cumsum(counts)) for counts in (sentences, documents)]
     for array, values in zip(ARRAYS, (tokens, *ends)):
@@ -798,11 +779,10 @@ def machine_documentation():
     PyTorch as installed here, filtered to English prose; no sentence occurs twice. It differs a
     little between versions of Python and of the packages.
     """
-    try:
-        from pydoc_data.topics import topics          # missing in some embedded Pythons
-    except ImportError:
-        topics = {}
-    texts, seen, documents = list(topics.values()), set(), []
+    texts, seen, documents = [], set(), []
+    with contextlib.suppress(ImportError):            # missing in some embedded Pythons
+        from pydoc_data.topics import topics
+        texts += topics.values()
     for root in (Path(module.__file__).parent for module in (os, np, torch)):
         for file in sorted(root.rglob("*.py")):
             if not {"site-packages", "test", "tests"} & set(file.relative_to(root).parts):
@@ -810,8 +790,7 @@ def machine_documentation():
                 texts += re.findall(r'''"""(.*?)"""''', source, re.DOTALL)
     for text in texts:
         fresh = [s for s in english_sentences(text) if s not in seen and not seen.add(s)]
-        if len(fresh) >= 2:
-            documents.append("\n".join(fresh))
+        documents += ["\n".join(fresh)] if len(fresh) >= 2 else []
     return documents
 
 
@@ -875,6 +854,8 @@ def main():
     add("--nodes", type=int, default=1, metavar="N", help="split for N nodes")
     add("--ranks-per-node", type=int, default=1, metavar="N", help="of N ranks each")
     args = parser.parse_args()
+    if min(args.shards, args.nodes, args.ranks_per_node) < 1 or (args.workers or 0) < 0:
+        parser.error("--shards, --nodes and --ranks-per-node must be at least 1, --workers 0")
     out = args.out or default_folder(args.corpus)
     try:
         if args.show:

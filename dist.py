@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import json
 import math
 import os
 import socket
@@ -26,7 +25,7 @@ import torch
 import torch.distributed
 
 
-class DistError(RuntimeError):
+class DistError(Exception):
     """Settings or a model that ranks cannot train with; the message says what to change."""
 
 
@@ -37,7 +36,7 @@ class RankLost(DistError):
 # ----- Ranks -----
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class World(contextlib.AbstractContextManager):
     """This process among all of them, and the collectives. A context manager that closes them.
 
     Tensors on a GPU go over NCCL; numbers and objects go over Gloo also there, so that a rank that
@@ -104,20 +103,13 @@ class World:
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
-                           f"({str(error).strip().splitlines()[0][:160]}); start the same command "
-                           "again to go on from the last checkpoint") from error
+                           f"({error!r:.160}); start the same command again to resume from the last "
+                           "checkpoint") from error
 
-    def close(self):
-        """Closes the process group, if there is one; a group left open aborts at exit."""
-        if torch.distributed.is_initialized():
+    def __exit__(self, kind, error, trace):
+        # A group left open aborts at exit; but after RankLost closing would wait for that rank
+        if torch.distributed.is_initialized() and not isinstance(error, RankLost):
             torch.distributed.destroy_process_group()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is None or not issubclass(kind, RankLost):     # closing would wait for that rank
-            self.close()
 
 
 def init(timeout=600.0, init_method="env://"):
@@ -130,9 +122,8 @@ def init(timeout=600.0, init_method="env://"):
     rank, size, local_rank, local_size = (int(os.environ.get(*item)) for item in defaults.items())
     node, nodes, device = rank // local_size, size // local_size, torch.device("cpu")
     if torch.cuda.is_available():
-        if local_size > torch.cuda.device_count():
-            raise DistError(f"{local_size} ranks on a node with {torch.cuda.device_count()} GPUs; "
-                            "set --nproc_per_node to that")
+        if local_size > (gpus := torch.cuda.device_count()):
+            raise DistError(f"{local_size} ranks, {gpus} GPUs a node; set --nproc_per_node={gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     world = World(rank, size, local_rank, local_size, node, nodes, device)
@@ -143,19 +134,16 @@ def init(timeout=600.0, init_method="env://"):
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     try:
-        torch.distributed.init_process_group(backend, init_method=init_method, timeout=limit,
-                                             rank=rank, world_size=size)
+        torch.distributed.init_process_group(backend, init_method, limit, size, rank)
         places = world.all_gather_object((local_rank, local_size))
         if size % local_size or places != [(r % local_size, local_size) for r in range(size)]:
-            world.close()
+            torch.distributed.destroy_process_group()
             raise DistError(f"nodes of {sorted({n for _, n in places})} ranks, {size} in all; set "
                             "the same --nproc_per_node on every node")
         return two_levels(world, limit) if nodes > 1 and local_size > 1 else world
-    except DistError:
-        raise
     except (RuntimeError, ValueError) as error:
         raise RankLost(f"rank {rank} of {size} could not meet the others: "
-                       f"{str(error).strip().splitlines()[0][:200]}") from error
+                       f"{error!r:.200}") from error
 
 
 def interface_towards(address, nodes):
@@ -222,14 +210,11 @@ class Reducer:
     # 1. Pack
 
     def __init__(self, module, world, bucket_mb=None, compression="none"):
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise DistError(f"a bucket of {bucket_mb} MB is not possible; set --bucket-mb above 0")
         for tensor in [*module.parameters(), *module.buffers()]:
             world.broadcast(tensor.detach())
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if bucket_mb is None:
-            total = 4e-6 * sum(p.numel() for p in self.parameters.values())
-            bucket_mb = min(25.0, max(1.0, total / 12))
+        total = 4e-6 * sum(p.numel() for p in self.parameters.values())
+        bucket_mb = bucket_mb or min(25.0, max(1.0, total / 12))
         self._buckets = fill_buckets(order_of_readiness(module), bucket_mb, world, compression)
         self.buckets = [bucket.flat for bucket in self._buckets]
         self.gradients, self.hooks = {}, []
@@ -240,15 +225,14 @@ class Reducer:
                 self.hooks.append(self.parameters[name].register_post_accumulate_grad_hook(ready))
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "communication")
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.jobs, self.synchronising = [], True
+        self.jobs = []
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
         """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
         `commit` was not called: error feedback would stand still."""
         concurrent.futures.wait(self.jobs)         # after an error some may still be running
-        self.commit(True)
-        self.jobs, self.scale = [], scale
+        self.jobs, self.scale, self.synchronising = [], scale, True
         self.bytes_sent, self.wait_seconds, self.bucket_seconds = 0, 0.0, []
         for bucket in self._buckets:
             bucket.flat.zero_()                    # autograd adds to it in place
@@ -260,10 +244,8 @@ class Reducer:
     def accumulate(self):
         """While inside, gradients add up on this rank and nothing is sent."""
         self.synchronising = False
-        try:
-            yield
-        finally:
-            self.synchronising = True
+        yield
+        self.synchronising = True                  # after an exception, zero_grad sets it
 
     # 2. Ready: autograd calls this with the parameter, not with its gradient
 
@@ -285,11 +267,10 @@ class Reducer:
         # Collectives of different ranks meet by their order alone, so buckets start in the order
         # of their numbers on every rank, whatever order they are complete in. The embedding that
         # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
-        while len(self.jobs) < len(self._buckets) and not self._buckets[len(self.jobs)].missing:
+        for bucket in itertools.takewhile(lambda b: not b.missing, self._buckets[len(self.jobs):]):
             event = torch.cuda.Event(blocking=True) if self.stream else torch.cpu.Event()
             event.record()                 # after what backward has queued on a GPU until now
-            bucket, before = self._buckets[len(self.jobs)], self.jobs[-1:]
-            self.jobs.append(self.thread.submit(self._average, bucket, event, before))
+            self.jobs.append(self.thread.submit(self._average, bucket, event, self.jobs[-1:]))
 
     def _average(self, bucket, event, before):
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
@@ -308,17 +289,15 @@ class Reducer:
     def finish(self):
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, as
         RankLost; DistError if a parameter took no part in the loss, naming it."""
-        unused = [name for bucket in self._buckets for name in bucket.missing]
-        if unused:
-            raise DistError(f"no gradient for {', '.join(sorted(unused))}: it takes no part in the "
+        if unused := sorted(name for bucket in self._buckets for name in bucket.missing):
+            raise DistError(f"no gradient for {', '.join(unused)}: it takes no part in the "
                             "loss; set requires_grad=False or leave it out of the model")
         if self.stream:
             torch.cuda.current_stream().synchronize()          # backward's own time is not waiting
         began = time.perf_counter()
-        results = [job.result() for job in self.jobs]
+        sent, self.bucket_seconds = zip(*[job.result() for job in self.jobs])
         self.wait_seconds = time.perf_counter() - began
-        self.bytes_sent = sum(sent for sent, _ in results)
-        self.bucket_seconds = [seconds for _, seconds in results]
+        self.bytes_sent = sum(sent)
 
     def commit(self, step_taken):
         """Ends a step for the compressors: a skipped one leaves their residuals as they were."""
@@ -329,7 +308,6 @@ class Reducer:
         """Returns what lossy compression has not yet sent, {name: fp32 tensor}. All ranks call it:
         it averages residuals over them, also in the run that goes on, so that any number of ranks
         can take them up. PowerSGD's factors restart from the seed."""
-        self.commit(True)
         return {name: rest for bucket in self._buckets if bucket.lossy
                 for name, rest in bucket.fold().items()}
 
@@ -376,15 +354,13 @@ class CompressedMean:
 
     def __init__(self, named, world):
         # In buckets, because compressing takes several times the memory of what is compressed
-        self.buckets = fill_buckets([named], 25.0, world, "onebit")
+        self._buckets = fill_buckets([named], 25.0, world, "onebit")
 
     def __call__(self, tensors):
         """Replaces tensors, in the order of `named`, by their means; returns the bytes sent."""
-        views = [view for bucket in self.buckets for view in bucket.views(bucket.flat).values()]
+        views = [view for bucket in self._buckets for view in bucket.views(bucket.flat).values()]
         torch._foreach_copy_(views, tensors)
-        sent = sum(bucket.average(1.0) for bucket in self.buckets)
-        for bucket in self.buckets:
-            bucket.commit(True)
+        sent = sum(bucket.average(1.0) for bucket in self._buckets)
         torch._foreach_copy_(tensors, views)
         return sent
 
@@ -392,14 +368,7 @@ class CompressedMean:
         """Forgets what was not yet sent."""
         self.load_state_dict(None)
 
-    def state_dict(self):
-        """Returns what was not yet sent, {name: tensor}; collective, as Reducer.state_dict."""
-        return {name: rest for bucket in self.buckets for name, rest in bucket.fold().items()}
-
-    def load_state_dict(self, state):
-        """Takes up what `state_dict` returned, on any number of ranks."""
-        for bucket in self.buckets:
-            bucket.restart(state)
+    state_dict, load_state_dict = Reducer.state_dict, Reducer.load_state_dict
 
 
 # ----- One bucket: error feedback, and two levels -----
@@ -423,13 +392,10 @@ class Bucket:
     """
 
     def __init__(self, shapes, world, compression, number=0):
-        name, option = parse_compression(compression)
-        self.compressor, argument, padding = COMPRESSORS[name]
-        self.argument = option or argument
+        self.compressor, self.argument, padding = parse_compression(compression)
         self.shapes, self.missing, self.lossy = shapes, set(), self.compressor is not dense
-        self.inner, self.outer = World(), world
-        if world.levels and (self.lossy or world.device.type == "cpu"):
-            self.inner, self.outer = world.levels          # NCCL's all-reduce has its own
+        two = world.levels and (self.lossy or world.device.type == "cpu")     # NCCL has its own
+        self.inner, self.outer = world.levels if two else (World(), world)
         n, multiple = sum(map(math.prod, shapes.values())), padding(self.outer.size)
         self.padded = torch.zeros(-(-n // multiple) * multiple, device=world.device)
         self.flat = self.padded[:n]
@@ -441,7 +407,7 @@ class Bucket:
 
     def views(self, flat):
         """Returns {name: view} of a flat tensor (n,) with the bucket's layout."""
-        return dict(zip(self.shapes, split(flat, self.shapes.values())))
+        return dict(zip(self.shapes, split(flat[:len(self.flat)], self.shapes.values())))
 
     def average(self, scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
@@ -456,6 +422,7 @@ class Bucket:
     def _compress(self, scale):
         if not self.lossy:
             return dense(self.outer, self.flat, self.argument)
+        self.commit(True)
         n, value, state = len(self.flat), self.pending, dict(self.state)
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])      # v
         value[n:] = 0                              # padding, in which onebit leaves rounding errors
@@ -474,6 +441,7 @@ class Bucket:
 
     def fold(self):
         """Returns {name: what was not yet sent}, averaged over all ranks, and restarts from it."""
+        self.commit(True)
         rest = torch.zeros_like(self.flat)
         if self.keeps_residual:
             dense(self.outer, rest.copy_(self.residual[:len(rest)]))
@@ -490,8 +458,7 @@ class Bucket:
         self.state, self.pending_state = {"shapes": list(self.shapes.values())}, None
         if self.keeps_residual:
             self.residual.zero_()
-            views = self.views(self.residual[:len(self.flat)])
-            for name, view in views.items() if residual else ():
+            for name, view in self.views(self.residual).items() if residual else ():
                 view.copy_(residual[name])
 
 
@@ -665,17 +632,16 @@ def powersgd(world, value, mean, state, rank):
     leave nothing. Factors are rows, (r, a) and (r, b): products with them read the matrix once.
     Every rank computes the QR, whose bits are equal on equal machines only.
     """
-    pairs = list(zip(split(value, state["shapes"]), split(mean, state["shapes"])))
     low, rest = [], []
-    for v, m in pairs:
+    for v, m in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
         gain = v.dim() == 2 and rank <= min(v.shape) and 2 * rank * sum(v.shape) < v.numel()
         (low if gain else rest).append((v, m))
     generator = torch.Generator().manual_seed(0)           # the first Q is the same on every rank
     factors = state.get("factors") or [
         torch.randn(rank, v.shape[1], generator=generator).to(v.device) for v, _ in low]
-    left, sent = dense_list(world, [q @ v.T for (v, _), q in zip(low, factors)])
+    sent, left = dense_list(world, [q @ v.T for (v, _), q in zip(low, factors)])
     left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]                         # (r, a)
-    right, more = dense_list(world, [p @ v for (v, _), p in zip(low, left)] + [v for v, _ in rest])
+    more, right = dense_list(world, [p @ v for (v, _), p in zip(low, left)] + [v for v, _ in rest])
     state["factors"] = [q.clone() for q in right[:len(low)]]                             # (r, b)
     for (_, m), p, q in zip(low, left, right):
         torch.mm(p.T, q, out=m)
@@ -688,10 +654,9 @@ def powersgd(world, value, mean, state, rank):
 def dense_list(world, tensors):
     """Returns (the means over the ranks of a list of tensors, bytes sent), by one all-reduce."""
     if not tensors:                                        # a bucket of vectors has no factors
-        return [], 0
+        return 0, []
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    sent = dense(world, flat)
-    return split(flat, [tensor.shape for tensor in tensors]), sent
+    return dense(world, flat), split(flat, [tensor.shape for tensor in tensors])
 
 
 COMPRESSORS = {          # name: (function, its argument, what `value` is padded to a multiple of)
@@ -712,13 +677,11 @@ def parse_compression(text):
     name, colon, option = text.partition(":")
     if name not in COMPRESSORS:
         raise DistError(f"unknown compression {name!r}; known are {', '.join(COMPRESSORS)}")
-    default = COMPRESSORS[name][1]
-    if not colon:
-        return name, default if isinstance(default, (int, float)) else None
-    with contextlib.suppress(ValueError, TypeError):       # TypeError: there is no option
-        value = type(default)(option)
-        if 0 < value <= (1 if isinstance(default, float) else math.inf):
-            return name, value
+    compressor, argument, padding = COMPRESSORS[name]
+    with contextlib.suppress(ValueError, TypeError):       # TypeError: it has no option to set
+        argument = type(argument)(option) if colon else argument
+        if not colon or 0 < argument <= (1 if isinstance(argument, float) else math.inf):
+            return compressor, argument, padding
     raise DistError(f"--compression {text} cannot work; options are a fraction in (0, 1], as in "
                     "topk:0.01 and chunk:0.05, and a rank of 1 or more, as in powersgd:4")
 
@@ -726,9 +689,9 @@ def parse_compression(text):
 # ----- The program: what this network does -----
 
 def measure(world, name, megabytes, rounds=5):
-    """Returns a dict of what it takes to average fp32 gradients of one matrix with a compressor:
-    milliseconds (of the slowest rank, median), bytes that rank 0 sends, GB/s of gradients, and the
-    error relative to the exact mean, of one round, before any feedback."""
+    """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
+    the slowest rank, median), bytes that rank 0 sends, and the error of one round relative to the
+    exact mean, before any feedback."""
     rows = max(1, int(megabytes * 1e6 / 4096))
     generator = torch.Generator().manual_seed(world.rank)
     gradient = torch.randn(rows * 1024, generator=generator).to(world.device)
@@ -743,37 +706,27 @@ def measure(world, name, megabytes, rounds=5):
         bucket.flat[0].item()                              # waits for a GPU
         seconds.append(max(world.all_gather_object(time.perf_counter() - began)))
         errors.append(float((bucket.flat - exact).norm() / exact.norm()))
-        bucket.commit(True)
-    median = sorted(seconds[1:])[rounds // 2]
-    return {"compression": name, "megabytes": megabytes, "milliseconds": 1e3 * median,
-            "bytes_sent": sent, "gigabytes_per_second": megabytes / 1e3 / median,
-            "error": errors[0]}
+    return sorted(seconds[1:])[rounds // 2], sent, errors[0]
 
 
 def main():
     """Prints a table of what `measure` returns for each compressor and size."""
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
-    add = parser.add_argument
-    add("--mb", type=float, nargs="+", default=[1, 25, 100, 400], help="sizes of the gradients")
-    add("--json", metavar="FILE", help="write the table there as well")
-    add("--timeout", type=float, default=600, help="seconds to wait for a rank")
+    parser.add_argument("--mb", type=float, nargs="+", default=[1, 25, 100, 400], help="sizes")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = parser.parse_args()
     try:
         with init(args.timeout) as world:
             say = functools.partial(print, flush=True) if world.rank == 0 else lambda line: None
-            say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}. GB/s is of "
-                "fp32 gradients, error that of one step on random numbers")
-            say("compression     MB        ms   MB sent    GB/s     error")
-            rows = []
+            say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; GB/s of fp32")
+            say("compression     MB        ms   MB sent    GB/s     error of one step")
             for name, size in itertools.product(COMPRESSORS, args.mb):
-                rows.append(measure(world, name, size))
-                _, _, ms, sent, rate, error = rows[-1].values()
-                say(f"{name:<12}{size:>6g}{ms:>10.2f}{sent / 1e6:>10.2f}{rate:>8.2f}{error:>10.1e}")
-            if args.json and world.rank == 0:
-                with open(args.json, "w") as file:
-                    json.dump({"ranks": world.size, "nodes": world.nodes, "rows": rows}, file)
-    except (DistError, OSError) as error:
-        sys.exit(f"dist.py: {error}")
+                seconds, sent, error = measure(world, name, size)
+                say(f"{name:<12}{size:>6g}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
+                    f"{size / 1e3 / seconds:>8.2f}{error:>10.1e}")
+    except DistError as error:
+        print(f"dist.py: {error}", file=sys.stderr, flush=True)
+        os._exit(1)                                # a clean exit can wait for a rank that is lost
 
 
 if __name__ == "__main__":

@@ -80,8 +80,7 @@ class LAMB(Optimizer):
         c = (1 - b2 ** t) ** 0.5
         k = c / (1 - b1 ** t)
         u = torch._foreach_div(m, denominator(v, c * group["eps"]))
-        if decay:
-            torch._foreach_add_(u, w, alpha=decay / k)
+        torch._foreach_add_(u, w, alpha=decay / k)
         # w = w - lr (||w|| / ||u||) u, where k cancels; it is left where the ratio is 1
         ratios = [k] * len(w)
         if decay or group["adapt_all"]:
@@ -150,10 +149,9 @@ class LossScaler:
             self.scale = min(2 * self.scale, self.largest)
         if self.scale < self.smallest:
             broken = [name for name, g in gradients.items() if not g.isfinite().all()]
-            raise TrainingStopped(
-                f"step {step}: the gradient of {(broken or ['a parameter on another rank'])[0]} is "
-                f"not finite and the loss scale is at its floor of {2 * self.scale:g}; training "
-                "stops. Resume from an earlier checkpoint, perhaps with a lower --lr-scale")
+            raise TrainingStopped(f"step {step}: the gradient of {[*broken, 'another rank'][0]} is "
+                                  f"not finite at the loss scale's floor of {2 * self.scale:g}; "
+                                  "resume from an earlier checkpoint, maybe at a lower --lr-scale")
         return not overflow
 
     state_dict = dataclasses.asdict    # what a checkpoint keeps
@@ -163,10 +161,8 @@ class LossScaler:
         vars(self).update(state)
 
 
-@torch.no_grad()
-def global_norm(tensors):
-    """Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is."""
-    return torch.linalg.vector_norm(norms(tensors))
+# Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is
+global_norm = torch.nn.utils.get_total_norm
 
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
@@ -188,18 +184,16 @@ def master_weights(model):
 @torch.no_grad()
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
-    pairs = [(p, masters[name]) for name, p in model.named_parameters()
-             if name in masters and p is not masters[name]]
+    pairs = [(p, m) for name, m in masters.items() if (p := model.get_parameter(name)) is not m]
     if pairs:
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-def parameter_groups(model, weight_decay):
-    """Returns names of the trainable parameters, [(names, weight_decay), (names, 0.0)]. Without
-    decay are those of one dimension: biases, and all of LayerNorm."""
-    dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
-    return [([name for name in dims if dims[name] > 1], weight_decay),
-            ([name for name in dims if dims[name] <= 1], 0.0)]
+def parameter_groups(masters, weight_decay):
+    """Returns the master weights in two, [({name: tensor}, weight_decay), ({name: tensor}, 0.0)].
+    Without decay are those of one dimension: biases, and all of LayerNorm."""
+    return [({name: p for name, p in masters.items() if p.dim() > 1}, weight_decay),
+            ({name: p for name, p in masters.items() if p.dim() <= 1}, 0.0)]
 
 
 def learning_rate(phase_step, phase):
@@ -241,16 +235,13 @@ class LANS(Optimizer):
         # g / ||g||, in new tensors that become c below
         c = torch._foreach_mul(g, [1 / norm if norm > 0 else 1.0 for norm in norms(g).tolist()])
         move_moments(m, v, c, b1, b2)
-        d = torch._foreach_div(v, 1 - b2 ** t)
-        torch._foreach_sqrt_(d)
-        torch._foreach_add_(d, group["eps"])
+        d = denominator(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
         # r from the momentum, c from the gradient alone
         r = torch._foreach_div(m, d)
         torch._foreach_div_(r, 1 - b1 ** t)
         torch._foreach_div_(c, d)
-        if decay:
-            torch._foreach_add_(r, w, alpha=decay)
-            torch._foreach_add_(c, w, alpha=decay)
+        torch._foreach_add_(r, w, alpha=decay)
+        torch._foreach_add_(c, w, alpha=decay)
         # Both ratios are of the old w
         w_norms = norms(w)
         for u, part in (r, b1), (c, 1 - b1):
@@ -313,8 +304,7 @@ class OneBitAdam(Optimizer):
         torch._foreach_mul_(u, m)
         if group["frozen"] and self.BOUNDED:
             bound(u)
-        if group["weight_decay"]:
-            torch._foreach_add_(u, w, alpha=group["weight_decay"])
+        torch._foreach_add_(u, w, alpha=group["weight_decay"])
         torch._foreach_add_(w, u, alpha=-group["lr"])
 
     def _set_magnitudes(self):
@@ -382,10 +372,9 @@ class OneBitLAMB(OneBitAdam):
         u = torch._foreach_div(m, d)                     # p, then u
         if not self.learns:
             bound(u)
-        p_norms = u_norms = norms(u)
-        if decay:
-            torch._foreach_add_(u, w, alpha=decay)
-            u_norms = norms(u)
+        p_norms = norms(u)
+        torch._foreach_add_(u, w, alpha=decay)
+        u_norms = norms(u)
         ratios = C = u_norms.new_tensor(group["C"])      # 1 without decay
         if not self.learns:
             torch._foreach_div_(d, denominator(V, eps))

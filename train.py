@@ -88,8 +88,7 @@ OPTIMIZERS = {               # each from parameter groups and betas
     "onebit-lamb": optim.OneBitLAMB,
     "zeroone-adam": optim.ZeroOneAdam,
 }
-ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these take a compressed mean as well
-LONG_MEMORY = 0.999          # their second beta: what is frozen must not be the last few steps'
+ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DECAY = 0.01
 CLIP = 1.0                   # the largest global norm of the gradients
@@ -112,10 +111,9 @@ class ConfigError(ValueError):
 
 def parse_arguments(argv=None):
     """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
-    parser = Parser(description="BERT pre-training in two phases. In brackets: the default.",
-                    allow_abbrev=False)
+    parser = Parser(description="BERT pre-training. In brackets: the default.", allow_abbrev=False)
     add = parser.add_argument_group("text and results").add_argument
-    add("--data", metavar="DIR", help="train on these shards (shards/ and the corpus's name)")
+    add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
     add("--vocab-size", **N(16), default=8192, help="make a tokenizer of N pieces for it (8192)")
     add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
@@ -144,9 +142,8 @@ def parse_arguments(argv=None):
     add("--micro-batch", **N(1), nargs="+", help="a rank takes N examples at a time; one number, "
         "or one a phase (about 8,192 tokens, 32,768 on a GPU)")
     add("--compression", default="none", metavar="NAME[:X]", help="send gradients as "
-        f"{', '.join(dist.COMPRESSORS)}; X: the fraction that topk and chunk send, or powersgd's "
-        "rank (none)")
-    add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (a 12th, but 1 to 25)")
+        f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
+    add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
     add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
@@ -157,12 +154,7 @@ def parse_arguments(argv=None):
     add("--eval-every", **N(1), default=300, help="evaluate every N steps and each phase (300)")
     add("--checkpoint-every", **N(1), default=300, help="save every N steps and each phase (300)")
     add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
-    args = parser.parse_args(argv)
-    try:
-        dist.parse_compression(args.compression)
-    except dist.DistError as error:
-        parser.error(str(error))
-    return args
+    return parser.parse_args(argv)
 
 
 class Parser(argparse.ArgumentParser):
@@ -193,18 +185,17 @@ def train(plan, world):
 
     Raises ConfigError, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
     """
-    log = Log(plan.out, world.rank == 0)
+    log, stop_requests = Log(plan.out, world.rank == 0), listen_to_signals()
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     forward = torch.compile(model, dynamic=True) if plan.compile else model
-    last = sum(phase.steps for phase in plan.phases)
-    stop_at, end = min(last, plan.max_steps or last), 0
-    stop_requests = listen_to_signals()
+    last = plan.ends[-1]
+    stop_at = min(last, plan.max_steps or last)
 
     # ----- the training loop begins -----
-    for phase_index, phase in enumerate(plan.phases):
-        start, end = end, end + phase.steps                  # of the phase, in steps of the run
+    for phase_index, (phase, end) in enumerate(zip(plan.phases, plan.ends)):
+        start = end - phase.steps                            # of the phase, in steps of the run
         if step >= min(end, stop_at):
             continue
         batches, bar = open_phase(plan, world, phase_index, step - start)
@@ -217,18 +208,19 @@ def train(plan, world):
 
             # 2. The masked tokens of the whole step, on all ranks: the divisor of every loss. Each
             #    rank's own would make a mean of means, in which a token's weight is its rank's.
-            stop = len(stop_requests) + orphaned()           # on this rank, then on all
+            #    Is this rank asked to stop, or torchrun dead? Ranks must not train on without it.
+            stop = len(stop_requests) + (TORCHRUN not in (None, os.getppid()))
             masked, stop, slots, *tokens = step_totals(micro_batches, stop, world)
             stop_at = step + 1 if stop else stop_at
 
             # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
-            # 4. In the last one, each full bucket starts its all-reduce while backward goes on
+            # 4. In the last micro-batch, each full bucket is averaged while backward goes on
             scale, sums = scaler.scale, torch.zeros(4, dtype=torch.float64, device=world.device)
             reducer.zero_grad(scale)
             local = optimizer.local_gradients(phase_step >= phase.freeze)
             for k, batch in enumerate(micro_batches):
-                # Not the generators' state but its seed is a function of the step: a resumed run
-                # draws the same dropout, and no two ranks or micro-batches draw alike
+                # Dropout's seed is a function of the step, so that no generator's state has to be
+                # saved, and another one for each micro-batch and rank
                 seed_dropout(plan.seed, step, k, world.rank)
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
@@ -238,8 +230,9 @@ def train(plan, world):
                     (loss * world.size * scale).backward()
                 sums += torch.stack([part.detach().double() for part in losses])
 
-            # 5. Wait for the buckets; then all ranks hold the same gradients. A 1-bit optimizer in
-            #    its second stage keeps them local: noise makes their norm sqrt(N) times larger.
+            # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
+            #    In a 1-bit optimizer's second stage each keeps its own, which are sqrt(N) times
+            #    noisier than their mean: divided so, the norms compare.
             if not local:
                 reducer.finish()
             norm = float(optim.global_norm(reducer.buckets)) / math.sqrt(world.size if local else 1)
@@ -261,7 +254,7 @@ def train(plan, world):
             evaluates = step % plan.eval_every == 0 or step == end
             saves = step % plan.checkpoint_every == 0 or step in (end, stop_at)
             if evaluates or saves:
-                optimizer.synchronise()
+                optimizer.synchronise()                      # in 0/1 Adam weights differ in between
             optim.copy_to_model(masters, model)
 
             # 8. Log, evaluate, save a checkpoint
@@ -303,25 +296,25 @@ def build(plan, world):
     # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
     # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
-    model.mlm_bias.data.fill_(-rarity.max())[:len(rarity)] = -rarity
-    for head in (model.pooler, model.nsp):           # unused, weight decay would wear them away
+    model.mlm_bias.data.fill_(-rarity.max())
+    model.mlm_bias.data[:len(rarity)] = -rarity
+    # With --pairs none these are unused, and weight decay alone would wear them away
+    for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]        # the bucket's view: nothing is copied
-    named = optim.parameter_groups(model, WEIGHT_DECAY)
+    groups = optim.parameter_groups(masters, WEIGHT_DECAY)
     options = {"betas": plan.betas}
     if plan.one_bit:
-        order = [(name, masters[name]) for names, _ in named for name in names]
+        order = [pair for part, _ in groups for pair in part.items()]
         options["compressed_mean"] = dist.CompressedMean(order, world)
     if plan.optimizer == "zeroone-adam":             # the published 32,678 steps of 125,000
-        steps = sum(phase.steps for phase in plan.phases)
-        options["interval_steps"] = max(1, steps * 32678 // 125000)
+        options["interval_steps"] = max(1, plan.ends[-1] * 32678 // 125000)
     optimizer = OPTIMIZERS[plan.optimizer](
-        [{"params": [masters[name] for name in names], "weight_decay": decay}
-         for names, decay in named], **options)
+        [{"params": [*part.values()], "weight_decay": decay} for part, decay in groups], **options)
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
@@ -333,18 +326,12 @@ def listen_to_signals():
     requests = []
 
     def request(signum, _):
-        if signum == signal.SIGINT and requests:
-            os._exit(130)
         requests.append(signal.Signals(signum).name)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, request)
     return requests
-
-
-def orphaned():
-    """Returns True if torchrun has died: its ranks must not train on beside a new start."""
-    return TORCHRUN is not None and os.getppid() != TORCHRUN
 
 
 def open_phase(plan, world, phase_index, first):
@@ -352,13 +339,13 @@ def open_phase(plan, world, phase_index, first):
     from step `first` of it on; a progress bar)."""
     phase = plan.phases[phase_index]
     examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
-    steps = (data.micro_batches(step, phase.global_batch, phase.micro_batch, world.rank, world.size,
-                                examples.lengths if plan.balance else None)
-             for step in range(first, phase.steps))
-    batches = data.loader(examples, steps, plan.workers, pin_memory=world.device.type == "cuda")
-    return iter(batches), tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first,
-                               unit="step", disable=True if world.rank else None,
-                               dynamic_ncols=True)
+    deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
+                             micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
+                             lengths=examples.lengths if plan.balance else None)
+    batches = data.loader(examples, range(first, phase.steps), plan.workers,
+                          world.device.type == "cuda", deal)
+    return batches, tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first,
+                         unit="step", disable=True if world.rank else None, dynamic_ncols=True)
 
 
 def step_totals(micro_batches, stop, world):
@@ -421,11 +408,9 @@ def evaluate(model, plan, phase, world):
 
 def describe(result):
     """Returns an evaluation as a line of text."""
-    text = (f"MLM loss {result['mlm_loss']:.3f} (unigram {result['unigram_entropy']:.3f}), MLM "
-            f"accuracy {result['mlm_accuracy']:.1%}")
-    if result["nsp_accuracy"] is None:
-        return text
-    return f"{text}, NSP accuracy {result['nsp_accuracy']:.1%} +- {result['nsp_error']:.1%}"
+    mlm = "MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), MLM accuracy {mlm_accuracy:.1%}"
+    nsp = ", NSP accuracy {nsp_accuracy:.1%} +- {nsp_error:.1%}"
+    return (mlm if result["nsp_accuracy"] is None else mlm + nsp).format(**result)
 
 
 # ----- The plan: the arguments, with all that they leave open filled in -----
@@ -437,18 +422,19 @@ def make_plan(args, world):
     Raises ConfigError or data.DataError, on every rank, if it cannot work.
     """
     plan, recipe = argparse.Namespace(**vars(args)), RECIPES[args.recipe]
-    plan.arguments = vars(args)
+    plan.arguments = vars(args)                              # as given, for the log
     plan.optimizer = args.optimizer or recipe.optimizer
     plan.one_bit = plan.optimizer in ONE_BIT
     plan.phases = plan_phases(plan, recipe.phases, world)
+    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
-    plan.config = bert.BertConfig.preset(
-        args.model, manifest["vocab_size"],
-        dropout=recipe.dropout if args.dropout is None else args.dropout)
+    plan.dropout = recipe.dropout if args.dropout is None else args.dropout
+    plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = choose_precision(args.precision, world.device)
-    plan.betas = recipe.betas[0], LONG_MEMORY if plan.one_bit else recipe.betas[1]
+    # A variance that will be frozen must be the mean of many steps
+    plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
     plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
     plan.same_run = same_run(plan, manifest)
     for rank, other in enumerate(world.all_gather_object(plan.same_run)):
@@ -458,7 +444,9 @@ def make_plan(args, world):
 
 
 def plan_phases(plan, phases, world):
-    """Returns a recipe's phases, bent as the flags say; raises ConfigError if that cannot work."""
+    """Returns a recipe's phases, changed as the flags say; raises ConfigError, or DistError for the
+    compression, if that cannot work."""
+    dist.parse_compression(plan.compression)
     if plan.freeze is not None and not plan.one_bit:
         raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
     if plan.one_bit and plan.compression not in ("none", "fp16", "bf16"):
@@ -467,7 +455,7 @@ def plan_phases(plan, phases, world):
     given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
         raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
-    given = zip(*(numbers * len(phases) if len(numbers) == 1 else numbers for numbers in given))
+    given = zip(*(numbers * len(phases) for numbers in given))           # zip ends with phases
     phases = [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
     if not any(phase.steps for phase in phases):
         raise ConfigError("no steps are left to do; raise --steps")
@@ -475,13 +463,14 @@ def plan_phases(plan, phases, world):
 
 
 def plan_phase(plan, world, phase, steps, batch, micro_batch):
-    """Returns a phase with its numbers as given, None for the recipe's or the best; see above."""
+    """Returns a phase with its numbers as given; None: the recipe's, or the best micro-batch."""
     steps, batch = phase.steps if steps is None else steps, batch or phase.global_batch
     if batch < world.size:
         raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise --batch")
     share = -(-batch // world.size)                          # the most that a rank has in a step
     most = max(1, MICRO_TOKENS[world.device.type] // phase.seq_len)
-    micro_batch = micro_batch or -(-share // -(-share // most))          # equal parts, else
+    # If none is given: equal parts of at most `most` examples
+    micro_batch = micro_batch or -(-share // -(-share // most))
     freeze = phase.freeze
     if plan.one_bit and steps:
         freeze = round(steps * (max(0.2, phase.warmup) if plan.freeze is None else plan.freeze))
@@ -530,20 +519,18 @@ def choose_precision(name, device):
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return "bf16" if any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16")) \
-        else "fp32"
+    return "bf16" if any(map(capabilities.get, ("avx512_bf16", "amx_bf16", "bf16"))) else "fp32"
 
 
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
-    files = json.dumps(manifest["files"], sort_keys=True).encode()       # with all their digests
+    shards = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "seed", "balance", *plan.masks)}
-    run |= {"corpus": manifest["corpus"]["sha256"][:16],
-            "shards": hashlib.sha256(files).hexdigest()[:16]}
-    run |= {f"model.{key}": value for key, value in vars(plan.config).items()}
+    run |= {"corpus": manifest["corpus"]["sha256"][:16], "shards": shards[:16]}
+    run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
         del run[f"phase{number}.micro_batch"]
@@ -551,8 +538,8 @@ def same_run(plan, manifest):
 
 
 def differences(run, found):
-    """Returns the fields in which two descriptions of a run differ, as text: "seed 1 (was 0)"."""
-    return ", ".join(f"{key} {run.get(key)} (was {found.get(key)})"
+    """Returns the fields in which two descriptions of a run differ, as text: "seed 1 (not 0)"."""
+    return ", ".join(f"{key} {run.get(key)} (not {found.get(key)})"
                      for key in sorted({*run, *found}) if run.get(key) != found.get(key))
 
 
@@ -569,9 +556,8 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     log.cut(state["log_bytes"] if state else 0)
     if state is None:
         return 0, 0, 0.0
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(state["weights"][name])
+    for name, master in masters.items():
+        master.data.copy_(state["weights"][name])
     optim.copy_to_model(masters, model)
     optimizer.load_state_dict(state["optimizer"])
     scaler.load_state_dict(state["scaler"])
@@ -588,9 +574,8 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
              "scaler": scaler.state_dict(), "residuals": reducer.state_dict(),
              "log_bytes": log.bytes()}
     if log.active:
-        ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
         try:
-            write_checkpoint(plan.out / "checkpoints", state, keep=set(ends))
+            write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
         except OSError as error:
             log.say(f"warning: no checkpoint of step {step}: {error.strerror}; training goes on")
 
@@ -616,7 +601,8 @@ def write_checkpoint(folder, state, keep):
     """
     path, content = folder / f"step-{state['step']:08d}.pt", io.BytesIO()
     torch.save(state, content)
-    temporary, digest = path.with_suffix(".tmp"), hashlib.sha256(content.getbuffer()).hexdigest()
+    # One name for all: what a killed run has left of its own is overwritten here
+    temporary, digest = folder / "unfinished", hashlib.sha256(content.getbuffer()).hexdigest()
     try:
         with open(temporary, "wb") as file:
             file.writelines([content.getbuffer(), digest.encode()])
@@ -629,9 +615,9 @@ def write_checkpoint(folder, state, keep):
     finally:
         temporary.unlink(missing_ok=True)
     # A later one can only be damaged, and counts for nothing
-    older = sorted(step for step in checkpoints_in(folder) if step < state["step"])
-    for step in set(older[:-1]) - keep:
-        checkpoints_in(folder)[step].unlink()
+    older = {step: old for step, old in checkpoints_in(folder).items() if step < state["step"]}
+    for step in set(sorted(older)[:-1]) - keep:
+        older[step].unlink()
 
 
 def checkpoints_in(folder):
@@ -646,8 +632,6 @@ def find_checkpoint(plan, log):
     whole, if it is of another run, or if later steps in the folder would be overwritten.
     """
     folder = plan.out / "checkpoints"
-    for rest in folder.glob("*.tmp"):
-        rest.unlink(missing_ok=True)                 # of a run that was killed while it wrote
     whole, anew = checkpoints_in(folder), plan.resume == "never"
     state = None if anew or plan.resume == "auto" else read_checkpoint(Path(plan.resume))
     while whole and not state and not anew:
@@ -661,7 +645,7 @@ def find_checkpoint(plan, log):
     if max(whole, default=0) > (state["step"] if state else 0):
         raise ConfigError(f"{folder} holds step {max(whole)}; move it away or take another --out")
     if state and (differ := differences(plan.same_run, state["run"])):
-        raise ConfigError(f"{folder} is of another run: {differ}; take another --out")
+        raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
     return state
 
 
@@ -687,10 +671,9 @@ class Log:
     """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but 0."""
 
     def __init__(self, folder, active):
-        self.folder, self.active = folder, active
-        self.metrics = folder / "metrics.jsonl"
+        self.folder, self.active, self.metrics = folder, active, folder / "metrics.jsonl"
 
-    def say(self, text=""):
+    def say(self, text):
         """Prints a line, above the progress bar, and adds it to log.txt."""
         if self.active:
             tqdm.write(text)
@@ -756,9 +739,8 @@ def log_plan(plan, world, log, model, step):
 
 def git_commit():
     """Returns the commit that this file is of, "-dirty" after it if it was changed; or None."""
-    with contextlib.suppress(OSError):
-        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
-                              text=True, capture_output=True).stdout.strip() or None
+    return subprocess.run("git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
+                          text=True, capture_output=True).stdout.strip() or None
 
 
 def report(plan, log, step, last, stop_requests):
@@ -792,11 +774,8 @@ def main():
     except dist.RankLost as error:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
         os._exit(1)              # a clean exit would wait for the rank that does not answer
-    except (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
-            OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (ConfigError, data.DataError, dist.DistError, optim.TrainingStopped, OSError) as error:
+        sys.exit(f"train.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def _main(function, rank, size, store, arguments, local_size, gpu):
             outcome = function(world, *arguments)
     except BaseException as error:
         outcome = error
-        if not isinstance(error, (ValueError, RuntimeError, ArithmeticError)):
+        if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
             outcome = RuntimeError(traceback.format_exc())
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)

@@ -149,12 +149,12 @@ def test_ten_percent_are_short(shards):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
     """Also after any other and in any order; its length without making it."""
-    dataset = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    dataset = data.PretrainingData(shards, 45, 1, seed=5, **options)
     rng = np.random.default_rng(0)
     indices = (rng.permutation(1000) * rng.integers(1, 5000)).tolist()     # also far epochs
     alone = {i: dataset[i] for i in indices}
     assert dataset.lengths(indices).tolist() == [len(alone[i].tokens) for i in indices]
-    fresh = data.PretrainingData(shards, 32, 1, seed=5, **options)
+    fresh = data.PretrainingData(shards, 45, 1, seed=5, **options)
     for part in np.array_split(np.sort(indices), 37):
         batch, at = fresh.batch(part.tolist()), 0
         width = batch.tokens.shape[1]
@@ -231,7 +231,7 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(shards, size, balan
         dealt = [sum(parts, []) for parts in ranks]
         assert sorted(sum(dealt, [])) == list(range(33 * step, 33 * step + 33))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-        assert all(len(part) == 4 for parts in ranks for part in parts[balance:][:-1])
+        assert all(len(part) == 4 for parts in ranks for part in parts[:-1])
         assert balance or all(i % size == rank for rank, own in enumerate(dealt) for i in own)
     assert data.micro_batches(0, 8, 2, 1, 2) == [[1, 3], [5, 7]]
 
@@ -254,7 +254,7 @@ def test_balance_evens_ranks_and_saves_padding(shards, size):
         return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).max()
 
     (padding, _), (balanced, imbalance) = work(None), work(dataset.lengths)
-    assert balanced < padding / 3 and imbalance < 1.03
+    assert balanced < padding / 3 and imbalance < 1.004
 
 
 def test_workers_give_the_same_batches_as_none(shards):
@@ -281,7 +281,8 @@ import data
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: None)
     steps = ([[i, i + 1]] for i in range(10**9))
-    for number, batches in enumerate(data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)):
+    loader = data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)    # alive to the end
+    for number, batches in enumerate(loader):
         if number == 20:
             print(*(p.pid for p in data.multiprocessing.active_children()), flush=True)
             {then}
@@ -343,15 +344,18 @@ def test_sentences(text):
 
 
 def test_prose_and_lines_are_told_apart(documents):
-    wrapped, paragraphs = [], []
+    wrapped, paragraphs, halves = [], [], []
     for document in documents:
         words = document.split()
         wrapped.append("\n".join(" ".join(words[i:i + 9]) for i in range(0, len(words), 9)))
         paragraphs.append(" ".join(words))
-    assert not data.is_prose(documents) and data.is_prose(wrapped) and data.is_prose(paragraphs)
-    for document, *others in zip(documents, wrapped, paragraphs):
-        for prose in others:
-            assert data.sentences_in(prose, True) == document.split("\n")
+        halves.append("\n".join(s.replace(" ", "\n", 3).replace("\n", " ", 2)
+                                for s in document.split("\n")))
+    assert not data.is_prose(documents)
+    for prose in wrapped, paragraphs, halves:
+        assert data.is_prose(prose)
+        for document, text in zip(documents, prose):
+            assert data.sentences_in(text, True) == document.split("\n")
     assert data.sentences_in("One. Two.\nThree.", False) == ["One. Two.", "Three."]
 
 
@@ -422,7 +426,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
     model, files = shards / "tokenizer.model", sorted(tmp_path.iterdir())
     run = functools.partial(main, monkeypatch, tmp_path / "a.txt", "--out", tmp_path / "out")
     assert "is not a tokenizer.model" in run("--tokenizer", tmp_path / "a.txt")
-    assert run("--tokenizer", model, "--vocab-size", 300) == 2
+    assert run("--tokenizer", model, "--vocab-size", 300) == run("--shards", 0) == 2
     assert "too few documents for 301 shards" in run("--tokenizer", model, "--shards", 300)
     assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
         f"data.py: {tmp_path}/b.txt: No such file or directory"
@@ -594,7 +598,7 @@ def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path, how
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.unlink() if how == "missing" else path.write_bytes(content)
-    for rank, size in ((0, 1), (0, 2), (2, 4), (5, 3)):
+    for rank, size in ((0, 1), (0, 2), (2, 4), (0, 3)):
         with pytest.raises(data.DataError, match=f"train-00002.tokens is {how}"):
             data.verify(tmp_path / "copy", rank, size)
     data.verify(tmp_path / "copy", 1, 2)               # these ranks never read shard 2

@@ -457,9 +457,9 @@ def test_intervals_of_zero_one_adam():
 
 def test_groups_put_every_bias_and_layer_norm_without_decay():
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
-    (decayed, decay), (free, none) = optim.parameter_groups(model, 0.01)
+    (decayed, decay), (free, none) = optim.parameter_groups(dict(model.named_parameters()), 0.01)
     assert decay == 0.01 and none == 0
-    assert sorted(decayed + free) == sorted(name for name, _ in model.named_parameters())
+    assert sorted([*decayed, *free]) == sorted(name for name, _ in model.named_parameters())
     assert set(free) == {name for name, _ in model.named_parameters()
                          if name.endswith("bias") or "norm" in name}
 
