@@ -51,11 +51,7 @@ class BertConfig(NamedTuple):
     def preset(cls, name, vocab_size, **changes):
         """Returns a configuration of PRESETS; vocab_size is rounded up to a multiple of 64."""
         layers, width = PRESETS[name]
-        return cls(layers, width, width // 64, 4 * width, _rounded(vocab_size), **changes)
-
-
-def _rounded(vocab_size):
-    return -(-vocab_size // 64) * 64
+        return cls(layers, width, width // 64, 4 * width, -(-vocab_size // 64) * 64, **changes)
 
 
 class Losses(NamedTuple):
@@ -141,10 +137,6 @@ class BertForPreTraining(nn.Module):
         hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
-    def nsp_logits(self, hidden):
-        """Returns the logits (B, 2), true next or random, of hidden states (B, T, D)."""
-        return self.nsp(torch.tanh(self.pooler(hidden[:, 0])))
-
     def forward(self, batch):
         """Returns the Losses of a batch, any object with the fields of `data.Batch`: tokens,
         segments, attention_mask (B, T), masked_positions b * T + t and their labels (M,),
@@ -154,9 +146,10 @@ class BertForPreTraining(nn.Module):
         # The head sees masked positions only. The (B, T, V) logits of all positions never exist,
         # which is most of what makes small models fast.
         masked = hidden.flatten(0, 1)[batch.masked_positions]                        # (M, D)
-        # A sum of V exponentials needs more than 16 bits; tests run in fp64
-        mlm, nsp = (logits if logits.dtype == torch.float64 else logits.float()
-                    for logits in (self.mlm_logits(masked), self.nsp_logits(hidden)))
+        mlm = self.mlm_logits(masked)                                                # (M, V)
+        nsp = self.nsp(torch.tanh(self.pooler(hidden[:, 0])))                        # (B, 2)
+        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
+        mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         return Losses(F.cross_entropy(mlm, batch.labels, reduction="sum"),
                       F.cross_entropy(nsp, batch.pair_labels, reduction="sum"),
                       (mlm.argmax(-1) == batch.labels).sum(),
@@ -306,7 +299,7 @@ def read_config(folder):
         if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
             raise ValueError("not a BERT with GELU")
         fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-        return BertConfig(**fields | {"vocab_size": _rounded(fields["vocab_size"])})
+        return BertConfig(**fields | {"vocab_size": -(-fields["vocab_size"] // 64) * 64})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 

@@ -17,7 +17,6 @@ training text has each token) and, for each shard, three flat arrays without any
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
 Masks and pairs are made on the fly, so both phases, at any length, read the same shards.
-
 Shapes: B examples, T tokens, M masked tokens of a whole batch, n indices of examples.
 """
 import argparse
@@ -53,7 +52,6 @@ IGNORED = -100              # the label that torch's cross-entropy passes over
 MASK_FRACTION = 0.15
 SHORT_FRACTION = 0.10       # of the examples, so that short inputs are met in pre-training too
 LONGEST_WORD = 8            # tokens, for whole-word masking: some scripts have no spaces
-HELD_OUT = "heldout"        # the name of the shard that training never reads
 ARRAYS = ("tokens", "sentences", "documents")
 VERSION = 3                 # of the folder's format
 
@@ -113,15 +111,15 @@ class PretrainingData:
         self.token_type, self.vocab_size = manifest["token_type"], manifest["vocab_size"]
         self.seq_len, self.pairs, self.mask_fraction = seq_len, pairs, mask_fraction
         self.body = seq_len - (2 if pairs == "none" else 3)      # without the special symbols
-        # A stream of random numbers for each use: from one alone, masks would follow the cuts
+        # A stream of random numbers for each use (cuts; which tokens; their fate; random tokens):
+        # from one alone, masks would follow the cuts
         self.seed = (seed, phase)
         self.keys = np.random.SeedSequence(self.seed).generate_state(4, np.uint64)
         self.shards, self.orders = {}, {}             # opened and shuffled when first needed
         self.begins_word = None                       # (V,) bool
         if whole_words:
-            tokenizer = load_tokenizer(self.folder / "tokenizer.model")
-            pieces = map(tokenizer.id_to_piece, range(self.vocab_size))
-            self.begins_word = np.array([piece.startswith("▁") for piece in pieces])
+            tokenizer, ids = load_tokenizer(self.folder / "tokenizer.model"), range(self.vocab_size)
+            self.begins_word = np.char.startswith(tokenizer.id_to_piece([*ids]), "▁")
 
     def __getstate__(self):
         return {**self.__dict__, "shards": {}, "orders": {}}     # a worker maps the files itself
@@ -142,7 +140,7 @@ class PretrainingData:
         process faster than tensors do.
 
         T is rounded up to a multiple of 8 and M to one of 64: a few shapes instead of hundreds,
-        each with kernels and holes in the heap of its own (625 MB after 500 steps, 412 so).
+        since each new shape takes kernels and memory of its own (625 MB after 500 steps, 412 so).
         """
         rows = self.layout(indices)
         _, a, a_end, b, b_end, pair_labels = np.array(rows).T                      # (B,) each
@@ -150,9 +148,8 @@ class PretrainingData:
         length = b_start + b_end - b + (self.pairs != "none")
         tokens = np.full((len(rows), -(-length.max() // 8) * 8), PAD)              # (B, T)
         for row, end, (s, a, a_end, b, b_end, _) in zip(tokens, length, rows):
-            text = self.shard(s)[0]
-            example = np.concatenate([[CLS], text[a:a_end], [SEP], text[b:b_end], [SEP]])
-            row[:end] = example[:end]        # without pairs there is neither B nor its [SEP]
+            text = self.shard(s)[0]          # without pairs there is neither B nor its [SEP]
+            row[:end] = np.concatenate([[CLS], text[a:a_end], [SEP], text[b:b_end], [SEP]])[:end]
         t = np.arange(tokens.shape[1])
         attention_mask = t < length[:, None]                                       # (B, T)
         segments = attention_mask & (t >= b_start[:, None])                        # (B, T)
@@ -173,7 +170,10 @@ class PretrainingData:
         return [self.cut(int(i), *chance) for i, chance in zip(indices, chances.tolist())]
 
     def cut(self, i, short, fraction, place, replace, other):
-        """Returns `layout`'s tuple of example i; the others are random numbers in [0, 1)."""
+        """Returns `layout`'s tuple of example i; the other arguments are random numbers in [0, 1).
+
+        A turn is a place in the order of an epoch; documents and windows are counted in the shard.
+        """
         turn, s = divmod(i, len(self.names))
         _, sentences, documents, windows = self.shard(s)
         epoch, turn = divmod(turn, windows[-1])
@@ -181,8 +181,7 @@ class PretrainingData:
         document = bisect_right(windows, window) - 1
         first, last = documents[document], documents[document + 1]
         # Each epoch cuts at other places: multiples of the golden ratio spread evenly
-        shift = int(0.618 * epoch % 1 * self.body)
-        token = first + (window - windows[document]) * self.body + shift
+        token = first + int((window - windows[document] + 0.618 * epoch % 1) * self.body)
         start = segment_start(sentences, token, first, last, self.body)
         length = 2 + int(fraction * (self.body - 1)) if short < SHORT_FRACTION else self.body
         end = min(start + length, last)
@@ -220,7 +219,8 @@ class PretrainingData:
         want = self.mask_fraction * text.sum(1)                                    # (B,)
         bound = np.take_along_axis(np.sort(draws), want.astype(np.int64)[:, None], 1)
         chosen, next_word = draws < bound, draws == bound                          # (B, T)
-        # The next word, or token, by the chance that makes the mean right
+        # The word or token at `bound` is taken too by the chance that makes the mean right, or if
+        # nothing is chosen yet
         before, size = chosen.sum(1), next_word.sum(1)                             # (B,)
         chosen |= next_word & ((spare * size < want - before) | (before == 0))[:, None]
         positions = np.flatnonzero(chosen)                                         # (M,)
@@ -231,7 +231,8 @@ class PretrainingData:
         return positions, labels
 
     def word_starts(self, tokens, text):
-        """Returns (B, T) where the word of each token begins; a long one counts as several."""
+        """Returns (B, T), the position at which the word of each token begins; a word of more than
+        LONGEST_WORD tokens counts as several."""
         begins = self.begins_word[tokens] | ~text
         begins[:, 1:] |= ~text[:, :-1]       # the first token of a segment
         t = np.arange(tokens.shape[1])
@@ -245,8 +246,7 @@ class PretrainingData:
             tokens, sentences, documents = (
                 np.asarray(np.memmap(self.folder / f"{self.names[s]}.{array}", kind, "r"))
                 for array, kind in zip(ARRAYS, (self.token_type, np.int64, np.int64)))
-            windows = np.maximum(1, -(-np.diff(documents) // self.body))
-            windows = np.concatenate([[0], np.cumsum(windows)])
+            windows = np.cumsum(-(-np.diff(documents, prepend=0) // self.body))
             # Memoryviews give Python's own integers, which bisect compares faster than NumPy's
             self.shards[s] = tokens, *map(memoryview, (sentences, documents, windows))
         return self.shards[s]
@@ -260,8 +260,8 @@ class PretrainingData:
 
 
 def uniform(counters, key):
-    """Returns float64 in [0, 1), each a function of its counter and the key alone, as SplitMix64
-    makes them (Steele, Lea, Flood 2014): example i needs nothing of those before it."""
+    """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
+    (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it."""
     x = np.asarray(counters, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
@@ -309,10 +309,9 @@ def loader(dataset, steps, workers=1, pin_memory=False, deal=list):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
     this one). A step is a list of lists of indices, or what `deal` makes one of in the worker: a
     step's number, where dealing takes long (10 microseconds an example, balanced)."""
+    tensor = (lambda x: torch.from_numpy(x).pin_memory()) if pin_memory else torch.from_numpy
     for step in in_workers(functools.partial(make_step, dataset, deal), steps, workers):
-        batches = [Batch(*map(torch.from_numpy, arrays)) for arrays in step]
-        yield [Batch(*(tensor.pin_memory() for tensor in batch)) if pin_memory else batch
-               for batch in batches]
+        yield [Batch(*map(tensor, arrays)) for arrays in step]
 
 
 def make_step(dataset, deal, step):
@@ -330,11 +329,11 @@ class Same(torch.utils.data.Dataset):
 def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed in `workers` processes at most two
     items each ahead; in this process if there are none. Raises DataError where a worker died."""
+    context = worker_context() if workers else None
     try:
         yield from torch.utils.data.DataLoader(
             Same(), batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
-            multiprocessing_context=worker_context() if workers else None,
-            worker_init_fn=set_up_worker)
+            multiprocessing_context=context, worker_init_fn=set_up_worker)
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
@@ -347,13 +346,13 @@ def worker_context():
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C, to all processes of a run. The
-    # parent still needs its workers then, to finish the step and save it: both signals are blocked
-    # while their server starts, which they inherit. (The tracker's own start would lift the block.)
-    multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    # parent still needs its workers then, to finish the step and save it. They inherit what the
+    # server that forks them ignores from its beginning.
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)}
     multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # Comes before Python, at its end, sends its children a SIGTERM, which these block, and waits
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    # Comes before Python, at its end, sends its children a SIGTERM, which these ignore, and waits
     multiprocessing.util.Finalize(None, kill_workers, exitpriority=1)
     return context
 
@@ -361,12 +360,12 @@ def worker_context():
 def kill_workers():
     """Ends the workers that are still there when this process ends."""
     for process in multiprocessing.active_children():
-        if process.daemon:                    # as those of a DataLoader are
-            process.kill()
+        process.kill()
 
 
 def set_up_worker(_):
     """Makes a worker process end with its parent, however that ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -385,8 +384,8 @@ LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proporti
 
 
 def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.01, tokenizer=None,
-            workers=None, split="auto"):
-    """Writes a folder of shards; returns its manifest (dict). Nothing half-written stays behind.
+            workers=None, split=None):
+    """Writes a folder of shards; returns its manifest (dict). Nothing half-written takes its name.
 
     corpus: documents, each one string, that can be iterated again and again; it is read twice, to
     survey it and to encode it, the second time in `workers` processes (default: one a core, none
@@ -394,23 +393,37 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     `vocab_size` pieces, 8,192 if not given, is trained. held_out: the fraction of the documents
     that go to a shard of their own; about 100 at least and half of them at most. split: "lines"
     takes each line as a sentence, "prose" joins the lines of a document and splits them at sentence
-    ends, "auto" decides by the first thousand lines. A folder that holds the same already is left
+    ends; by default the first thousand lines decide. A folder that holds the same already is left
     as it is. Raises DataError if it holds something else or the text cannot be used.
     """
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
     vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size or 8192
     worker_context()                    # its server imports torch while the corpus is surveyed
-    prose = split == "prose" or split == "auto" and is_prose(corpus)
+    prose = split == "prose" if split else is_prose(corpus)
     identity, sample = survey(corpus)
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,
                 "shards": shards, "held_out": held_out, "prose": prose,
                 "tokenizer": model and hashlib.sha256(model).hexdigest()}
-    if not found:
-        return write_folder(corpus, folder, settings, model, sample, workers)
-    if differ := ", ".join(key for key in settings if found[key] != settings[key]):
-        raise DataError(f"{folder} was prepared with another {differ}; choose another folder")
-    return found
+    if found:
+        if differ := ", ".join(key for key in settings if found[key] != settings[key]):
+            raise DataError(f"{folder} was prepared with another {differ}; choose another folder")
+        return found
+    held_out = min(max(held_out, 100 / identity["documents"]), 0.5)
+    if workers is None:                 # to start them takes seconds
+        workers = os.cpu_count() if identity["bytes"] > 32 * BLOCK else 0
+    with replaced(folder) as temporary:
+        if not model:
+            sentences = (s for block in sample for d in block for s in sentences_in(d, prose))
+            model = train_tokenizer(sentences, vocab_size, cased)
+        (temporary / "tokenizer.model").write_bytes(model)
+        tokenizer = load_tokenizer(temporary / "tokenizer.model")
+        encoder = functools.partial(encode, tokenizer, prose, held_out, shards)
+        counts = write_shards(in_workers(encoder, blocks(corpus), workers), temporary, settings)
+        files = {path.name: {"sha256": sha256_of(path)} for path in sorted(temporary.iterdir())}
+        manifest = {**settings, **counts, "files": files}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
 
 
 def survey(corpus):
@@ -418,8 +431,7 @@ def survey(corpus):
 
     Reads everything once, so that bad input is found before the long part begins.
     """
-    digest, documents, size, sample = hashlib.sha256(), 0, 0, []
-    rng = np.random.default_rng(0)
+    digest, documents, size, sample, rng = hashlib.sha256(), 0, 0, [], np.random.default_rng(0)
     for number, block in enumerate(blocks(corpus)):
         text = "".join(document + "\n\n" for document in block).encode()
         digest.update(text)
@@ -433,48 +445,23 @@ def survey(corpus):
     return {"documents": documents, "bytes": size, "sha256": digest.hexdigest()}, sample
 
 
-def blocks(corpus, total=None):
-    """Yields lists of documents, about a megabyte of text each; with a bar of the documents."""
-    block, size = [], 0
-    for document in tqdm(corpus, total=total, unit=" documents", leave=False, disable=None):
-        block.append(document)
-        size += len(document)
-        if size >= BLOCK:
-            yield block
-            block, size = [], 0
-    yield block
-
-
-def write_folder(corpus, folder, settings, model, sample, workers):
-    """Writes a folder of shards with these settings; returns its manifest. See `prepare`."""
-    prose, shards = settings["prose"], settings["shards"]
-    held_out = min(max(settings["held_out"], 100 / settings["corpus"]["documents"]), 0.5)
-    if workers is None:                 # to start them takes seconds
-        workers = os.cpu_count() if settings["corpus"]["bytes"] > 32 * BLOCK else 0
-    with replaced(folder) as temporary:
-        if not model:
-            sentences = (s for block in sample for d in block for s in sentences_in(d, prose))
-            model = train_tokenizer(sentences, settings["vocab_size"], settings["cased"])
-        (temporary / "tokenizer.model").write_bytes(model)
-        tokenizer = load_tokenizer(temporary / "tokenizer.model")
-        encoder = functools.partial(encode, tokenizer, prose, held_out, shards)
-        text = blocks(corpus, settings["corpus"]["documents"])
-        counts = write_shards(in_workers(encoder, text, workers), temporary, settings)
-        files = {path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-                 for path in sorted(temporary.iterdir())}
-        manifest = {**settings, **counts, "files": files}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    return manifest
+def blocks(corpus):
+    """Yields lists of documents, about a megabyte of text each."""
+    documents, again = itertools.tee(corpus)
+    ends = itertools.accumulate(map(len, again))
+    # A document belongs to the megabyte of the corpus in which it ends
+    for _, block in itertools.groupby(documents, lambda _: next(ends) // BLOCK):
+        yield list(block)
 
 
 @contextlib.contextmanager
 def replaced(folder):
-    """Gives a temporary folder beside `folder` that takes its name at the end, if no exception
+    """Yields a temporary folder beside `folder` that takes its name at the end, if no exception
     comes; removes what a run that was killed on this machine left of its own."""
     mine = f"{folder.name}.partial-{os.uname().nodename}@"
-    for rest in folder.parent.glob(f"{mine}*"):
-        # Where there is no /proc, it is left to the user
-        if Path("/proc/self").exists() and not Path("/proc", rest.name.removeprefix(mine)).exists():
+    alive = {path.name for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())}
+    for rest in folder.parent.glob(f"{mine}*") if alive else ():
+        if rest.name.removeprefix(mine) not in alive:
             shutil.rmtree(rest)
     temporary = folder.with_name(f"{mine}{os.getpid()}")
     temporary.mkdir(parents=True)
@@ -506,7 +493,7 @@ def default_folder(paths):
 
 
 class TextFiles:
-    """The documents of text files; can be iterated again and again.
+    """The documents of text files; can be iterated again and again, with a bar of the bytes read.
 
     Of a folder all files are taken that are not hidden. A file is text with blank lines between
     documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. White space around
@@ -522,22 +509,22 @@ class TextFiles:
             self.files += inside if path.is_dir() else [path]
 
     def __iter__(self):
-        for path in self.files:
-            with open(path, "rb") as raw:
-                file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
-                yield from documents_in(lines_in(path, file))
+        sizes = [file.stat().st_size for file in self.files]            # compressed as they are
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, leave=False, disable=None) as bar:
+            for path, before in zip(self.files, itertools.accumulate(sizes, initial=0)):
+                with open(path, "rb") as raw:
+                    file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
+                    for document in documents_in(lines_in(path, file)):
+                        bar.update(before + raw.tell() - bar.n)
+                        yield document
 
 
 def documents_in(lines):
     """Yields documents, each one string: lines up to a blank one; a long one as several."""
-    document, size = [], 0
-    for line in itertools.chain(lines, [""]):
-        if document and (not line or size + len(line) > BLOCK):
-            yield from cut_text("\n".join(document), BLOCK)
-            document, size = [], 0
-        if line:
-            document.append(line)
-            size += len(line)
+    for text, group in itertools.groupby(lines, key=bool):
+        # Some files have no blank line at all; 10,000 lines at a time fit in any memory
+        while text and (document := "\n".join(itertools.islice(group, 10_000))):
+            yield from cut_text(document, BLOCK)
 
 
 def lines_in(path, file):
@@ -550,10 +537,9 @@ def lines_in(path, file):
             if "\0" in line:
                 raise ValueError("a NUL byte")
             if is_json is None and line:
-                if re.match(r"<doc |\[\s*(\{|$)", line):
-                    raise ValueError("an array of JSON or wikiextractor without --json")
-                # Not "{" alone: templates and TeX files begin with it, too
-                is_json = re.match(r'\{\s*("|\}|$)', line)
+                # Not "{" alone: templates and TeX files begin with it, too. An array of JSON, and
+                # wikiextractor's <doc id=...> without --json, fail below instead of passing as text
+                is_json = bool(re.match(r'\{\s*("|\}|$)|\[\s*(\{|$)|<doc ', line))
             if is_json and line:
                 # "replace": half of a surrogate pair cannot be written as UTF-8
                 text = (json.loads(line)["text"] or "").encode("utf-8", "replace").decode()
@@ -562,15 +548,13 @@ def lines_in(path, file):
             yield line
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is UTF-8 "
-                        "text or has a JSON object with a `text` in each line") from None
+                        "text or has JSON with a `text` a line (wikiextractor --json)") from None
 
 
-def cut_text(text, most):
-    """Returns a text in parts of at most `most` characters, cut at white space if there is any."""
-    if len(text) <= most:
-        return [text]
-    parts = re.findall(rf".{{1,{most}}}(?!\S)|.{{1,{most}}}", text, re.DOTALL)
-    return [part.strip() for part in parts if part.strip()]
+def cut_text(text, n):
+    """Returns a text in parts of at most n characters, cut at white space if there is any."""
+    return [text] if len(text) <= n else re.findall(
+        rf"(?s)\S.{{,{n - 1}}}(?<=\S)(?!\S)|\S{{1,{n}}}", text)
 
 
 # ----- Documents -> sentences -----
@@ -605,8 +589,7 @@ def is_prose(corpus):
     """Returns True if a corpus is prose (wrapped or paragraphs), not a sentence a line: its first
     thousand lines have sentence ends inside, or break in mid-sentence (no full stop, and the next
     line continues in lower case)."""
-    lines = (line for document in corpus for line in [*document.split("\n"), ""])
-    lines = list(itertools.islice(lines, 1000))
+    lines = [*itertools.islice((line for text in corpus for line in f"{text}\n".split("\n")), 1000)]
     inside = sum(len(split_sentences(line[:4096])) > 1 for line in lines)
     broken = sum(line[-1:] not in ".!?…\"'”’):;" and following[:1].islower()
                  for line, following in itertools.pairwise(lines))
@@ -622,16 +605,14 @@ def train_tokenizer(sentences, vocab_size, cased=False):
     DataError if the text is too small.
     """
     model = io.BytesIO()
-    # SentencePiece drops lines above 4,192 bytes without a word; a character has at most 4
-    lines = (sentence[i:i + 1024] for sentence in sentences for i in range(0, len(sentence), 1024))
     try:
+        # A longer sentence is left out without a word (bytes; a character has at most 4); another
+        # number of threads finds another vocabulary
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=model, vocab_size=vocab_size,
-            model_type="unigram", character_coverage=0.9995,
-            normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
+            sentence_iterator=sentences, model_writer=model, vocab_size=vocab_size,
+            normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf", minloglevel=2,
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
-            control_symbols=SPECIALS[CLS:], minloglevel=2,
-            num_threads=4)              # a constant: another number finds another vocabulary
+            control_symbols=SPECIALS[CLS:], max_sentence_length=4 * LONGEST_SENTENCE, num_threads=4)
     except RuntimeError as error:
         raise DataError(f"no {vocab_size} pieces: {str(error).rpartition('] ')[2]}") from None
     return model.getvalue()
@@ -641,7 +622,7 @@ def load_tokenizer(path):
     """Returns the SentencePieceProcessor of a path; raises DataError if data.py has not made it."""
     with contextlib.suppress(RuntimeError, IndexError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
-        if [tokenizer.id_to_piece(i) for i in range(len(SPECIALS))] == SPECIALS:
+        if tokenizer.id_to_piece([*range(len(SPECIALS))]) == SPECIALS:
             return tokenizer
     raise DataError(f"{path} is not a tokenizer.model that data.py has made; take one that is")
 
@@ -653,7 +634,7 @@ def encode(tokenizer, prose, held_out, shards, documents):
     ids = iter(tokenizer.encode([sentence for text in texts for sentence in text], num_threads=1))
     parts = {}
     for document, text in zip(documents, texts):
-        sentences = [sentence for sentence in itertools.islice(ids, len(text)) if sentence]
+        sentences = [*filter(None, itertools.islice(ids, len(text)))]
         size = sum(map(len, sentences))
         if size >= 2:                   # else there is no A and B
             # Dealt by content: the same document twice is never both trained on and held out
@@ -719,15 +700,15 @@ def unigram_losses(folder):
 
 
 def shard_names(shards):
-    """Returns the names of the held-out shard and of those to train on."""
-    return [HELD_OUT] + [f"train-{s:05d}" for s in range(shards)]
+    """Returns the names of the shard that training never reads and of those to train on."""
+    return ["heldout"] + [f"train-{s:05d}" for s in range(shards)]
 
 
 def files_of(manifest, rank, size):
     """Returns the names of the files that rank `rank` of `size` reads: its own shards, the held-out
     one, the tokenizer and the counts of tokens."""
-    # Example i is of shard i mod `shards` and of rank i mod `size`; the two meet in some i where
-    # they agree modulo the greatest common divisor
+    # Example i is of shard i mod `shards` and of rank i mod `size`: a rank meets a shard in some i
+    # if and only if the two agree modulo the greatest common divisor
     common = np.gcd(manifest["shards"], size)
     return [name for name in manifest["files"]
             if not name.startswith("train") or (int(name[6:11]) - rank) % common == 0]
@@ -737,8 +718,7 @@ def verify(folder, rank=0, size=1, everything=False):
     """Checks the digests of what rank `rank` of `size` reads, or of all files. Raises DataError
     that names the first file that is missing or damaged."""
     manifest = load_manifest(folder)
-    rank, size = (0, 1) if everything else (rank, size)
-    for name in files_of(manifest, rank, size):
+    for name in manifest["files"] if everything else files_of(manifest, rank, size):
         path = Path(folder) / name
         if not path.exists():
             raise DataError(f"{path} is missing; rank {rank} of {size} needs it")
@@ -786,8 +766,7 @@ def machine_documentation():
     for root in (Path(module.__file__).parent for module in (os, np, torch)):
         for file in sorted(root.rglob("*.py")):
             if not {"site-packages", "test", "tests"} & set(file.relative_to(root).parts):
-                source = file.read_text(encoding="utf-8", errors="ignore")
-                texts += re.findall(r'''"""(.*?)"""''', source, re.DOTALL)
+                texts += re.findall(r'(?s)"""(.*?)"""', file.read_text("utf-8", "ignore"))
     for text in texts:
         fresh = [s for s in english_sentences(text) if s not in seen and not seen.add(s)]
         documents += ["\n".join(fresh)] if len(fresh) >= 2 else []
@@ -811,7 +790,7 @@ def english_sentences(text):
 def describe(manifest):
     """Returns a report on prepared shards, two lines of text."""
     corpus, train, heldout = (manifest[part] for part in ("corpus", "train", "heldout"))
-    documents, sentences, tokens = (train[array] + heldout[array] for array in reversed(ARRAYS))
+    tokens, sentences, documents = (train[array] + heldout[array] for array in ARRAYS)
     return (f"{corpus['documents']:,} documents, {corpus['documents'] - documents:,} of less than "
             f"two tokens left out; {corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
             f"{tokens:,} tokens, {tokens / documents:.0f} a document, {manifest['vocab_size']:,} "
@@ -823,13 +802,12 @@ def show(folder):
     """Returns `describe` and three held-out examples as words, after each chosen token what stood
     there; lines of text."""
     report, tokenizer = describe(load_manifest(folder)), load_tokenizer(f"{folder}/tokenizer.model")
-    for example in map(PretrainingData(folder, 64, held_out=True).__getitem__, range(3)):
-        words = [tokenizer.id_to_piece(token) for token in example.tokens.tolist()]
+    for example in itertools.islice(PretrainingData(folder, 64, held_out=True), 3):
+        words = tokenizer.id_to_piece(example.tokens.tolist())
         for position, label in zip(example.masked_positions, example.labels.tolist()):
             words[position] += f"({tokenizer.id_to_piece(label)})"
-        report += (f"\n\nB {'does not follow' if example.pair_label else 'follows'} A:\n    "
-                   + "".join(words).replace("▁", " "))
-    return report
+        report += f"\n\nB follows A: {not example.pair_label}\n    {''.join(words)}"
+    return report.replace("▁", " ")
 
 
 def main():
@@ -839,10 +817,8 @@ def main():
     add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", type=int, default=8, metavar="N", help="deal documents to N shards; default: 8")
-    add("--held-out", type=float, default=0.01, metavar="X", help="keep a fraction X of documents "
-        "from training, but 100 or so at least; default: 0.01")
-    add("--sentences", choices=["auto", "lines", "prose"], default="auto",
-        help="take lines as sentences, or join and split them; default: as the first 1,000 look")
+    add("--held-out", type=float, default=0.01, metavar="X", help="hold out a part; default: 0.01")
+    add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
     add("--workers", type=int, metavar="N", help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")
     add = parser.add_argument_group("tokenizer").add_mutually_exclusive_group().add_argument

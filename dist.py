@@ -103,8 +103,8 @@ class World(contextlib.AbstractContextManager):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
-                           f"({error!r:.160}); start the same command again to resume from the last "
-                           "checkpoint") from error
+                           f"({error!r:.160}); start the same command again to resume from the "
+                           "last checkpoint") from error
 
     def __exit__(self, kind, error, trace):
         # A group left open aborts at exit; but after RankLost closing would wait for that rank

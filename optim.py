@@ -17,8 +17,6 @@ class Optimizer(torch.optim.Optimizer):
     bytes_sent = 0                     # by this rank since the last local_gradients()
 
     def __init__(self, params, **options):
-        if unknown := options.keys() - self.DEFAULTS.keys():
-            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
         super().__init__(params, self.DEFAULTS | options)
 
     def add_param_group(self, group, most=1 << 21):

@@ -8,8 +8,7 @@
 
 The same command again resumes from the last checkpoint, bit for bit. Results are in --out.
 
-Read first: `RECIPES`, and `train`, the loop. Below it, in the order of their use: what the loop is
-built of, evaluation, the plan, checkpoints, the log. They can be skipped.
+Read first: `RECIPES`, and `train`, the loop. What follows it, in the order of use, can be skipped.
 """
 import argparse
 import contextlib
@@ -64,19 +63,16 @@ RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
         Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1),
-    ]),
+        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
         Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
-        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5),
-    ]),
+        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
     # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
     # steps, rates and fractions are from memory, not checked.
     "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, [
         Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
-    ]),
+        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
 }
 
 OPTIMIZERS = {               # each from parameter groups and betas
@@ -97,8 +93,7 @@ MICRO_TOKENS = {"cpu": 8192, "cuda": 32768}                  # of a micro-batch,
 DEMO_SENTENCES = [           # for the model that read this machine's documentation
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
-    "The result is a list [MASK] strings.",
-]
+    "The result is a list [MASK] strings."]
 # torchrun's process, looked up before anything takes long: ranks must not train on without it
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -119,7 +114,6 @@ def parse_arguments(argv=None):
     add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
     add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
         "(never), or from the newest in --out (auto)")
-
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=RECIPES, help="follow this entry of RECIPES (demo)")
@@ -135,7 +129,6 @@ def parse_arguments(argv=None):
     add("--mask-fraction", **X(0, 1), default=0.15, help="predict this fraction of tokens (0.15)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
-
     add = parser.add_argument_group("how the machines do it").add_argument
     add("--precision", default="auto", choices=["auto", *PRECISIONS], help="multiply in this "
         "format (auto: the fastest of the hardware)")
@@ -148,7 +141,6 @@ def parse_arguments(argv=None):
     add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
     add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
-
     add = parser.add_argument_group("what is written when").add_argument
     add("--max-steps", **N(1), help="stop after step N; the schedule stays the same")
     add("--eval-every", **N(1), default=300, help="evaluate every N steps and each phase (300)")
@@ -730,9 +722,8 @@ def log_plan(plan, world, log, model, step):
         share = -(-phase.global_batch // world.size)
         log.say(f"phase {index}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
                 f"{phase.seq_len} tokens; {world.size} rank(s) x micro-batch {phase.micro_batch} x "
-                f"accumulation {-(-share // phase.micro_batch)}, lr {phase.lr:g}")
-        if phase.freeze < phase.steps:
-            log.say(f"    {plan.optimizer} freezes its variance after {phase.freeze} steps")
+                f"accumulation {-(-share // phase.micro_batch)}, lr {phase.lr:g}"
+                + f", variance frozen after {phase.freeze} steps" * plan.one_bit)
     if step:
         log.say(f"resuming from the checkpoint of step {step}")
 

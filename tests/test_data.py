@@ -458,7 +458,7 @@ BAD = {
     "list.jsonl": (b'{"text": "One."}\n[]\n', "line 2: .*`text`"),
     "deep.jsonl": (b'{"text": ' + b"[" * 200000, "line 1: .*`text`"),
     "pretty.json": (b'{\n  "text": "One."\n}\n', "line 1: .*`text`"),
-    "array.json": (b' [{"text": "One."}]', "line 1: .*array of JSON"),
+    "array.json": (b' [{"text": "One."}]', "line 1: .*`text`"),
     "wiki_00": (b'\n<doc id="1">\nOne.\n</doc>\n', "line 2: .*--json"),
 }
 
