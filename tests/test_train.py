@@ -604,7 +604,7 @@ def test_memory_does_not_grow(shards, tmp_path):
 
 # The programs, as the README has them
 
-LITTLE = "--steps 4 2 --batch 8 --log-every 2".split()
+LITTLE = "--steps 4 2 --batch 8 --log-every 2 --precision fp32".split()
 
 
 def test_python_train_py(shards, tmp_path, program):
@@ -660,7 +660,7 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
 def test_signals_stop_with_a_checkpoint(shards, tmp_path, signals):
     out = tmp_path / "out"
     # A step of a second, so that the second signal comes before the end of the first one's step
-    rare = "--batch 512 --micro-batch 8 --checkpoint-every 1000 --eval-every 1000".split()
+    rare = "--batch 512 --micro-batch 8 --checkpoint-every 1000 --precision fp32".split()
     process = subprocess.Popen([sys.executable, "train.py", "--data", shards, "--out", out, *rare],
                                cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.time() + 60
