@@ -362,6 +362,7 @@ def encode_with_masks(tokenizer, text):
 
 
 def main():
+    """Prints a line of likely words for each [MASK]; one line on stderr if that cannot be done."""
     parser = argparse.ArgumentParser(description="Fill in each [MASK] of a text.")
     parser.add_argument("folder", help="a model folder, for example runs/demo/model")
     parser.add_argument("text", help='a text with [MASK] in it')

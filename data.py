@@ -392,9 +392,9 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     for less than 32 MB). tokenizer: the path of a model to take; without one a model of
     `vocab_size` pieces, 8,192 if not given, is trained. held_out: the fraction of the documents
     that go to a shard of their own; about 100 at least and half of them at most. split: "lines"
-    takes each line as a sentence, "prose" joins the lines of a document and splits them at sentence
-    ends; by default the first thousand lines decide. A folder that holds the same already is left
-    as it is. Raises DataError if it holds something else or the text cannot be used.
+    takes a line as a sentence, "prose" joins a document's lines and splits them at sentence ends;
+    by default the first thousand lines decide. A folder that holds the same stays as it is. Raises
+    DataError if it holds something else or the text cannot be used.
     """
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
