@@ -388,13 +388,12 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
     """Writes a folder of shards; returns its manifest (dict). Nothing half-written takes its name.
 
     corpus: documents, each one string, that can be iterated again and again; it is read twice, to
-    survey it and to encode it, the second time in `workers` processes (default: one a core, none
-    for less than 32 MB). tokenizer: the path of a model to take; without one a model of
-    `vocab_size` pieces, 8,192 if not given, is trained. held_out: the fraction of the documents
-    that go to a shard of their own; about 100 at least and half of them at most. split: "lines"
-    takes a line as a sentence, "prose" joins a document's lines and splits them at sentence ends;
-    by default the first thousand lines decide. A folder that holds the same stays as it is. Raises
-    DataError if it holds something else or the text cannot be used.
+    survey it and to encode it, then in `workers` processes (default: one a core, none for less than
+    32 MB). tokenizer: a path; without one a model of `vocab_size` pieces, 8,192 if not given, is
+    trained. held_out: the fraction of the documents, about 100 to half of them, that go to a shard
+    of their own. split: "lines" takes a line as a sentence, "prose" joins a document's lines and
+    splits at sentence ends; by default the first thousand lines decide. The same prepared already
+    is left as it is. Raises DataError if the folder holds something else or the text is of no use.
     """
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
