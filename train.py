@@ -827,6 +827,7 @@ def main():
         if not world or world.first_to_fail():               # the others only notice that it failed
             rank = f"rank {world.rank}: " if world and world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
+        traceback.clear_frames(error.__traceback__)          # ends the loader's workers
         os._exit(1)                      # a clean exit can wait for a rank that does not answer
 
 
