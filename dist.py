@@ -112,14 +112,15 @@ class World:
         one has the reason. Where the store does not answer it is True on each of them, and a clean
         exit would wait for the store: leave by os._exit."""
         me = os.environ.get("RANK", "0")               # in a group, `rank` is another number
+        self._ask(lambda store: store.set(f"alive/{me}", ""))    # `answer` may come too late
         return self._ask(lambda store: store.compare_set("failed", "", me).decode()) in (None, me)
 
     def _ask(self, question):
-        """Returns question(store of all ranks), or None if there is no store or no answer in 5 s: a
+        """Returns question(store of all ranks), or None if there is no store or no answer in 3 s: a
         request to a host that is stopped or cut off never returns."""
         with contextlib.suppress(RuntimeError, TimeoutError, AttributeError):
             store = torch.distributed.group.WORLD.get_group_store()
-            return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(5)
+            return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
 
     def _silent(self, store):
         time.sleep(1)                                  # `answer` needs a fifth of that
