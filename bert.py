@@ -353,7 +353,8 @@ def read_weights(folder):
                                        dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
                 for name, entry in header.items()}
     except Exception as error:          # a damaged header can be anything
-        raise ModelError(f"{path} is missing, cut or damaged ({error})") from None
+        reason = " ".join(str(error).split())[:200]              # torch's can have many lines
+        raise ModelError(f"{path} is missing, cut or damaged ({reason})") from None
 
 
 # ----- The program: fill in a [MASK] -----
