@@ -126,9 +126,8 @@ def load_log(path):
 def prepare(folder):
     """Makes shards and a trained model; returns {kind: (load, files to damage)}."""
     data.prepare(make_documents(), folder / "shards", vocab_size=320, shards=4)
-    subprocess.run([sys.executable, "train.py", "--data", folder / "shards",
-                    "--out", folder / "run",
-                    "--steps", "4", "0", "--batch", "8", "--checkpoint-every", "2", "--workers", "0"],
+    subprocess.run([sys.executable, "train.py", "--data", folder / "shards", "--out",
+                    folder / "run", "--steps", "4", "0", "--batch", "8", "--checkpoint-every", "2"],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     model = folder / "run" / "model"
     (folder / "bare").mkdir()
