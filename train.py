@@ -529,10 +529,9 @@ def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
-    shards = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "seed", "balance", *plan.masks)}
-    run |= {"corpus": manifest["corpus"]["sha256"][:16], "shards": shards[:16]}
+    run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
@@ -761,17 +760,18 @@ def git_commit():
 
 def report(plan, log, step, last, stop_requests):
     """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    lines = log.read()
-    results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
     log.say("\nHeld-out documents; unigram: the loss of guessing by frequency, the line to beat")
-    for index, result in sorted(results.items()):
-        log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                f"{result['step']}: {describe(result)}")
-        steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-        padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                      for key in ("padding", "imbalance", "data_share"))
-        log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times the "
-                f"mean tokens, waiting for data {waited:.1%} of the time")
+    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
+        lines = log.read()
+        results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
+        for index, result in sorted(results.items()):
+            log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
+                    f"{result['step']}: {describe(result)}")
+            steps = [line for line in lines if (line["kind"], line.get("phase")) == ("train", index)]
+            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
+                                          for key in ("padding", "imbalance", "data_share"))
+            log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
+                    f"the mean tokens, waiting for data {waited:.1%} of the time")
     if not plan.corpus and not plan.arguments["data"]:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
         model = bert.load_huggingface(plan.out / "model")                # on the CPU, fp32
