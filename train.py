@@ -342,12 +342,12 @@ def open_phase(plan, world, phase_index, first):
 
 def step_totals(micro_batches, stop, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, reasons to stop, places for tokens (padding included); then the tokens of each rank.
+    predicted, reasons to stop, rows for tokens (padding included); then the tokens of each rank.
     """
     tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
+    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(batch.attention_mask.numel() for batch in micro_batches)
+    slots = sum(len(batch.tokens) for batch in micro_batches)
     return world.sum([masked, stop, slots, *tokens])
 
 
