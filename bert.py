@@ -15,11 +15,8 @@ Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up
 64), T tokens of one example, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
-<<<<<<< HEAD
-import itertools
-=======
 import hashlib
->>>>>>> main
+import itertools
 import json
 import os
 import sys

@@ -2,11 +2,8 @@
 formats."""
 
 import json
-<<<<<<< HEAD
-from functools import partial
-=======
 import resource
->>>>>>> main
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
