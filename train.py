@@ -355,12 +355,12 @@ def profiled(batches, path):
 
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, places for tokens (padding included), the two wishes (to stop, to save: all ranks
+    predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
     tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
+    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(batch.attention_mask.numel() for batch in micro_batches)
+    slots = sum(len(batch.tokens) for batch in micro_batches)
     return world.sum([masked, slots, *wishes, *tokens])
 
 
