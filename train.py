@@ -767,7 +767,7 @@ def report(plan, log, step, last, stop_requests):
         for index, result in sorted(results.items()):
             log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
                     f"{result['step']}: {describe(result)}")
-            steps = [line for line in lines if (line["kind"], line.get("phase")) == ("train", index)]
+            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
             padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
                                           for key in ("padding", "imbalance", "data_share"))
             log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
