@@ -98,7 +98,7 @@ def parse_arguments(argv=None):
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
     add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
         "whether A and B are in order, or masked tokens only (nsp)")
-    add("--mask-fraction", **X(0, 1), default=0.15, help="predict this fraction of tokens (0.15)")
+    add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
@@ -325,7 +325,8 @@ def open_phase(plan, world, phase_index, step):
     phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
     phase = plan.phases[phase_index]
     first = step - plan.ends[phase_index] + phase.steps
-    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
+    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
+                                    mask_fraction=plan.mask_fraction, **plan.masks)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
@@ -388,10 +389,11 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def evaluate(model, plan, phase, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
-    Examples and masks are the same at every evaluation, and the ranks share the work. Losses are in
-    nats. unigram_entropy is the loss on the same tokens of a predictor that knows only how often
-    the training text has each token: the line to beat. nsp_error is the standard error of
-    nsp_accuracy, which is None without pairs. Leaves the model in training mode.
+    Examples and masks are the same at every evaluation, 15 % of the tokens however many training
+    masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
+    tokens of a predictor that knows only how often the training text has each token: the line to
+    beat. nsp_error is the standard error of nsp_accuracy, which is None without pairs. Leaves the
+    model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
@@ -435,19 +437,20 @@ def make_plan(args, world):
     """
     plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
-    plan.optimizer = args.optimizer or recipe.optimizer
+    for field in ("optimizer", "dropout", "mask_fraction"):
+        if getattr(args, field) is None:
+            setattr(plan, field, getattr(recipe, field))
     plan.one_bit = plan.optimizer in ONE_BIT
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
-    plan.dropout = recipe.dropout if args.dropout is None else args.dropout
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
+    plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
@@ -530,7 +533,7 @@ def same_run(plan, manifest):
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
-                                            "seed", "balance", *plan.masks)}
+                                            "mask_fraction", "seed", "balance", *plan.masks)}
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
