@@ -171,7 +171,7 @@ def init(timeout=600.0, init_method="env://"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(towards)[0])
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, None, limit, size, rank, store)
-        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+        threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         places = world.all_gather_object((local_rank, local_size, gpu))
         even = all(place[:2] == (r % local_size, local_size) for r, place in enumerate(places))
@@ -213,9 +213,11 @@ def answer(rank):
     for minutes; a dead or stopped process has none."""
     with contextlib.suppress(RuntimeError):            # the store is gone
         store = torch.distributed.group.WORLD.get_group_store()
-        while torch.distributed.is_initialized() and not store.check(["failed"]):
+        # It ends before Python does, which would abort within a request of a daemon thread
+        while torch.distributed.is_initialized() and threading.main_thread().is_alive():
+            if store.check(["failed"]):
+                return store.set(f"alive/{rank}", "")
             time.sleep(0.2)
-        store.set(f"alive/{rank}", "")
 
 
 def interface_towards(address):
