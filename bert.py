@@ -26,7 +26,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 
 PRESETS = {             # layers, width
     "tiny": (2, 128),
@@ -110,11 +109,11 @@ class Block(nn.Module):
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
 
-@torch.compiler.disable              # else it would be compiled anew for each batch's lengths
 def attention(qkv, bounds, lengths, dropout):
     """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
     attention to one another. bounds, lengths: as in `data.Batch`."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
+        from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
         return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
     # Neighbours of the same length are a rectangle, which needs neither padding nor a mask

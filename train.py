@@ -277,6 +277,8 @@ def build(plan, world):
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    if plan.compile:                     # but what depends on each batch's lengths
+        bert.attention = torch.compiler.disable(bert.attention)
     for block in model.blocks if plan.compile else ():
         block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
