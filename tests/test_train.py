@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -436,6 +437,42 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, o
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=3e-3)
     assert len(losses["fp16"]) == 10 and losses["fp16"] != losses["fp32"]
+
+
+def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatch):
+    """By a backend that calls no C++ compiler, which would take half a minute."""
+    shrink(monkeypatch.setattr)
+    ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
+        module, backend="aot_eager", **options))
+    batch = train.data.PretrainingData(shards, 32).batch([0, 1])
+    argv, found = f"--precision fp32 --data {shards} --out {tmp_path}/".split(), []
+    for flags in [], ["--compile"]:
+        argv[-1] += "out"                                    # another folder: the first is locked
+        plan = train.make_plan(train.parse_arguments([*argv, *flags]), dist.World())
+        model, reducer, *_ = train.build(plan, dist.World())
+        order.clear()
+        losses = model(batch)
+        (losses.mlm_sum + losses.nsp_sum).backward()
+        reducer.finish()
+        # What a layer is to the reducer: one stretch, with none of another layer in it
+        turns = [name for name, _ in itertools.groupby(order)]
+        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(reducer.buckets)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == found[0][1] and ["blocks", "1"] in found[0][1]
+    assert torch.allclose(found[1][2], found[0][2], rtol=1e-4, atol=1e-6)
+
+
+def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
+    plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
+    train.train(train.make_plan(plan, dist.World()), dist.World())
+    assert "aten::addmm" in (tmp_path / "out" / "profile-1.txt").read_text()
+    trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::embedding" for event in trace) == 5 * 3    # five steps
 
 
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
