@@ -5,12 +5,18 @@
 The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
 positions, a masked-token head (MLM) tied to the embeddings and a next-sentence head (NSP) on [CLS].
 
-Read first: `Block` and `BertForPreTraining.forward`. The second half of the file, Hugging Face
-folders and the program, can be skipped.
+Nothing is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples stand
+one after another, as N rows, and only attention asks which example a row is of.
 
-Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
+Read first: `Block`, `attention` and `BertForPreTraining.forward`. The second half of the file,
+Hugging Face folders and the program, can be skipped.
+
+Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up to a multiple of
+64), T tokens of one example, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
+import hashlib
+import itertools
 import json
 import os
 import sys
@@ -63,7 +69,7 @@ class Losses(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    """Sum of token, position and segment embeddings, normalised: (B, T) -> (B, T, D)."""
+    """Sum of token, position and segment embeddings, normalised: (N,) -> (N, D)."""
 
     def __init__(self, config):
         super().__init__()
@@ -73,10 +79,8 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens, segments):
-        # Positions are 0, 1, 2 ...: a slice of the table, broadcast, in place of a lookup
-        positions = self.positions.weight[:tokens.shape[1]]                      # (T, D)
-        x = self.tokens(tokens) + positions + self.segments(segments)            # (B, T, D)
+    def forward(self, tokens, segments, positions):
+        x = self.tokens(tokens) + self.positions(positions) + self.segments(segments)    # (N, D)
         return self.dropout(self.norm(x))
 
 
@@ -94,16 +98,33 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, mask):
-        """Returns (B, T, D) for x (B, T, D) and mask (B, 1, 1, T), True where there is a token."""
-        B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+    def forward(self, x, bounds, lengths):
+        """Returns (N, D) for x (N, D); bounds and lengths say which rows are an example's, as in
+        `data.Batch`."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)                        # (N, 3, H, D/H)
         dropout = self.dropout.p if self.training else 0.0       # torch does not ask for training
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        mixed = mixed.transpose(1, 2).reshape(B, T, D)           # (B, H, T, D/H) -> (B, T, D)
+        mixed = attention(qkv, bounds, lengths, dropout).flatten(1)              # (N, D)
         # Post-LayerNorm: the sum is normalised, not the branch's input as in later models
         x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+
+
+def attention(qkv, bounds, lengths, dropout):
+    """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
+    attention to one another. bounds, lengths: as in `data.Batch`."""
+    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
+        from torch.nn.attention.varlen import varlen_attn        # takes a second to import
+        longest = int(lengths.max())
+        return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
+    # Neighbours of the same length are a rectangle, which needs neither padding nor a mask
+    runs = [[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]
+    mixed = []
+    for rows, run in zip(qkv.split([*map(sum, runs)]), runs):
+        rows = rows.unflatten(0, (len(run), run[0])).unbind(2)               # 3 x (b, T, H, D/H)
+        q, k, v = (part.transpose(1, 2) for part in rows)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)     # (b, H, T, D/H)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
 
 
 class BertForPreTraining(nn.Module):
@@ -125,11 +146,11 @@ class BertForPreTraining(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def encode(self, tokens, segments, attention_mask):
-        """Returns the hidden states (B, T, D) of tokens, segments and attention_mask (B, T)."""
-        x = self.embeddings(tokens, segments)
+    def encode(self, tokens, segments, positions, bounds, lengths):
+        """Returns the hidden states (N, D) of tokens; all arguments as in `data.Batch`."""
+        x = self.embeddings(tokens, segments, positions)
         for block in self.blocks:
-            x = block(x, attention_mask[:, None, None, :])       # for every head and every query
+            x = block(x, bounds, lengths)
         return x
 
     def mlm_logits(self, hidden):
@@ -138,16 +159,14 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the Losses of a batch, any object with the fields of `data.Batch`: tokens,
-        segments, attention_mask (B, T), masked_positions b * T + t and their labels (M,),
-        pair_labels (B,). A label of -100 does not count.
-        """
-        hidden = self.encode(batch.tokens, batch.segments, batch.attention_mask)     # (B, T, D)
-        # The head sees masked positions only. The (B, T, V) logits of all positions never exist,
-        # which is most of what makes small models fast.
-        masked = hidden.flatten(0, 1)[batch.masked_positions]                        # (M, D)
-        mlm = self.mlm_logits(masked)                                                # (M, V)
-        nsp = self.nsp(torch.tanh(self.pooler(hidden[:, 0])))                        # (B, 2)
+        """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
+        hidden = self.encode(batch.tokens, batch.segments, batch.positions, batch.bounds,
+                             batch.lengths)                                      # (N, D)
+        # The head sees masked positions only. The (N, V) logits of all tokens never exist, which
+        # is most of what makes small models fast.
+        mlm = self.mlm_logits(hidden.index_select(0, batch.masked_positions))    # (M, V)
+        first = hidden.index_select(0, batch.bounds[:-2])                        # (B, D), of [CLS]
+        nsp = self.nsp(torch.tanh(self.pooler(first)))                           # (B, 2)
         # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
         mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         return Losses(F.cross_entropy(mlm, batch.labels, reduction="sum"),
@@ -219,10 +238,11 @@ def huggingface_names(name):
 
 
 def save_huggingface(model, tokenizer, folder):
-    """Writes config.json, model.safetensors (fp32) and a copy of the file `tokenizer` to a folder.
+    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer` and SHA256SUMS,
+    the digests of the three, to a folder.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits. Each file is
-    written under a temporary name and renamed. Raises OSError if it cannot be written.
+    written under a temporary name and renamed. Raises OSError, with the path, if it cannot be.
     """
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
     config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
@@ -235,13 +255,25 @@ def save_huggingface(model, tokenizer, folder):
         tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
     contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
-                "tokenizer.model": [Path(tokenizer).read_bytes()]}
+                "tokenizer.model": [Path(tokenizer).read_bytes()],
+                "SHA256SUMS": sha256_sums(folder)}       # as they lie there when it is their turn
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, parts in contents.items():
         path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
-        with open(temporary, "wb") as file:
-            file.writelines(parts)
-        os.replace(temporary, path)                # a killed program leaves the old file whole
+        try:
+            with open(temporary, "wb") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)            # a killed program leaves the old file whole
+        except OSError as error:                   # of a full disk does not tell which file
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sha256_sums(folder):
+    """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        digest = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
+        yield f"{digest}  {name}\n".encode()
 
 
 def safetensors(tensors):
@@ -264,18 +296,28 @@ def load_huggingface(folder):
 
     The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel, BertForMaskedLM
     load too: heads that the file lacks keep their random initialisation, and a line on stderr names
-    them. Raises ModelError if the folder is not a BERT or a tensor of the encoder is missing.
+    them. Raises ModelError if the folder is not a BERT, its weights are not all those that
+    config.json asks for, or a file is damaged. Without SHA256SUMS a wrong number passes for a
+    weight.
     """
-    model, absent = BertForPreTraining(read_config(folder)), []
-    weights = {_modern(name): tensor for name, tensor in read_weights(folder).items()}
+    config, weights, absent = read_config(folder), read_weights(folder), []
+    weights = {_modern(name): tensor for name, tensor in weights.items()}
+    # An encoder has this many weights at least: no wrong number may fill the memory
+    least = config.width * (config.layers * config.width + config.feed_forward
+                            + config.max_positions + config.vocab_size)
+    if (least > sum(map(torch.numel, weights.values())) or config.width % config.heads
+            or f"bert.encoder.layer.{config.layers}.output.dense.weight" in weights):
+        raise ModelError(f"{folder}: config.json does not describe the weights")
+    model = BertForPreTraining(config._replace(vocab_size=-(-config.vocab_size // 64) * 64))
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
-        if all(part in weights for part in names):
-            value = torch.cat([weights[part] for part in names])
-            if value.shape[1:] != parameter.shape[1:] or len(value) > len(parameter):
-                raise ModelError(f"{folder}: {names[0]} has a shape that config.json does not give")
-            parameter.data[:len(value)] = value
-            parameter.data[len(value):] = 0
+        if weights.keys() >= {*names}:
+            for part, target in zip(names, parameter.data.zero_().chunk(len(names))):
+                if name in ("embeddings.tokens.weight", "mlm_bias"):
+                    target = target[:config.vocab_size]
+                if weights[part].shape != target.shape or not weights[part].isfinite().all():
+                    raise ModelError(f"{folder}: {part} is not finite or has the wrong shape")
+                target.copy_(weights[part])
         elif names[0].startswith("bert.") and "pooler" not in names[0]:
             raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
         else:
@@ -293,30 +335,44 @@ def _modern(name):
 
 
 def read_config(folder):
-    """Returns the BertConfig of a folder's config.json; raises ModelError if it is no BERT's."""
+    """Returns the BertConfig of a folder's config.json, its vocabulary not padded; raises
+    ModelError if it is no BERT's."""
     try:
         theirs = json.loads((Path(folder) / "config.json").read_text())
         if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
             raise ValueError("not a BERT with GELU")
         fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-        return BertConfig(**fields | {"vocab_size": -(-fields["vocab_size"] // 64) * 64})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = BertConfig(**fields)
+        for (ours, kind), value in zip(BertConfig.__annotations__.items(), config):
+            # Whole numbers from 1 on; fractions, 0 of which may stand there without a point
+            if type(value) not in (int, kind) or not (0 < value if kind is int else 0 <= value < 1):
+                raise ValueError(f"{CONFIG[ours]} cannot be {value!r}")
+        return config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 
 def read_weights(folder):
-    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged.
-    """
+    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged,
+    or a file is not what SHA256SUMS says."""
     path = Path(folder) / "model.safetensors"
     try:
-        data = bytearray(path.read_bytes())
+        sums = path.with_name("SHA256SUMS")
+        if sums.exists() and sums.read_bytes() != b"".join(sha256_sums(folder)):
+            raise ValueError("`sha256sum -c SHA256SUMS` there tells which file")
+        data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
-        return {name: torch.frombuffer(
-                    data, dtype=DTYPES[entry["dtype"]], offset=begin + entry["data_offsets"][0],
-                    count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
-                for name, entry in json.loads(data[8:begin]).items() if name != "__metadata__"}
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{path} is cut or damaged ({error})") from None
+        header, data = json.loads(data[8:begin]), memoryview(bytearray(data[begin:]))
+        header.pop("__metadata__", None)
+        begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
+        if [*begins, len(data)] != [0, *ends]:
+            raise ValueError("tensors overlap or leave gaps")
+        return {name: torch.frombuffer(data[slice(*entry["data_offsets"])],
+                                       dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
+                for name, entry in header.items()}
+    except Exception as error:          # a damaged header can be anything
+        reason = " ".join(str(error).split())[:200]              # torch's can have many lines
+        raise ModelError(f"{path} is missing, cut or damaged ({reason})") from None
 
 
 # ----- The program: fill in a [MASK] -----
@@ -331,16 +387,17 @@ def fill_mask(model, tokenizer, text, count=5):
     Leaves the model in evaluation mode. Raises ModelError if there is no [MASK] or the text is
     longer than the model's positions.
     """
-    tokens = torch.tensor([encode_with_masks(tokenizer, text)])                  # (1, T)
-    if tokens.shape[1] > model.config.max_positions:
-        raise ModelError(f"the text has {tokens.shape[1]} tokens, the model reads "
+    tokens = torch.tensor(encode_with_masks(tokenizer, text))                    # (T,)
+    if len(tokens) > model.config.max_positions:
+        raise ModelError(f"the text has {len(tokens)} tokens, the model reads "
                          f"{model.config.max_positions}; shorten it")
     masked = tokens == MASK
     if not masked.any():
         raise ModelError("the text has no [MASK] to fill in")
     model.eval()
     with torch.no_grad():
-        hidden = model.encode(tokens, torch.zeros_like(tokens), torch.ones_like(masked))
+        lengths, positions = torch.tensor([len(tokens)]), torch.arange(len(tokens))
+        hidden = model.encode(tokens, torch.zeros_like(tokens), positions, None, lengths)
         logits = model.mlm_logits(hidden[masked]).float()
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
@@ -372,7 +429,7 @@ def main():
         model = load_huggingface(args.folder)
         tokenizer = sentencepiece.SentencePieceProcessor(args.folder + "/tokenizer.model")
         print(*fill_mask(model, tokenizer, args.text), sep="\n")
-    except (ModelError, OSError) as error:
+    except (ModelError, OSError, RuntimeError) as error:     # the last: sentencepiece
         sys.exit(f"bert.py: {error}")
 
 

@@ -8,7 +8,7 @@
 
 The same command again resumes from the last checkpoint, bit for bit. Results are in --out.
 
-Read first: `RECIPES`, and `train`, the loop. What follows it, in the order of use, can be skipped.
+Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
 """
 import argparse
 import contextlib
@@ -17,6 +17,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,44 +39,6 @@ import data
 import dist
 import optim
 
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of pre-training with one sequence length and one schedule (`optim.learning_rate`)."""
-    seq_len: int             # tokens, the special ones included
-    global_batch: int        # examples a step, over all ranks and micro-batches
-    steps: int
-    lr: float                # at its peak
-    warmup: float            # fraction of the steps
-    decay_from: float        # fraction of the steps after which the rate decays
-    power: float = 1.0       # of the polynomial decay
-    freeze: int = sys.maxsize    # steps before a 1-bit optimizer freezes its variance
-    micro_batch: int = 0     # examples that a rank takes at a time; 0: `make_plan` chooses
-
-
-class Recipe(NamedTuple):
-    """How a model is pre-trained: what the phases have in common, and the phases."""
-    optimizer: str
-    betas: tuple             # of the moments; with few steps the second one must forget sooner
-    dropout: float           # off where every text is seen a few times only
-    phases: list
-
-
-RECIPES = {
-    # A 2x128 model on 5 MB of text, in minutes.
-    "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
-        Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
-    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
-        Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
-        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
-    # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
-    # steps, rates and fractions are from memory, not checked.
-    "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, [
-        Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
-}
 
 OPTIMIZERS = {               # each from parameter groups and betas
     "lamb": optim.LAMB,
@@ -126,7 +88,7 @@ def parse_arguments(argv=None):
         "(never), or from the newest in --out (auto)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
-    add("--recipe", default="demo", choices=RECIPES, help="follow this entry of RECIPES (demo)")
+    add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
     add("--optimizer", choices=OPTIMIZERS, help="take this one (the recipe's)")
     add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
         "phase's steps (0.2, or the warm-up where that is longer)")
@@ -136,7 +98,7 @@ def parse_arguments(argv=None):
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
     add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
         "whether A and B are in order, or masked tokens only (nsp)")
-    add("--mask-fraction", **X(0, 1), default=0.15, help="predict this fraction of tokens (0.15)")
+    add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
@@ -148,7 +110,8 @@ def parse_arguments(argv=None):
         f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
     add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
     add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
-    add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
+    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
+    add("--profile", action="store_true", help="trace five steps of each phase into --out")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
     add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
     add = parser.add_argument_group("what is written when").add_argument
@@ -194,7 +157,6 @@ def train(plan, world):
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
-    forward = torch.compile(model, dynamic=True) if plan.compile else model
     last = plan.ends[-1]
     stop_at, saved = min(last, plan.max_steps or last), step
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
@@ -233,7 +195,7 @@ def train(plan, world):
                 seed_dropout(plan.seed, step, k, world.rank)
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
-                    losses = forward(batch.to(world.device))
+                    losses = model(batch.to(world.device))
                     loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
                     # Averaging over the ranks will divide by their number; fp16 needs the scale
                     (loss * world.size * scale).backward()
@@ -315,6 +277,10 @@ def build(plan, world):
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    if plan.compile:                     # but what depends on each batch's lengths
+        bert.attention = torch.compiler.disable(bert.attention)
+    for block in model.blocks if plan.compile else ():
+        block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
@@ -361,26 +327,43 @@ def open_phase(plan, world, phase_index, step):
     phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
     phase = plan.phases[phase_index]
     first = step - plan.ends[phase_index] + phase.steps
-    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
+    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
+                                    mask_fraction=plan.mask_fraction, **plan.masks)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
+    if plan.profile and world.rank == 0:
+        batches = profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
                disable=True if world.rank else None, dynamic_ncols=True)
     return batches, all_have, bar
 
 
+def profiled(batches, path):
+    """Yields from an iterator; between its sixth and eleventh item, five steps, it writes the
+    trace PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt.
+    """
+    yield from itertools.islice(batches, 5)                  # the first ones are not typical
+    with torch.profiler.profile() as profiler:
+        yield from itertools.islice(batches, 5)
+    profiler.export_chrome_trace(f"{path}.json")
+    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
+    Path(f"{path}.txt").write_text(table)
+    yield from batches
+
+
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, places for tokens (padding included), the two wishes (to stop, to save: all ranks
+    predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
     tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
+    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(batch.attention_mask.numel() for batch in micro_batches)
+    slots = sum(len(batch.tokens) for batch in micro_batches)
     return world.sum([masked, slots, *wishes, *tokens])
 
 
@@ -408,10 +391,11 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def evaluate(model, plan, phase, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
-    Examples and masks are the same at every evaluation, and the ranks share the work. Losses are in
-    nats. unigram_entropy is the loss on the same tokens of a predictor that knows only how often
-    the training text has each token: the line to beat. nsp_error is the standard error of
-    nsp_accuracy, which is None without pairs. Leaves the model in training mode.
+    Examples and masks are the same at every evaluation, 15 % of the tokens however many training
+    masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
+    tokens of a predictor that knows only how often the training text has each token: the line to
+    beat. nsp_error is the standard error of nsp_accuracy, which is None without pairs. Leaves the
+    model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
@@ -453,21 +437,22 @@ def make_plan(args, world):
 
     Raises ConfigError or data.DataError, on every rank, if it cannot work.
     """
-    plan, recipe = argparse.Namespace(**vars(args)), RECIPES[args.recipe]
+    plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
-    plan.optimizer = args.optimizer or recipe.optimizer
+    for field in ("optimizer", "dropout", "mask_fraction"):
+        if getattr(args, field) is None:
+            setattr(plan, field, getattr(recipe, field))
     plan.one_bit = plan.optimizer in ONE_BIT
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
-    plan.dropout = recipe.dropout if args.dropout is None else args.dropout
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
+    plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
@@ -526,13 +511,12 @@ def prepare_folders(plan, world):
             plan.lock = lock(plan.out / "log.txt")           # fails where nothing can be written
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
-            corpus = data.open_corpus(plan.corpus)
-            print(data.describe(data.prepare(corpus, plan.data, plan.vocab_size)))
+            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
+            print(data.describe(manifest), flush=True)
 
-    on_all_ranks(world, make)
-    on_all_ranks(world, lambda: data.verify(plan.data, world.rank, world.size,
-                                            everything=plan.balance and world.local_rank == 0))
-    return data.load_manifest(plan.data)
+    world.on_all_ranks(EXPECTED, make)
+    return world.on_all_ranks(EXPECTED, lambda: data.verify(
+        plan.data, world.rank, world.size, plan.balance and world.local_rank == 0))
 
 
 def lock(path):
@@ -546,27 +530,13 @@ def lock(path):
     return file
 
 
-def on_all_ranks(world, job):
-    """Returns job(), called on every rank; if it fails on one, all raise ConfigError with its
-    words. Without it, the others would wait for the failed rank in their next collective."""
-    result = problem = None
-    try:
-        result = job()
-    except (ConfigError, data.DataError, OSError) as error:
-        problem = str(error)
-    if problems := [words for words in world.all_gather_object(problem) if words]:
-        raise ConfigError(problems[0])
-    return result
-
-
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
-    shards = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
-                                            "seed", "balance", *plan.masks)}
-    run |= {"corpus": manifest["corpus"]["sha256"][:16], "shards": shards[:16]}
+                                            "mask_fraction", "seed", "balance", *plan.masks)}
+    run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
@@ -595,7 +565,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
         (later, theirs), (step, ours) = max(places), places[0]
         raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
                           "nodes the --node_rank of before, or put --out on a shared disk")
-    state = on_all_ranks(world, lambda: find_checkpoint(plan, log) if world.rank == 0 else None)
+    state = world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and find_checkpoint(plan, log))
     state = world.broadcast_object(state)
     log.cut(state["log_bytes"] if state else 0)
     if state is None:
@@ -795,17 +765,18 @@ def git_commit():
 
 def report(plan, log, step, last, stop_requests):
     """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    lines = log.read()
-    results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
     log.say("\nHeld-out documents; unigram: the loss of guessing by frequency, the line to beat")
-    for index, result in sorted(results.items()):
-        log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                f"{result['step']}: {describe(result)}")
-        steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-        padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                      for key in ("padding", "imbalance", "data_share"))
-        log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times the "
-                f"mean tokens, waiting for data {waited:.1%} of the time")
+    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
+        lines = log.read()
+        results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
+        for index, result in sorted(results.items()):
+            log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
+                    f"{result['step']}: {describe(result)}")
+            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
+            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
+                                          for key in ("padding", "imbalance", "data_share"))
+            log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
+                    f"the mean tokens, waiting for data {waited:.1%} of the time")
     if not plan.corpus and not plan.arguments["data"]:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
         model = bert.load_huggingface(plan.out / "model")                # on the CPU, fp32
@@ -827,6 +798,7 @@ def main():
         if not world or world.first_to_fail():               # the others only notice that it failed
             rank = f"rank {world.rank}: " if world and world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
+        traceback.clear_frames(error.__traceback__)          # ends the loader's workers
         os._exit(1)                      # a clean exit can wait for a rank that does not answer
 
 

@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -34,9 +35,9 @@ def metrics(out, kind="train"):
 def shrink(patch=setattr):
     """Makes all of this process's training so small that a CPU without bf16 instructions does not
     notice: a model of 2 x 64, half the lengths, few held-out examples."""
-    recipe = train.RECIPES["demo"]
+    recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(p, seq_len=p.seq_len // 2) for p in recipe.phases]
-    patch(train, "RECIPES", train.RECIPES | {"demo": recipe._replace(phases=short)})
+    patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe._replace(phases=short)})
     patch(train, "EVAL_EXAMPLES", 32)
     patch(bert, "PRESETS", bert.PRESETS | {"tiny": (2, 64)})
 
@@ -261,6 +262,31 @@ def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
     assert len(positions) == 1 and positions[0][:32].any()    # those not seen stay masked
 
 
+def stop_in_mid_step(world, calls):
+    """One rank is asked to stop, at its so-and-so-many-th look; a step of SHORT looks twice."""
+    looks = []
+    train.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
+
+
+def test_a_stop_leaves_the_step_undone_on_all_ranks(shards, tmp_path):
+    argv = *SHORT, "--checkpoint-every", 100, "--precision", "fp32", "--dropout", 0.1
+    whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=2)
+    for calls, step in (8, 3), (15, 10):          # each before the second micro-batch, or the first
+        run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=(stop_in_mid_step, calls))
+        assert steps_kept(tmp_path / "out")[-1] == metrics(tmp_path / "out")[-1]["step"] == step
+    assert run(shards, tmp_path / "out", tmp_path, *argv, size=2) == whole
+    assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "out"))
+
+
+def test_minutes_save_and_stop(shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 100,
+        "--checkpoint-minutes", 0, "--max-steps", 5)
+    assert steps_kept(tmp_path / "out") == [4, 5]
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-minutes", 0)
+    assert metrics(tmp_path / "out")[-1]["step"] == 5
+    assert "Stopped by --max-minutes after step 5" in (tmp_path / "out" / "log.txt").read_text()
+
+
 # Checkpoints
 
 
@@ -413,6 +439,42 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, o
     assert len(losses["fp16"]) == 10 and losses["fp16"] != losses["fp32"]
 
 
+def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatch):
+    """By a backend that calls no C++ compiler, which would take half a minute."""
+    shrink(monkeypatch.setattr)
+    ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
+        module, backend="aot_eager", **options))
+    batch = train.data.PretrainingData(shards, 32).batch([0, 1])
+    argv, found = f"--precision fp32 --data {shards} --out {tmp_path}/".split(), []
+    for flags in [], ["--compile"]:
+        argv[-1] += "out"                                    # another folder: the first is locked
+        plan = train.make_plan(train.parse_arguments([*argv, *flags]), dist.World())
+        model, reducer, *_ = train.build(plan, dist.World())
+        order.clear()
+        losses = model(batch)
+        (losses.mlm_sum + losses.nsp_sum).backward()
+        reducer.finish()
+        # What a layer is to the reducer: one stretch, with none of another layer in it
+        turns = [name for name, _ in itertools.groupby(order)]
+        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(reducer.buckets)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == found[0][1] and ["blocks", "1"] in found[0][1]
+    assert torch.allclose(found[1][2], found[0][2], rtol=1e-4, atol=1e-6)
+
+
+def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
+    plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
+    train.train(train.make_plan(plan, dist.World()), dist.World())
+    assert "aten::addmm" in (tmp_path / "out" / "profile-1.txt").read_text()
+    trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::embedding" for event in trace) == 5 * 3    # five steps
+
+
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, "--steps", 90, "--batch", 4,
                    "--precision", "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
@@ -432,6 +494,26 @@ def drift(world, rank):
         copy(masters, model)
 
     optim.copy_to_model = patched
+
+
+def spoil_moments(world, rank):
+    """A moment of one rank is NaN."""
+    step = optim.Optimizer.step
+
+    def patched(self):
+        step(self)
+        if world.rank == rank:
+            next(iter(self.state.values()))["exp_avg"].view(-1)[0] = float("nan")
+
+    optim.LAMB.step = patched
+
+
+def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
+                   sabotage=(spoil_moments, 1), check=False)
+    assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
+    assert "step 1: weights or moments of rank 1 are not finite" in str(outcomes[0])
+    assert not steps_kept(tmp_path / "out")
 
 
 def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
@@ -527,7 +609,8 @@ def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
 def start_differently(world):
     if world.rank == 1:
         parse = train.parse_arguments
-        train.parse_arguments = lambda argv: parse([*argv, "--lr-scale", "2"])
+        flags = "--lr-scale 2 --bucket-mb 5 --checkpoint-every 2 --max-steps 9 --eval-every 7"
+        train.parse_arguments = lambda argv: parse([*argv, *flags.split()])
 
 
 def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
@@ -537,10 +620,57 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
                        sabotage=(start_differently,)):
         assert isinstance(outcome, train.ConfigError)
-        assert "rank 1 was started differently: lr_scale 2.0 (not 1.0)" in str(outcome)
+        assert "rank 1 was started differently:" in str(outcome)
+        assert "lr_scale 2.0 (not 1.0), max_steps" in str(outcome)
+    for flag in ("bucket_mb 5.0 (not None)", "checkpoint_every 2 (not 3)", "max_steps 9 (not None)",
+                 "eval_every 7 (not 100)"):
+        assert flag in str(outcome)
     outcome, = {str(error) for error in run(shards, tmp_path / "out", tmp_path, *SHORT, "--batch",
                                             2, size=3, check=False)}
     assert "a batch of 2 is too small for 3 ranks" in outcome
+
+
+def on_own_disk(world):
+    """Each rank is a node with a disk of its own."""
+    make_plan = train.make_plan
+
+    def with_own_out(args, world):
+        args.out += str(world.rank)
+        return make_plan(args, world)
+
+    train.make_plan = with_own_out
+
+
+def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path):
+    run(shards, tmp_path / "out1", tmp_path, *SHORT, "--max-steps", 4)
+    for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
+                       sabotage=(on_own_disk,)):
+        assert isinstance(outcome, train.ConfigError)
+        assert re.search(r":\S+/out1 holds step 4, and rank 0's \S+/out0 step 0", str(outcome))
+
+
+def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with train.lock(out / "log.txt"):
+        outcome, = run(shards, out, tmp_path, *SHORT, check=False)
+        assert f"another run writes to {out}" in str(outcome)
+    run(shards, out, tmp_path, *SHORT, "--max-steps", 1)
+
+
+def test_memory_that_is_not_there_names_the_flag():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10 ** 15)
+    assert "out of memory; set --micro-batch lower" in train.explain(caught.value)
+
+
+def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
+    for local_rank, said in ("0", 1), ("1", 0):
+        monkeypatch.setenv("RANK", "8")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit):
+            train.parse_arguments(["--steps", "-1"])
+        assert capsys.readouterr().err.count("--steps: must be at least 0") == said
 
 
 # Derived numbers
@@ -549,7 +679,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
 def planned(size, *argv):
     """Returns the phases of a plan on `size` ranks."""
     plan = train.parse_arguments([*map(str, argv)])
-    recipe = train.RECIPES[plan.recipe]
+    recipe = optim.RECIPES[plan.recipe]
     plan.optimizer = plan.optimizer or recipe.optimizer
     plan.one_bit = plan.optimizer in train.ONE_BIT
     return train.plan_phases(plan, recipe.phases, dist.World(size=size))
@@ -563,7 +693,7 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
 
 
 def test_the_published_recipes():
-    nvidia, lans = train.RECIPES["nvlamb-64k"].phases, train.RECIPES["lans-96k"].phases
+    nvidia, lans = optim.RECIPES["nvlamb-64k"].phases, optim.RECIPES["lans-96k"].phases
     assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
         (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
@@ -641,6 +771,34 @@ def test_torchrun_train_py(shards, tmp_path, program):
     assert "2 rank(s) on 1 node(s)" in run.stdout
     assert run.stdout.count("Done after step 6 of 6") == 1
     assert all(line["bytes_sent"] > 0 for line in metrics(tmp_path / "out"))
+
+
+FAILS = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import train
+
+def fail(*_):
+    if torch.distributed.get_rank() == 1:
+        raise ZeroDivisionError("a bug in a checkpoint")
+
+train.compare_weights = fail
+if __name__ == "__main__":
+    train.main()
+"""
+
+
+def test_the_rank_that_fails_says_why_and_all_end(shards, tmp_path, program):
+    (tmp_path / "fails.py").write_text(FAILS.format(root=str(ROOT)))
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    began = time.time()
+    run = program(*torchrun, tmp_path / "fails.py", "--data", shards, "--out", tmp_path / "out",
+                  *LITTLE, "--checkpoint-every", 1)
+    assert run.returncode == 1 and time.time() - began < 60
+    reason, = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
+    assert reason.startswith("train.py: rank 1:") and "a bug in a checkpoint" in run.stderr
+    assert subprocess.run(["pgrep", "-f", tmp_path / "fails.py"]).returncode == 1    # none is left
 
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
