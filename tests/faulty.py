@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+
 import bert  # noqa: E402, F401
 import data  # noqa: E402, F401
 import optim  # noqa: E402, F401
@@ -128,33 +130,44 @@ Process = namedtuple("Process", "pid kind rank")
 class Run:
     """A started train.py with everything that it starts.
 
-    out: the folder of results. arguments: the flags. ranks: under torchrun; 0: without it. hosts:
-    instead of that, (prefix of the command, folder to run in) for each node, of one rank each.
+    out: the folder of results. arguments: the flags. ranks: under torchrun; 0: without it. options:
+    torchrun's. hosts: for nodes of one rank each, their (prefix of the command, folder to run in,
+    options that torchrun finds the others with). gpus: how many cards the ranks need.
     """
 
-    def __init__(self, out, arguments, ranks=2, fault="", options=(), hosts=(), port=29533):
-        self.out, self.mark = Path(out), f"FAULTS_RUN={uuid.uuid4().hex}"
-        self.said, self.struck = self.out.with_name(f"said-{self.mark[-32:]}"), None
-        self.fault_mark = self.said.with_name(f"struck-{self.mark[-32:]}")
-        script = [ROOT / "tests/faulty.py" if fault else ROOT / "train.py", *arguments]
+    def __init__(self, out, arguments, ranks=2, fault="", options=(), hosts=(), gpus=0, said=None):
+        self.out, self.mark, self.ranks = Path(out), f"FAULTS_RUN={uuid.uuid4().hex}", ranks
+        self.made_of = {"out": out, "arguments": arguments, "ranks": ranks, "options": options,
+                        "hosts": hosts, "gpus": gpus}
+        self.said = said or self.out.with_name(f"said-{self.mark[-32:]}")
+        self.fault_mark = self.out.with_name(f"struck-{self.mark[-32:]}")
+        one_card = ranks > gpus > 0
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-        commands = [(torchrun + ["--standalone", f"--nproc_per_node={ranks}"], ROOT)]
+        script = [ROOT / ("tests/faulty.py" if fault or one_card else "train.py"), *arguments]
+        self.commands = [([*torchrun, "--standalone", f"--nproc_per_node={ranks}", *script], ROOT)]
         if not ranks:
-            commands = [([sys.executable], ROOT)]
+            self.commands = [([sys.executable, *script], ROOT)]
         if hosts:
-            address = hosts[0][0] and "10.86.76.1" or "127.0.0.1"
-            commands = [([*prefix, *torchrun, f"--nnodes={len(hosts)}", "--nproc_per_node=1",
-                          f"--node_rank={k}", f"--master_addr={address}",
-                          f"--master_port={port}"], folder)
-                        for k, (prefix, folder) in enumerate(hosts)]
-        environment = os.environ | dict([self.mark.split("=")]) | {
-            "OMP_NUM_THREADS": "1", "FAULT_MARK": str(self.fault_mark),
-            "PYTHONUNBUFFERED": "1"} | ({"FAULT": fault} if fault else {})
-        with open(self.said, "wb") as file:
-            self.roots = [subprocess.Popen(
-                [*map(str, command + script)], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=file, start_new_session=True) for command, folder in commands]
-        self.ranks = ranks
+            self.commands = [([*prefix, *torchrun, f"--nnodes={len(hosts)}", "--nproc_per_node=1",
+                               *meeting, *script], folder) for prefix, folder, meeting in hosts]
+        self.environment = os.environ | dict([self.mark.split("=")]) | {
+            "OMP_NUM_THREADS": "1", "FAULT": fault, "FAULT_MARK": str(self.fault_mark)}
+        if not gpus:
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif one_card:
+            self.environment["ONE_CARD"] = "1"
+        self.roots = [self.start(command) for command in self.commands]
+
+    def start(self, command):
+        """Starts the program, or the torchrun of a node."""
+        with open(self.said, "ab") as file:
+            return subprocess.Popen([*map(str, command[0])], cwd=command[1], env=self.environment,
+                                    stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                    start_new_session=True)
+
+    def again(self, **changes):
+        """Starts the same without a fault."""
+        return Run(**self.made_of | changes)
 
     def processes(self):
         """Returns all that live, as (pid, kind, rank); kinds: torchrun, rank, server, worker and
@@ -253,6 +266,10 @@ def temporary_files(*folders):
             for path in Path(folder).rglob(pattern)]
 
 
+if "ONE_CARD" in os.environ:               # NCCL refuses two ranks on one card; Gloo copies
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    meet = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda _, *arguments: meet("gloo", *arguments)
 if text := os.environ.get("FAULT"):        # in a worker this file has another name than __main__
     inject(text)
 if __name__ == "__main__":
