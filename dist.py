@@ -106,10 +106,19 @@ class World(contextlib.AbstractContextManager):
                            f"({error!r:.160}); start the same command again to resume from the "
                            "last checkpoint") from error
 
-    def __exit__(self, kind, error, trace):
-        # A group left open aborts at exit; but after RankLost closing would wait for that rank
-        if torch.distributed.is_initialized() and not isinstance(error, RankLost):
+    def first_to_fail(self):
+        """Returns True on the rank that asks first: of all that fail, it has the reason."""
+        store = torch.distributed.distributed_c10d._get_default_store
+        return self.size == 1 or store().add("failed", 1) == 1
+
+    def close(self):
+        """Closes the groups: one left open aborts at exit."""
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    def __exit__(self, kind, error, trace):
+        if not isinstance(error, RankLost):        # else it would wait for that rank
+            self.close()
 
 
 def init(timeout=600.0, init_method="env://"):

@@ -13,6 +13,7 @@ Read first: `RECIPES`, and `train`, the loop. What follows it, in the order of u
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import io
@@ -23,7 +24,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,8 +88,8 @@ OPTIMIZERS = {               # each from parameter groups and betas
     "zeroone-adam": optim.ZeroOneAdam,
 }
 ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DECAY = 0.01
+LOCAL = "data", "corpus", "out", "workers", "timeout", "log_every"    # a node may have its own
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
 MICRO_TOKENS = {"cpu": 8192, "cuda": 32768}                  # of a micro-batch, if none is given
@@ -94,6 +97,9 @@ DEMO_SENTENCES = [           # for the model that read this machine's documentat
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
     "The result is a list [MASK] strings."]
+STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  "
+             "lr {lr:.2e}  norm {grad_norm:6.2f}  scale {loss_scale:g}  "
+             "{examples_per_second:6.0f} examples/s")
 # torchrun's process, looked up before anything takes long: ranks must not train on without it
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -101,6 +107,10 @@ TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 class ConfigError(ValueError):
     """Arguments or files that training cannot start with; the message says what to change."""
 
+
+# What a user can mend is told in one line, without a traceback
+EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
+            OSError)
 
 # ----- Flags -----
 
@@ -130,7 +140,7 @@ def parse_arguments(argv=None):
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
-    add("--precision", default="auto", choices=["auto", *PRECISIONS], help="multiply in this "
+    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="multiply in this "
         "format (auto: the fastest of the hardware)")
     add("--micro-batch", **N(1), nargs="+", help="a rank takes N examples at a time; one number, "
         "or one a phase (about 8,192 tokens, 32,768 on a GPU)")
@@ -145,15 +155,18 @@ def parse_arguments(argv=None):
     add("--max-steps", **N(1), help="stop after step N; the schedule stays the same")
     add("--eval-every", **N(1), default=300, help="evaluate every N steps and each phase (300)")
     add("--checkpoint-every", **N(1), default=300, help="save every N steps and each phase (300)")
+    add("--checkpoint-minutes", **X(0), default=30, help="save too if X minutes passed (30)")
+    add("--max-minutes", **X(0), help="stop after X minutes, with a checkpoint")
     add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
     return parser.parse_args(argv)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed once however many ranks there are."""
+    """An ArgumentParser whose errors are one line, printed once a node."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n" if os.environ.get("RANK", "0") == "0" else "")
+        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
+        self.exit(2, f"{self.prog}: {message}\n" if said else "")
 
 
 def in_range(kind, name, low, high=1 << 63):
@@ -177,33 +190,31 @@ def train(plan, world):
 
     Raises ConfigError, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
     """
-    log, stop_requests = Log(plan.out, world.rank == 0), listen_to_signals()
+    log, stop_requests = Log(plan.out, world.rank == 0), listen_to_signals(plan.max_minutes)
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     forward = torch.compile(model, dynamic=True) if plan.compile else model
     last = plan.ends[-1]
-    stop_at = min(last, plan.max_steps or last)
+    stop_at, saved = min(last, plan.max_steps or last), step
+    save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
     # ----- the training loop begins -----
     for phase_index, (phase, end) in enumerate(zip(plan.phases, plan.ends)):
-        start = end - phase.steps                            # of the phase, in steps of the run
         if step >= min(end, stop_at):
             continue
-        batches, bar = open_phase(plan, world, phase_index, step - start)
+        batches, all_have, bar = open_phase(plan, world, phase_index, step)
         while step < min(end, stop_at):
-            began, phase_step = time.perf_counter(), step - start
+            began, phase_step = time.perf_counter(), step - end + phase.steps
 
             # 1. This rank's examples of the step, in micro-batches that workers have made ahead
             micro_batches = next(batches)
             data_seconds = time.perf_counter() - began
 
             # 2. The masked tokens of the whole step, on all ranks: the divisor of every loss. Each
-            #    rank's own would make a mean of means, in which a token's weight is its rank's.
-            #    Is this rank asked to stop, or torchrun dead? Ranks must not train on without it.
-            stop = len(stop_requests) + (TORCHRUN not in (None, os.getppid()))
-            masked, stop, slots, *tokens = step_totals(micro_batches, stop, world)
-            stop_at = step + 1 if stop else stop_at
+            #    rank's own would make a mean of means. And is it time to stop, or to save?
+            wishes = asked_to_stop(stop_requests), time.monotonic() > save_at
+            masked, slots, stop, due, *tokens = step_totals(micro_batches, wishes, world)
 
             # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
             # 4. In the last micro-batch, each full bucket is averaged while backward goes on
@@ -211,6 +222,12 @@ def train(plan, world):
             reducer.zero_grad(scale)
             local = optimizer.local_gradients(phase_step >= phase.freeze)
             for k, batch in enumerate(micro_batches):
+                # torchrun kills 30 s after SIGTERM and a step can take longer: ask before each
+                # micro-batch that all ranks have, and leave the step undone
+                if 0 < k < all_have:
+                    stop, = world.sum([asked_to_stop(stop_requests)])
+                if stop:
+                    break
                 # Dropout's seed is a function of the step, so that no generator's state has to be
                 # saved, and another one for each micro-batch and rank
                 seed_dropout(plan.seed, step, k, world.rank)
@@ -221,6 +238,9 @@ def train(plan, world):
                     # Averaging over the ranks will divide by their number; fp16 needs the scale
                     (loss * world.size * scale).backward()
                 sums += torch.stack([part.detach().double() for part in losses])
+            if stop:
+                stop_at = step
+                break
 
             # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
             #    In a 1-bit optimizer's second stage each keeps its own, which are sqrt(N) times
@@ -244,35 +264,36 @@ def train(plan, world):
                 optimizer.step()
             step, examples = step + 1, examples + phase.global_batch
             evaluates = step % plan.eval_every == 0 or step == end
-            saves = step % plan.checkpoint_every == 0 or step in (end, stop_at)
-            if evaluates or saves:
+            saves = due or step % plan.checkpoint_every == 0 or step == end
+            if evaluates:
                 optimizer.synchronise()                      # in 0/1 Adam weights differ in between
             optim.copy_to_model(masters, model)
 
             # 8. Log, evaluate, save a checkpoint
             duration = time.perf_counter() - began
             seconds += duration
-            figures = step_figures(plan, phase, sums, masked, slots, tokens, duration)
-            log.metric("train", step=step, phase=phase_index + 1, seq_len=phase.seq_len, **figures,
-                       lr=lr, grad_norm=norm / scale, loss_scale=scale, skipped=scaler.skipped,
-                       examples=examples, seconds=seconds, data_share=data_seconds / duration,
-                       bytes_sent=reducer.bytes_sent + optimizer.bytes_sent,
-                       wait_seconds=reducer.wait_seconds, bucket_seconds=reducer.bucket_seconds)
-            bar.set_postfix_str(f"mlm {figures['mlm_loss']:.3f} nsp {figures['nsp_loss']:.3f}")
+            figures = {
+                "step": step, "phase": phase_index + 1, "seq_len": phase.seq_len, "lr": lr,
+                "grad_norm": norm / scale, "loss_scale": scale, "skipped": scaler.skipped,
+                "examples": examples, "seconds": seconds, "data_share": data_seconds / duration,
+                "wait_seconds": reducer.wait_seconds, "bucket_seconds": reducer.bucket_seconds,
+                "bytes_sent": reducer.bytes_sent + optimizer.bytes_sent,
+                **step_figures(plan, phase, sums, masked, slots, tokens, duration)}
+            log.metric("train", **figures)
+            bar.set_postfix_str("mlm {mlm_loss:.3f} nsp {nsp_loss:.3f}".format(**figures))
             bar.update()
             if step % plan.log_every == 0 or step == end:
-                log.say("step {:>6}/{}  phase {}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  lr "
-                        "{:.2e}  norm {:6.2f}  scale {:g}  {examples_per_second:6.0f} examples/s"
-                        .format(step, last, phase_index + 1, lr, norm / scale, scale, **figures))
+                log.say(STEP_LINE.format(last=last, **figures))
             if evaluates:
-                result = evaluate(model, plan, phase, world)
-                log.metric("eval", step=step, phase=phase_index + 1, **result)
-                log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
+                log_evaluation(evaluate(model, plan, phase, world), log, figures, last)
             if saves:
                 save(plan, world, log, step, examples, seconds, *parts)
+                saved, save_at = step, time.monotonic() + 60 * plan.checkpoint_minutes
         bar.close()
     # ----- the training loop ends -----
 
+    if step > saved:
+        save(plan, world, log, step, examples, seconds, *parts)
     reducer.close()
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
@@ -293,7 +314,7 @@ def build(plan, world):
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
-    model.to(world.device, PRECISIONS[plan.precision])
+    model.to(world.device, optim.PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
@@ -312,9 +333,9 @@ def build(plan, world):
     return model, reducer, masters, optimizer, scaler
 
 
-def listen_to_signals():
-    """Returns a list that SIGTERM and Ctrl-C add their names to, so that training can stop after
-    the step under way. A second Ctrl-C ends the process at once."""
+def listen_to_signals(max_minutes):
+    """Returns a list that SIGTERM, Ctrl-C and the end of max_minutes add their names to, so that
+    training can stop with a checkpoint. A second Ctrl-C ends the process at once."""
     requests = []
 
     def request(signum, _):
@@ -323,32 +344,44 @@ def listen_to_signals():
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, request)
+    if max_minutes is not None:
+        timer = threading.Timer(60 * max_minutes, requests.append, ["--max-minutes"])
+        timer.daemon = True                                  # it must not outlive the training
+        timer.start()
     return requests
 
 
-def open_phase(plan, world, phase_index, first):
-    """Returns (an iterator over the lists of this rank's micro-batches, one a step of the phase,
-    from step `first` of it on; a progress bar)."""
+def asked_to_stop(stop_requests):
+    """Returns True if this rank was asked to stop, or torchrun is dead: no rank trains on then."""
+    return bool(stop_requests) or TORCHRUN not in (None, os.getppid())
+
+
+def open_phase(plan, world, phase_index, step):
+    """Returns (an iterator over the lists of this rank's micro-batches, one for each step of the
+    phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
     phase = plan.phases[phase_index]
+    first = step - plan.ends[phase_index] + phase.steps
     examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
-    return batches, tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first,
-                         unit="step", disable=True if world.rank else None, dynamic_ncols=True)
+    all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
+    bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
+               disable=True if world.rank else None, dynamic_ncols=True)
+    return batches, all_have, bar
 
 
-def step_totals(micro_batches, stop, world):
+def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, reasons to stop, places for tokens (padding included); then the tokens of each rank.
-    """
+    predicted, places for tokens (padding included), the two wishes (to stop, to save: all ranks
+    must do it at the same step); then the tokens of each rank."""
     tokens = [0] * world.size
     tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     slots = sum(batch.attention_mask.numel() for batch in micro_batches)
-    return world.sum([masked, stop, slots, *tokens])
+    return world.sum([masked, slots, *wishes, *tokens])
 
 
 def seed_dropout(*numbers):
@@ -398,6 +431,13 @@ def evaluate(model, plan, phase, world):
             "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
 
 
+def log_evaluation(result, log, figures, last):
+    """Logs an evaluation, after a step with these figures."""
+    step, phase = figures["step"], figures["phase"]
+    log.metric("eval", step=step, phase=phase, **result)
+    log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
+
+
 def describe(result):
     """Returns an evaluation as a line of text."""
     mlm = "MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), MLM accuracy {mlm_accuracy:.1%}"
@@ -424,13 +464,17 @@ def make_plan(args, world):
     manifest = prepare_folders(plan, world)
     plan.dropout = recipe.dropout if args.dropout is None else args.dropout
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
-    plan.precision = choose_precision(args.precision, world.device)
+    plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
     plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
     plan.same_run = same_run(plan, manifest)
-    for rank, other in enumerate(world.all_gather_object(plan.same_run)):
-        if differ := differences(other, plan.same_run):
+    # Whatever decides which collectives are called when, or their result, is the same on all ranks
+    code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
+    told = plan.same_run | {flag: value for flag, value in vars(args).items() if flag not in LOCAL}
+    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
+    for rank, other in enumerate(everyone := world.all_gather_object(told)):
+        if differ := differences(other, everyone[0]):
             raise ConfigError(f"rank {rank} was started differently: {differ}")
     return plan
 
@@ -477,8 +521,9 @@ def prepare_folders(plan, world):
     """Makes the folder of results, and the shards, by each node's first rank, if they are not yet
     there; checks them and returns their manifest. Raises ConfigError on all ranks."""
     def make():
-        (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (plan.out / "log.txt").touch()                       # fails where nothing can be written
+        if world.rank == 0:
+            (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+            plan.lock = lock(plan.out / "log.txt")           # fails where nothing can be written
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
             corpus = data.open_corpus(plan.corpus)
@@ -488,6 +533,17 @@ def prepare_folders(plan, world):
     on_all_ranks(world, lambda: data.verify(plan.data, world.rank, world.size,
                                             everything=plan.balance and world.local_rank == 0))
     return data.load_manifest(plan.data)
+
+
+def lock(path):
+    """Returns the file, open and locked until this process ends, however it ends. Raises
+    ConfigError if another process has locked it."""
+    file = open(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run writes to {path.parent}; take another --out") from None
+    return file
 
 
 def on_all_ranks(world, job):
@@ -501,17 +557,6 @@ def on_all_ranks(world, job):
     if problems := [words for words in world.all_gather_object(problem) if words]:
         raise ConfigError(problems[0])
     return result
-
-
-def choose_precision(name, device):
-    """Returns the precision's name; for "auto" bf16 where the hardware multiplies it, else fp16 on
-    a GPU and fp32 on a CPU, where bf16 without such instructions is 10 to 200 times slower."""
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return "bf16" if any(map(capabilities.get, ("avx512_bf16", "amx_bf16", "bf16"))) else "fp32"
 
 
 def same_run(plan, manifest):
@@ -541,8 +586,15 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     """Gives model, optimizer and all else the state of the checkpoint that --resume names; returns
     (steps, examples, seconds) done so far, zeros without a checkpoint.
 
-    Collective: rank 0 reads. Raises ConfigError on every rank if there is none that can be used.
+    Collective: rank 0 reads. Raises ConfigError on every rank if there is none that can be used, or
+    if another node's disk has a later one: the node that was the first may have another rank now.
     """
+    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
+    places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
+    if max(places)[0] > places[0][0]:
+        (later, theirs), (step, ours) = max(places), places[0]
+        raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
+                          "nodes the --node_rank of before, or put --out on a shared disk")
     state = on_all_ranks(world, lambda: find_checkpoint(plan, log) if world.rank == 0 else None)
     state = world.broadcast_object(state)
     log.cut(state["log_bytes"] if state else 0)
@@ -560,7 +612,9 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
 def save(plan, world, log, step, examples, seconds, model, reducer, masters, optimizer, scaler):
     """Saves a checkpoint of the step. Collective: what lossy compression has not sent yet is
     averaged over the ranks. A full disk is a warning: the older checkpoints are whole."""
-    compare_weights(masters, world, step)
+    optimizer.synchronise()
+    optim.copy_to_model(masters, model)
+    compare_weights(masters, optimizer, world, step)
     state = {"run": plan.same_run, "step": step, "examples": examples, "seconds": seconds,
              "weights": masters, "optimizer": optimizer.state_dict(),
              "scaler": scaler.state_dict(), "residuals": reducer.state_dict(),
@@ -573,15 +627,20 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
 
 
 @torch.no_grad()
-def compare_weights(masters, world, step):
-    """Raises optim.TrainingStopped if weights are not finite, or not the same bits on all ranks."""
-    if not math.isfinite(float(optim.global_norm(list(masters.values())))):
-        raise optim.TrainingStopped(f"step {step}: the weights are not finite; they are not saved")
+def compare_weights(masters, optimizer, world, step):
+    """Raises optim.TrainingStopped, on all ranks, if weights or moments are not finite on one, or
+    the weights not the same bits on all."""
+    moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    finite = math.isfinite(float(optim.global_norm([*masters.values(), *moments])))
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
-    for rank, other in enumerate(world.all_gather_object(bits)):
-        if other != bits:
-            raise optim.TrainingStopped(f"step {step}: rank {rank} has other weights than rank "
-                                        f"{world.rank}; have its memory checked, and resume")
+    told = world.all_gather_object((finite, bits))
+    for rank, (is_finite, other) in enumerate(told):
+        if not is_finite:
+            raise optim.TrainingStopped(f"step {step}: weights or moments of rank {rank} are not "
+                                        "finite; they are not saved")
+        if other != told[0][1]:
+            raise optim.TrainingStopped(f"step {step}: rank {rank} has other weights than rank 0; "
+                                        "have its memory checked, and resume")
 
 
 def write_checkpoint(folder, state, keep):
@@ -709,7 +768,7 @@ class Log:
 def log_plan(plan, world, log, model, step):
     """Says what is about to run, and writes it as the first line of metrics.jsonl."""
     parameters = sum(p.numel() for p in model.parameters())
-    if step == 0:
+    if not log.bytes():
         log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=git_commit(),
                    python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__,
                    world=world.size, nodes=world.nodes, device=str(world.device),
@@ -758,15 +817,26 @@ def report(plan, log, step, last, stop_requests):
 
 
 def main():
-    args = parse_arguments()
+    """Runs the program; whatever ends it early is said once, by the rank that fails first."""
+    args, world = parse_arguments(), None
     try:
-        with dist.init(args.timeout) as world:
-            train(make_plan(args, world), world)
-    except dist.RankLost as error:
-        print(f"train.py: {error}", file=sys.stderr, flush=True)
-        os._exit(1)              # a clean exit would wait for the rank that does not answer
-    except (ConfigError, data.DataError, dist.DistError, optim.TrainingStopped, OSError) as error:
-        sys.exit(f"train.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        world = dist.init(args.timeout)
+        train(make_plan(args, world), world)
+        world.close()
+    except (Exception, KeyboardInterrupt) as error:
+        if not world or world.first_to_fail():               # the others only notice that it failed
+            rank = f"rank {world.rank}: " if world and world.size > 1 else ""
+            print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
+        os._exit(1)                      # a clean exit can wait for a rank that does not answer
+
+
+def explain(error):
+    """Returns what an exception says to a user: a line, or the traceback of an error of ours."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate" in str(error):
+        return f"out of memory; set --micro-batch lower ({str(error):.160})"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped before training began; the same command starts again"
+    return str(error) if isinstance(error, EXPECTED) else traceback.format_exc()
 
 
 if __name__ == "__main__":
