@@ -32,7 +32,7 @@ SIGNALS = {                      # name: (signal, kind of process, rank)
     "SIGTERM to rank 0": (signal.SIGTERM, "rank", 0),
     "Ctrl-C": (signal.SIGINT, "torchrun", None),
     "SIGINT to rank 1": (signal.SIGINT, "rank", 1),
-    "SIGSTOP of rank 1": (signal.SIGSTOP, "rank", 1),
+    "SIGSTOP of rank 1 until the timeout": (signal.SIGSTOP, "rank", 1),
 }
 
 
@@ -68,6 +68,9 @@ def disturb(run, what, moment, rng):
     run.wait(lambda: run.pids(kind, rank), 60)
     began, before = time.monotonic(), len(run.text())
     run.send(signum, kind, rank)
+    if signum == signal.SIGSTOP:                             # torchrun would wait 30 s for it
+        run.wait(lambda: "did not answer" in run.text()[before:], 60)
+        run.send(signal.SIGCONT, kind, rank)
     run.wait(lambda: False, 60)
     _, left = run.wait_until_gone(LIMIT)
     seconds, last, newest = time.monotonic() - began, run.last_step(), newest_checkpoint(run.out)
