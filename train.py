@@ -17,6 +17,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -148,7 +149,8 @@ def parse_arguments(argv=None):
         f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
     add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
     add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
-    add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
+    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
+    add("--profile", action="store_true", help="trace five steps of each phase into --out")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
     add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
     add = parser.add_argument_group("what is written when").add_argument
@@ -194,7 +196,6 @@ def train(plan, world):
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
-    forward = torch.compile(model, dynamic=True) if plan.compile else model
     last = plan.ends[-1]
     stop_at, saved = min(last, plan.max_steps or last), step
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
@@ -233,7 +234,7 @@ def train(plan, world):
                 seed_dropout(plan.seed, step, k, world.rank)
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
-                    losses = forward(batch.to(world.device))
+                    losses = model(batch.to(world.device))
                     loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
                     # Averaging over the ranks will divide by their number; fp16 needs the scale
                     (loss * world.size * scale).backward()
@@ -315,6 +316,8 @@ def build(plan, world):
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    for block in model.blocks if plan.compile else ():
+        block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
@@ -367,10 +370,26 @@ def open_phase(plan, world, phase_index, step):
                              lengths=examples.lengths if plan.balance else None)
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
+    if plan.profile and world.rank == 0:
+        batches = profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
                disable=True if world.rank else None, dynamic_ncols=True)
     return batches, all_have, bar
+
+
+def profiled(batches, path):
+    """Yields from an iterator; between its sixth and eleventh item, five steps, it writes the
+    trace PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt.
+    """
+    yield from itertools.islice(batches, 5)                  # the first ones are not typical
+    with torch.profiler.profile() as profiler:
+        yield from itertools.islice(batches, 5)
+    profiler.export_chrome_trace(f"{path}.json")
+    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
+    Path(f"{path}.txt").write_text(table)
+    yield from batches
 
 
 def step_totals(micro_batches, wishes, world):
@@ -827,6 +846,7 @@ def main():
         if not world or world.first_to_fail():               # the others only notice that it failed
             rank = f"rank {world.rank}: " if world and world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
+        traceback.clear_frames(error.__traceback__)          # ends the loader's workers
         os._exit(1)                      # a clean exit can wait for a rank that does not answer
 
 

@@ -261,6 +261,31 @@ def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
     assert len(positions) == 1 and positions[0][:32].any()    # those not seen stay masked
 
 
+def stop_in_mid_step(world, calls):
+    """One rank is asked to stop, at its so-and-so-many-th look; a step of SHORT looks twice."""
+    looks = []
+    train.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
+
+
+def test_a_stop_leaves_the_step_undone_on_all_ranks(shards, tmp_path):
+    argv = *SHORT, "--checkpoint-every", 100, "--precision", "fp32", "--dropout", 0.1
+    whole = run(shards, tmp_path / "whole", tmp_path, *argv, size=2)
+    for calls, step in (8, 3), (15, 10):          # each before the second micro-batch, or the first
+        run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=(stop_in_mid_step, calls))
+        assert steps_kept(tmp_path / "out")[-1] == metrics(tmp_path / "out")[-1]["step"] == step
+    assert run(shards, tmp_path / "out", tmp_path, *argv, size=2) == whole
+    assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "out"))
+
+
+def test_minutes_save_and_stop(shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 100,
+        "--checkpoint-minutes", 0, "--max-steps", 5)
+    assert steps_kept(tmp_path / "out") == [4, 5]
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--max-minutes", 0)
+    assert metrics(tmp_path / "out")[-1]["step"] == 5
+    assert "Stopped by --max-minutes after step 5" in (tmp_path / "out" / "log.txt").read_text()
+
+
 # Checkpoints
 
 
@@ -434,6 +459,26 @@ def drift(world, rank):
     optim.copy_to_model = patched
 
 
+def spoil_moments(world, rank):
+    """A moment of one rank is NaN."""
+    step = optim.Optimizer.step
+
+    def patched(self):
+        step(self)
+        if world.rank == rank:
+            next(iter(self.state.values()))["exp_avg"].view(-1)[0] = float("nan")
+
+    optim.LAMB.step = patched
+
+
+def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
+                   sabotage=(spoil_moments, 1), check=False)
+    assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
+    assert "step 1: weights or moments of rank 1 are not finite" in str(outcomes[0])
+    assert not steps_kept(tmp_path / "out")
+
+
 def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(drift, 1),
                    check=False)
@@ -527,7 +572,8 @@ def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
 def start_differently(world):
     if world.rank == 1:
         parse = train.parse_arguments
-        train.parse_arguments = lambda argv: parse([*argv, "--lr-scale", "2"])
+        flags = "--lr-scale 2 --bucket-mb 5 --checkpoint-every 2 --max-steps 9 --eval-every 7"
+        train.parse_arguments = lambda argv: parse([*argv, *flags.split()])
 
 
 def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
@@ -537,10 +583,57 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
                        sabotage=(start_differently,)):
         assert isinstance(outcome, train.ConfigError)
-        assert "rank 1 was started differently: lr_scale 2.0 (not 1.0)" in str(outcome)
+        assert "rank 1 was started differently:" in str(outcome)
+        assert "lr_scale 2.0 (not 1.0), max_steps" in str(outcome)
+    for flag in ("bucket_mb 5.0 (not None)", "checkpoint_every 2 (not 3)", "max_steps 9 (not None)",
+                 "eval_every 7 (not 100)"):
+        assert flag in str(outcome)
     outcome, = {str(error) for error in run(shards, tmp_path / "out", tmp_path, *SHORT, "--batch",
                                             2, size=3, check=False)}
     assert "a batch of 2 is too small for 3 ranks" in outcome
+
+
+def on_own_disk(world):
+    """Each rank is a node with a disk of its own."""
+    make_plan = train.make_plan
+
+    def with_own_out(args, world):
+        args.out += str(world.rank)
+        return make_plan(args, world)
+
+    train.make_plan = with_own_out
+
+
+def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path):
+    run(shards, tmp_path / "out1", tmp_path, *SHORT, "--max-steps", 4)
+    for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
+                       sabotage=(on_own_disk,)):
+        assert isinstance(outcome, train.ConfigError)
+        assert re.search(r":\S+/out1 holds step 4, and rank 0's \S+/out0 step 0", str(outcome))
+
+
+def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with train.lock(out / "log.txt"):
+        outcome, = run(shards, out, tmp_path, *SHORT, check=False)
+        assert f"another run writes to {out}" in str(outcome)
+    run(shards, out, tmp_path, *SHORT, "--max-steps", 1)
+
+
+def test_memory_that_is_not_there_names_the_flag():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10 ** 15)
+    assert "out of memory; set --micro-batch lower" in train.explain(caught.value)
+
+
+def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
+    for local_rank, said in ("0", 1), ("1", 0):
+        monkeypatch.setenv("RANK", "8")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit):
+            train.parse_arguments(["--steps", "-1"])
+        assert capsys.readouterr().err.count("--steps: must be at least 0") == said
 
 
 # Derived numbers
@@ -641,6 +734,34 @@ def test_torchrun_train_py(shards, tmp_path, program):
     assert "2 rank(s) on 1 node(s)" in run.stdout
     assert run.stdout.count("Done after step 6 of 6") == 1
     assert all(line["bytes_sent"] > 0 for line in metrics(tmp_path / "out"))
+
+
+FAILS = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import train
+
+def fail(*_):
+    if torch.distributed.get_rank() == 1:
+        raise ZeroDivisionError("a bug in a checkpoint")
+
+train.compare_weights = fail
+if __name__ == "__main__":
+    train.main()
+"""
+
+
+def test_the_rank_that_fails_says_why_and_all_end(shards, tmp_path, program):
+    (tmp_path / "fails.py").write_text(FAILS.format(root=str(ROOT)))
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    began = time.time()
+    run = program(*torchrun, tmp_path / "fails.py", "--data", shards, "--out", tmp_path / "out",
+                  *LITTLE, "--checkpoint-every", 1)
+    assert run.returncode == 1 and time.time() - began < 60
+    reason, = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
+    assert reason.startswith("train.py: rank 1:") and "a bug in a checkpoint" in run.stderr
+    assert subprocess.run(["pgrep", "-f", tmp_path / "fails.py"]).returncode == 1    # none is left
 
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
