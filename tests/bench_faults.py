@@ -167,6 +167,14 @@ def restart_agent(run):
     run.roots[1] = run.start(run.commands[1])
 
 
+def node_dies(node):
+    def act(run):
+        for pid, kind, rank in run.processes():
+            if pid == run.roots[node].pid or (kind != "torchrun" and rank == node):
+                os.kill(pid, signal.SIGKILL)
+    return act
+
+
 def link(state, seconds=0):
     def act(run):
         inside = "ip", "-n", HOSTS[0], "link", "set", *LINK
@@ -269,8 +277,8 @@ CASES = {
     **{f"flags-{flag.split()[0][2:]}": other_flag(flag) for flag in (
         "--bucket-mb 0.5", "--eval-every 7", "--checkpoint-every 7", "--max-steps 9", "--seed 1",
         "--lr-scale 2", "--max-minutes 5", "--checkpoint-minutes 5", "--micro-batch 4")},
-    "refused-flag": Case("a flag that only rank 1 refuses", "rank 1 says it",
-                         "flags 1 1 train.parse_arguments --seed x", says="--seed.*'x'",
+    "refused-flag": Case("a flag that only node 1 refuses", "node 1 says it", hosts="local",
+                         inject="flags 1 1 train.parse_arguments --seed x", says="--seed.*'x'",
                          again=False),
     "other-model": Case("--model mini in a folder of tiny", "refused, the fields are shown",
                         before=finished, argv="--model mini", says="of another run.*model.width",
@@ -353,6 +361,10 @@ CASES = {
                       act=lambda run: run.roots[1].terminate()),
     "node-kill": Case("kill -9 of the rank on node 1", "the other node stops too", hosts="local",
                       act=send(KILL, "rank", 1), says=LOST),
+    "node-0-dies": Case("all of node 0 is killed, the store with it", "node 1 says so and stops",
+                        hosts="local", act=node_dies(0), says=LOST),
+    "node-1-dies": Case("all of node 1 is killed", "node 0 says so and stops", hosts="local",
+                        act=node_dies(1), says=LOST),
     "node-link": Case("two hosts, no fault", "as on one host", hosts="links", ends="goes on",
                       again=False),
     "link-cut": Case("the link between two hosts is cut", "both stop at the timeout of 10 s",
@@ -452,10 +464,9 @@ class Bench:
         try:
             if case.before:
                 case.before(self, out, shards)
-            if case.hosts == "disks":
-                out = out.parent / "disk0" / "out"
-            run = Run(out, [*BASE, *case.argv.split(), "--data", shards, "--out",
-                            "out" if case.hosts == "disks" else out], case.ranks,
+            disks = case.hosts == "disks"
+            argv = [*BASE, *case.argv.split(), "--data", shards, "--out", "out" if disks else out]
+            run = Run(out.parent / "disk0/out" if disks else out, argv, case.ranks,
                       case.inject.format(out=out), case.options.split(),
                       self.hosts(case.hosts, out.parent), case.gpus)
             return self.watch(case, run)
