@@ -11,6 +11,7 @@ folders and the program, can be skipped.
 Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -219,10 +220,11 @@ def huggingface_names(name):
 
 
 def save_huggingface(model, tokenizer, folder):
-    """Writes config.json, model.safetensors (fp32) and a copy of the file `tokenizer` to a folder.
+    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer` and SHA256SUMS,
+    the digests of the three, to a folder.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits. Each file is
-    written under a temporary name and renamed. Raises OSError if it cannot be written.
+    written under a temporary name and renamed. Raises OSError, with the path, if it cannot be.
     """
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
     config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
@@ -235,13 +237,25 @@ def save_huggingface(model, tokenizer, folder):
         tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
     contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
-                "tokenizer.model": [Path(tokenizer).read_bytes()]}
+                "tokenizer.model": [Path(tokenizer).read_bytes()],
+                "SHA256SUMS": sha256_sums(folder)}       # as they lie there when it is their turn
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, parts in contents.items():
         path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
-        with open(temporary, "wb") as file:
-            file.writelines(parts)
-        os.replace(temporary, path)                # a killed program leaves the old file whole
+        try:
+            with open(temporary, "wb") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)            # a killed program leaves the old file whole
+        except OSError as error:                   # of a full disk does not tell which file
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sha256_sums(folder):
+    """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        digest = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
+        yield f"{digest}  {name}\n".encode()
 
 
 def safetensors(tensors):
@@ -264,18 +278,28 @@ def load_huggingface(folder):
 
     The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel, BertForMaskedLM
     load too: heads that the file lacks keep their random initialisation, and a line on stderr names
-    them. Raises ModelError if the folder is not a BERT or a tensor of the encoder is missing.
+    them. Raises ModelError if the folder is not a BERT, its weights are not all those that
+    config.json asks for, or a file is damaged. Without SHA256SUMS a wrong number passes for a
+    weight.
     """
-    model, absent = BertForPreTraining(read_config(folder)), []
-    weights = {_modern(name): tensor for name, tensor in read_weights(folder).items()}
+    config, weights, absent = read_config(folder), read_weights(folder), []
+    weights = {_modern(name): tensor for name, tensor in weights.items()}
+    # An encoder has this many weights at least: no wrong number may fill the memory
+    least = config.width * (config.layers * config.width + config.feed_forward
+                            + config.max_positions + config.vocab_size)
+    if (least > sum(map(torch.numel, weights.values())) or config.width % config.heads
+            or f"bert.encoder.layer.{config.layers}.output.dense.weight" in weights):
+        raise ModelError(f"{folder}: config.json does not describe the weights")
+    model = BertForPreTraining(config._replace(vocab_size=-(-config.vocab_size // 64) * 64))
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
-        if all(part in weights for part in names):
-            value = torch.cat([weights[part] for part in names])
-            if value.shape[1:] != parameter.shape[1:] or len(value) > len(parameter):
-                raise ModelError(f"{folder}: {names[0]} has a shape that config.json does not give")
-            parameter.data[:len(value)] = value
-            parameter.data[len(value):] = 0
+        if weights.keys() >= {*names}:
+            for part, target in zip(names, parameter.data.zero_().chunk(len(names))):
+                if name in ("embeddings.tokens.weight", "mlm_bias"):
+                    target = target[:config.vocab_size]
+                if weights[part].shape != target.shape or not weights[part].isfinite().all():
+                    raise ModelError(f"{folder}: {part} is not finite or has the wrong shape")
+                target.copy_(weights[part])
         elif names[0].startswith("bert.") and "pooler" not in names[0]:
             raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
         else:
@@ -293,30 +317,44 @@ def _modern(name):
 
 
 def read_config(folder):
-    """Returns the BertConfig of a folder's config.json; raises ModelError if it is no BERT's."""
+    """Returns the BertConfig of a folder's config.json, its vocabulary not padded; raises
+    ModelError if it is no BERT's."""
     try:
         theirs = json.loads((Path(folder) / "config.json").read_text())
         if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
             raise ValueError("not a BERT with GELU")
         fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-        return BertConfig(**fields | {"vocab_size": -(-fields["vocab_size"] // 64) * 64})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = BertConfig(**fields)
+        for (ours, kind), value in zip(BertConfig.__annotations__.items(), config):
+            # Whole numbers from 1 on; fractions, 0 of which may stand there without a point
+            if type(value) not in (int, kind) or not (0 < value if kind is int else 0 <= value < 1):
+                raise ValueError(f"{CONFIG[ours]} cannot be {value!r}")
+        return config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 
 def read_weights(folder):
-    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged.
-    """
+    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged,
+    or a file is not what SHA256SUMS says."""
     path = Path(folder) / "model.safetensors"
     try:
-        data = bytearray(path.read_bytes())
+        sums = path.with_name("SHA256SUMS")
+        if sums.exists() and sums.read_bytes() != b"".join(sha256_sums(folder)):
+            raise ValueError("`sha256sum -c SHA256SUMS` there tells which file")
+        data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
-        return {name: torch.frombuffer(
-                    data, dtype=DTYPES[entry["dtype"]], offset=begin + entry["data_offsets"][0],
-                    count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
-                for name, entry in json.loads(data[8:begin]).items() if name != "__metadata__"}
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{path} is cut or damaged ({error})") from None
+        header, data = json.loads(data[8:begin]), memoryview(bytearray(data[begin:]))
+        header.pop("__metadata__", None)
+        begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
+        if [*begins, len(data)] != [0, *ends]:
+            raise ValueError("tensors overlap or leave gaps")
+        return {name: torch.frombuffer(data[slice(*entry["data_offsets"])],
+                                       dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
+                for name, entry in header.items()}
+    except Exception as error:          # a damaged header can be anything
+        reason = " ".join(str(error).split())[:200]              # torch's can have many lines
+        raise ModelError(f"{path} is missing, cut or damaged ({reason})") from None
 
 
 # ----- The program: fill in a [MASK] -----
@@ -372,7 +410,7 @@ def main():
         model = load_huggingface(args.folder)
         tokenizer = sentencepiece.SentencePieceProcessor(args.folder + "/tokenizer.model")
         print(*fill_mask(model, tokenizer, args.text), sep="\n")
-    except (ModelError, OSError) as error:
+    except (ModelError, OSError, RuntimeError) as error:     # the last: sentencepiece
         sys.exit(f"bert.py: {error}")
 
 
