@@ -72,6 +72,19 @@ class World:
         self._run(torch.distributed.all_gather_object, values, value)
         return values
 
+    def on_all_ranks(self, expected, job):
+        """Returns job(), called on every rank. If it raises one of the exceptions `expected` on a
+        rank, all raise the first of these classes with its words: the others would wait for the
+        failed rank in their next collective."""
+        result = problem = None
+        try:
+            result = job()
+        except expected as error:
+            problem = str(error)
+        if problems := [words for words in self.all_gather_object(problem) if words]:
+            raise expected[0](problems[0])
+        return result
+
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(torch.distributed.all_reduce, tensor)

@@ -8,7 +8,7 @@
 
 The same command again resumes from the last checkpoint, bit for bit. Results are in --out.
 
-Read first: `RECIPES`, and `train`, the loop. What follows it, in the order of use, can be skipped.
+Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
 """
 import argparse
 import contextlib
@@ -29,7 +29,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,44 +39,6 @@ import data
 import dist
 import optim
 
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of pre-training with one sequence length and one schedule (`optim.learning_rate`)."""
-    seq_len: int             # tokens, the special ones included
-    global_batch: int        # examples a step, over all ranks and micro-batches
-    steps: int
-    lr: float                # at its peak
-    warmup: float            # fraction of the steps
-    decay_from: float        # fraction of the steps after which the rate decays
-    power: float = 1.0       # of the polynomial decay
-    freeze: int = sys.maxsize    # steps before a 1-bit optimizer freezes its variance
-    micro_batch: int = 0     # examples that a rank takes at a time; 0: `make_plan` chooses
-
-
-class Recipe(NamedTuple):
-    """How a model is pre-trained: what the phases have in common, and the phases."""
-    optimizer: str
-    betas: tuple             # of the moments; with few steps the second one must forget sooner
-    dropout: float           # off where every text is seen a few times only
-    phases: list
-
-
-RECIPES = {
-    # A 2x128 model on 5 MB of text, in minutes.
-    "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
-        Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
-    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
-        Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
-        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
-    # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
-    # steps, rates and fractions are from memory, not checked.
-    "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, [
-        Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
-}
 
 OPTIMIZERS = {               # each from parameter groups and betas
     "lamb": optim.LAMB,
@@ -127,7 +88,7 @@ def parse_arguments(argv=None):
         "(never), or from the newest in --out (auto)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
-    add("--recipe", default="demo", choices=RECIPES, help="follow this entry of RECIPES (demo)")
+    add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
     add("--optimizer", choices=OPTIMIZERS, help="take this one (the recipe's)")
     add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
         "phase's steps (0.2, or the warm-up where that is longer)")
@@ -394,12 +355,12 @@ def profiled(batches, path):
 
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, places for tokens (padding included), the two wishes (to stop, to save: all ranks
+    predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
     tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
+    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(batch.attention_mask.numel() for batch in micro_batches)
+    slots = sum(len(batch.tokens) for batch in micro_batches)
     return world.sum([masked, slots, *wishes, *tokens])
 
 
@@ -472,7 +433,7 @@ def make_plan(args, world):
 
     Raises ConfigError or data.DataError, on every rank, if it cannot work.
     """
-    plan, recipe = argparse.Namespace(**vars(args)), RECIPES[args.recipe]
+    plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
     plan.optimizer = args.optimizer or recipe.optimizer
     plan.one_bit = plan.optimizer in ONE_BIT
@@ -545,13 +506,12 @@ def prepare_folders(plan, world):
             plan.lock = lock(plan.out / "log.txt")           # fails where nothing can be written
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
-            corpus = data.open_corpus(plan.corpus)
-            print(data.describe(data.prepare(corpus, plan.data, plan.vocab_size)))
+            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
+            print(data.describe(manifest), flush=True)
 
-    on_all_ranks(world, make)
-    on_all_ranks(world, lambda: data.verify(plan.data, world.rank, world.size,
-                                            everything=plan.balance and world.local_rank == 0))
-    return data.load_manifest(plan.data)
+    world.on_all_ranks(EXPECTED, make)
+    return world.on_all_ranks(EXPECTED, lambda: data.verify(
+        plan.data, world.rank, world.size, plan.balance and world.local_rank == 0))
 
 
 def lock(path):
@@ -565,27 +525,13 @@ def lock(path):
     return file
 
 
-def on_all_ranks(world, job):
-    """Returns job(), called on every rank; if it fails on one, all raise ConfigError with its
-    words. Without it, the others would wait for the failed rank in their next collective."""
-    result = problem = None
-    try:
-        result = job()
-    except (ConfigError, data.DataError, OSError) as error:
-        problem = str(error)
-    if problems := [words for words in world.all_gather_object(problem) if words]:
-        raise ConfigError(problems[0])
-    return result
-
-
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
-    shards = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "seed", "balance", *plan.masks)}
-    run |= {"corpus": manifest["corpus"]["sha256"][:16], "shards": shards[:16]}
+    run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
@@ -614,7 +560,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
         (later, theirs), (step, ours) = max(places), places[0]
         raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
                           "nodes the --node_rank of before, or put --out on a shared disk")
-    state = on_all_ranks(world, lambda: find_checkpoint(plan, log) if world.rank == 0 else None)
+    state = world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and find_checkpoint(plan, log))
     state = world.broadcast_object(state)
     log.cut(state["log_bytes"] if state else 0)
     if state is None:
@@ -814,17 +760,18 @@ def git_commit():
 
 def report(plan, log, step, last, stop_requests):
     """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    lines = log.read()
-    results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
     log.say("\nHeld-out documents; unigram: the loss of guessing by frequency, the line to beat")
-    for index, result in sorted(results.items()):
-        log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                f"{result['step']}: {describe(result)}")
-        steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-        padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                      for key in ("padding", "imbalance", "data_share"))
-        log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times the "
-                f"mean tokens, waiting for data {waited:.1%} of the time")
+    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
+        lines = log.read()
+        results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
+        for index, result in sorted(results.items()):
+            log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
+                    f"{result['step']}: {describe(result)}")
+            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
+            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
+                                          for key in ("padding", "imbalance", "data_share"))
+            log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
+                    f"the mean tokens, waiting for data {waited:.1%} of the time")
     if not plan.corpus and not plan.arguments["data"]:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
         model = bert.load_huggingface(plan.out / "model")                # on the CPU, fp32

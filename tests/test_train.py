@@ -34,9 +34,9 @@ def metrics(out, kind="train"):
 def shrink(patch=setattr):
     """Makes all of this process's training so small that a CPU without bf16 instructions does not
     notice: a model of 2 x 64, half the lengths, few held-out examples."""
-    recipe = train.RECIPES["demo"]
+    recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(p, seq_len=p.seq_len // 2) for p in recipe.phases]
-    patch(train, "RECIPES", train.RECIPES | {"demo": recipe._replace(phases=short)})
+    patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe._replace(phases=short)})
     patch(train, "EVAL_EXAMPLES", 32)
     patch(bert, "PRESETS", bert.PRESETS | {"tiny": (2, 64)})
 
@@ -642,7 +642,7 @@ def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
 def planned(size, *argv):
     """Returns the phases of a plan on `size` ranks."""
     plan = train.parse_arguments([*map(str, argv)])
-    recipe = train.RECIPES[plan.recipe]
+    recipe = optim.RECIPES[plan.recipe]
     plan.optimizer = plan.optimizer or recipe.optimizer
     plan.one_bit = plan.optimizer in train.ONE_BIT
     return train.plan_phases(plan, recipe.phases, dist.World(size=size))
@@ -656,7 +656,7 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
 
 
 def test_the_published_recipes():
-    nvidia, lans = train.RECIPES["nvlamb-64k"].phases, train.RECIPES["lans-96k"].phases
+    nvidia, lans = optim.RECIPES["nvlamb-64k"].phases, optim.RECIPES["lans-96k"].phases
     assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
         (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
