@@ -368,7 +368,7 @@ CASES = {
     "node-link": Case("two hosts, no fault", "as on one host", hosts="links", ends="goes on",
                       again=False),
     "link-cut": Case("the link between two hosts is cut", "both stop at the timeout of 10 s",
-                     hosts="links", act=link("down"), says=LOST, most=2),
+                     hosts="links", act=link("down"), says=LOST, most=2, limit=40),
     "link-4s": Case("the link is cut for 4 s", "the run goes on", hosts="links",
                     act=link("up", 4), ends="goes on", again=False),
     "slow-link": Case("a link of 100 Mb/s", "correct", hosts="links", before=slow_down,
