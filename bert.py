@@ -11,8 +11,11 @@ folders and the program, can be skipped.
 Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
+import base64
+import io
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -203,6 +206,8 @@ CONFIG = {               # our field -> theirs
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range",
 }
+SPECIALS = ["PAD", "UNK", "CLS", "SEP", "MASK"]    # as data.py's tokenizer has them
+PAD, UNK, CLS, SEP, MASK = range(5)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
           "BF16": torch.bfloat16, "I64": torch.int64}
 
@@ -221,7 +226,8 @@ def huggingface_names(name):
 def save_huggingface(model, tokenizer, folder):
     """Writes config.json, model.safetensors (fp32) and a copy of the file `tokenizer` to a folder.
 
-    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits. Each file is
+    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, and its
+    AutoTokenizer, from two more files, the same tokens (see `tokenizer_json`). Each file is
     written under a temporary name and renamed. Raises OSError if it cannot be written.
     """
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
@@ -233,7 +239,14 @@ def save_huggingface(model, tokenizer, folder):
         names = huggingface_names(name)
         # The one matrix of Q, K and V becomes their three
         tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
-    contents = {"model.safetensors": safetensors(tensors),
+    # Without this class transformers 5 would take its own BERT tokenizer, which is a WordPiece
+    names = {"tokenizer_class": "PreTrainedTokenizerFast",
+             "model_max_length": model.config.max_positions,
+             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+             **{f"{name.lower()}_token": f"[{name}]" for name in SPECIALS}}
+    contents = {"tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
+                "tokenizer_config.json": [json.dumps(names, indent=2).encode() + b"\n"],
+                "model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
                 "tokenizer.model": [Path(tokenizer).read_bytes()]}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -257,6 +270,64 @@ def safetensors(tensors):
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         yield tensor.numpy().tobytes()
+
+
+def tokenizer_json(model):
+    """Returns the tokenizer.json (bytes) that does what a SentencePiece unigram model (bytes) does.
+
+    Ids differ where two ways to cut a word are as likely to the last bit of fp32: the `tokenizers`
+    package adds scores in fp64. And text can spell [MASK] and the other symbols, as in all of
+    Hugging Face's tokenizers. Field numbers are those of sentencepiece_model.proto.
+    """
+    spec, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
+    pieces = [dict(protobuf(value)) for part, value in protobuf(model) if part == 1]
+    vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
+    # The space before a [MASK] belongs to the masked word, as in `encode_with_masks`
+    added = [{"id": i, "content": name, "lstrip": name == "[MASK]", "rstrip": False,
+              "normalized": False, "single_word": False, "special": True}
+             for i, (name, _) in enumerate(vocab[:len(SPECIALS)])]
+    cls, a, sep, b, sep_b = (
+        {kind: {"id": name, "type_id": segment}} for kind, name, segment in [
+            ("SpecialToken", "[CLS]", 0), ("Sequence", "A", 0), ("SpecialToken", "[SEP]", 0),
+            ("Sequence", "B", 1), ("SpecialToken", "[SEP]", 1)])
+    # "first": text after a [MASK] begins a word only if there is a space
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    return json.dumps({
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Precompiled",
+             "precompiled_charsmap": base64.b64encode(normalizer[2]).decode()},
+            {"type": "Strip", "strip_left": False, "strip_right": True},
+            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]},
+        "pre_tokenizer": spaces,
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [cls, a, sep], "pair": [cls, a, sep, b, sep_b],
+            "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}
+                               for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}},
+        "decoder": spaces,
+        "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab,
+                  "byte_fallback": bool(spec.get(35))}}).encode()
+
+
+def protobuf(message):
+    """Yields (number, value) of each field of a protobuf message (bytes); value is an int for a
+    varint, else the field's bytes (https://protobuf.dev/programming-guides/encoding)."""
+    stream = io.BytesIO(message)
+    while (tag := varint(stream)) is not None:
+        number, kind = tag >> 3, tag & 7
+        value = varint(stream) if kind in (0, 2) else stream.read({1: 8, 5: 4}[kind])
+        yield number, stream.read(value) if kind == 2 else value
+
+
+def varint(stream):
+    """Returns the next varint, seven bits a byte, lowest first; None at the end of the stream."""
+    number = shift = 0
+    while byte := stream.read(1):
+        number |= (byte[0] & 127) << shift
+        if byte[0] < 128:
+            return number
+        shift += 7
 
 
 def load_huggingface(folder):
@@ -321,7 +392,6 @@ def read_weights(folder):
 
 # ----- The program: fill in a [MASK] -----
 
-CLS, SEP, MASK = 2, 3, 4           # ids of the control symbols, as data.py's tokenizer has them
 STAND_IN = "\ue000"                # a private character in place of [MASK], which no text can spell
 
 
