@@ -12,6 +12,7 @@ Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V 
 """
 import argparse
 import base64
+import hashlib
 import io
 import json
 import os
@@ -224,11 +225,12 @@ def huggingface_names(name):
 
 
 def save_huggingface(model, tokenizer, folder):
-    """Writes config.json, model.safetensors (fp32) and a copy of the file `tokenizer` to a folder.
+    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer`, tokenizer.json
+    and its tokenizer_config.json, and SHA256SUMS, the digests of the five, to a folder.
 
-    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, and its
-    AutoTokenizer, from two more files, the same tokens (see `tokenizer_json`). Each file is
-    written under a temporary name and renamed. Raises OSError if it cannot be written.
+    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
+    the same tokens. Each file is written under a temporary name and renamed. Raises OSError, with
+    the path, if it cannot be; ModelError as `tokenizer_json` does.
     """
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
     config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
@@ -239,22 +241,35 @@ def save_huggingface(model, tokenizer, folder):
         names = huggingface_names(name)
         # The one matrix of Q, K and V becomes their three
         tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
-    # Without this class transformers 5 would take its own BERT tokenizer, which is a WordPiece
-    names = {"tokenizer_class": "PreTrainedTokenizerFast",
-             "model_max_length": model.config.max_positions,
+    # Without this class transformers 5 makes a WordPiece tokenizer, as other BERTs have
+    about = {"tokenizer_class": "PreTrainedTokenizerFast",
              "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+             "model_max_length": model.config.max_positions,
              **{f"{name.lower()}_token": f"[{name}]" for name in SPECIALS}}
-    contents = {"tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
-                "tokenizer_config.json": [json.dumps(names, indent=2).encode() + b"\n"],
-                "model.safetensors": safetensors(tensors),
+    contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
-                "tokenizer.model": [Path(tokenizer).read_bytes()]}
+                "tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
+                "tokenizer_config.json": [json.dumps(about, indent=2).encode() + b"\n"],
+                "tokenizer.model": [Path(tokenizer).read_bytes()],
+                "SHA256SUMS": sha256_sums(folder)}       # as they lie there when it is their turn
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, parts in contents.items():
         path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
-        with open(temporary, "wb") as file:
-            file.writelines(parts)
-        os.replace(temporary, path)                # a killed program leaves the old file whole
+        try:
+            with open(temporary, "wb") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)            # a killed program leaves the old file whole
+        except OSError as error:                   # of a full disk does not tell which file
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sha256_sums(folder):
+    """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model",
+                 "tokenizer_config.json"):
+        digest = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
+        yield f"{digest}  {name}\n".encode()
 
 
 def safetensors(tensors):
@@ -273,41 +288,44 @@ def safetensors(tensors):
 
 
 def tokenizer_json(model):
-    """Returns the tokenizer.json (bytes) that does what a SentencePiece unigram model (bytes) does.
+    """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
-    Ids differ where two ways to cut a word are as likely to the last bit of fp32: the `tokenizers`
-    package adds scores in fp64. And text can spell [MASK] and the other symbols, as in all of
-    Hugging Face's tokenizers. Field numbers are those of sentencepiece_model.proto.
+    Ids differ where two ways to cut a text are equally likely: Hugging Face's `tokenizers` adds
+    scores in fp64, SentencePiece in fp32. It also drops an accent that its letter cannot have. And
+    text can spell [MASK], as in all their tokenizers. Raises ModelError for models unlike data.py's
+    that would differ in more. Field numbers are those of sentencepiece_model.proto.
     """
-    spec, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
     pieces = [dict(protobuf(value)) for part, value in protobuf(model) if part == 1]
+    trainer, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
+    # Its type; pieces that are neither normal, unknown nor control; what it does with spaces
+    if (trainer.get(3, 1) != 1 or {piece.get(3, 1) for piece in pieces} - {1, 2, 3}
+            or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4, 5))]):
+        raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
     vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
-    # The space before a [MASK] belongs to the masked word, as in `encode_with_masks`
-    added = [{"id": i, "content": name, "lstrip": name == "[MASK]", "rstrip": False,
+    # lstrip: the space before a [MASK] belongs to the masked word, as in `encode_with_masks`
+    added = [{"id": i, "content": f"[{name}]", "lstrip": name == "MASK", "rstrip": False,
               "normalized": False, "single_word": False, "special": True}
-             for i, (name, _) in enumerate(vocab[:len(SPECIALS)])]
-    cls, a, sep, b, sep_b = (
-        {kind: {"id": name, "type_id": segment}} for kind, name, segment in [
-            ("SpecialToken", "[CLS]", 0), ("Sequence", "A", 0), ("SpecialToken", "[SEP]", 0),
-            ("Sequence", "B", 1), ("SpecialToken", "[SEP]", 1)])
-    # "first": text after a [MASK] begins a word only if there is a space
+             for i, name in enumerate(SPECIALS)]
+    single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+              {"Sequence": {"id": "A", "type_id": 0}},
+              {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}},
+            {"SpecialToken": {"id": "[SEP]", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {
+        name: {"id": name, "ids": [i], "tokens": [name]}
+        for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}}
+    # "first": what follows a [MASK] begins a word only after a space
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    cleaning = [{"type": "Strip", "strip_left": False, "strip_right": True},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
+    if charsmap := normalizer.get(2):              # Unicode's rules; none where a model has none
+        cleaning.insert(0, {"type": "Precompiled",
+                            "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    unigram = {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False}
     return json.dumps({
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Precompiled",
-             "precompiled_charsmap": base64.b64encode(normalizer[2]).decode()},
-            {"type": "Strip", "strip_left": False, "strip_right": True},
-            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]},
-        "pre_tokenizer": spaces,
-        "post_processor": {
-            "type": "TemplateProcessing", "single": [cls, a, sep], "pair": [cls, a, sep, b, sep_b],
-            "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}
-                               for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}},
-        "decoder": spaces,
-        "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab,
-                  "byte_fallback": bool(spec.get(35))}}).encode()
+        "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
+        "normalizer": {"type": "Sequence", "normalizers": cleaning}, "model": unigram,
+        "post_processor": template}).encode()
 
 
 def protobuf(message):
@@ -335,18 +353,28 @@ def load_huggingface(folder):
 
     The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel, BertForMaskedLM
     load too: heads that the file lacks keep their random initialisation, and a line on stderr names
-    them. Raises ModelError if the folder is not a BERT or a tensor of the encoder is missing.
+    them. Raises ModelError if the folder is not a BERT, its weights are not all those that
+    config.json asks for, or a file is damaged. Without SHA256SUMS a wrong number passes for a
+    weight.
     """
-    model, absent = BertForPreTraining(read_config(folder)), []
-    weights = {_modern(name): tensor for name, tensor in read_weights(folder).items()}
+    config, weights, absent = read_config(folder), read_weights(folder), []
+    weights = {_modern(name): tensor for name, tensor in weights.items()}
+    # An encoder has this many weights at least: no wrong number may fill the memory
+    least = config.width * (config.layers * config.width + config.feed_forward
+                            + config.max_positions + config.vocab_size)
+    if (least > sum(map(torch.numel, weights.values())) or config.width % config.heads
+            or f"bert.encoder.layer.{config.layers}.output.dense.weight" in weights):
+        raise ModelError(f"{folder}: config.json does not describe the weights")
+    model = BertForPreTraining(config._replace(vocab_size=-(-config.vocab_size // 64) * 64))
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
-        if all(part in weights for part in names):
-            value = torch.cat([weights[part] for part in names])
-            if value.shape[1:] != parameter.shape[1:] or len(value) > len(parameter):
-                raise ModelError(f"{folder}: {names[0]} has a shape that config.json does not give")
-            parameter.data[:len(value)] = value
-            parameter.data[len(value):] = 0
+        if weights.keys() >= {*names}:
+            for part, target in zip(names, parameter.data.zero_().chunk(len(names))):
+                if name in ("embeddings.tokens.weight", "mlm_bias"):
+                    target = target[:config.vocab_size]
+                if weights[part].shape != target.shape or not weights[part].isfinite().all():
+                    raise ModelError(f"{folder}: {part} is not finite or has the wrong shape")
+                target.copy_(weights[part])
         elif names[0].startswith("bert.") and "pooler" not in names[0]:
             raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
         else:
@@ -364,30 +392,44 @@ def _modern(name):
 
 
 def read_config(folder):
-    """Returns the BertConfig of a folder's config.json; raises ModelError if it is no BERT's."""
+    """Returns the BertConfig of a folder's config.json, its vocabulary not padded; raises
+    ModelError if it is no BERT's."""
     try:
         theirs = json.loads((Path(folder) / "config.json").read_text())
         if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
             raise ValueError("not a BERT with GELU")
         fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-        return BertConfig(**fields | {"vocab_size": -(-fields["vocab_size"] // 64) * 64})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = BertConfig(**fields)
+        for (ours, kind), value in zip(BertConfig.__annotations__.items(), config):
+            # Whole numbers from 1 on; fractions, 0 of which may stand there without a point
+            if type(value) not in (int, kind) or not (0 < value if kind is int else 0 <= value < 1):
+                raise ValueError(f"{CONFIG[ours]} cannot be {value!r}")
+        return config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 
 def read_weights(folder):
-    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged.
-    """
+    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged,
+    or a file is not what SHA256SUMS says."""
     path = Path(folder) / "model.safetensors"
     try:
-        data = bytearray(path.read_bytes())
+        sums = path.with_name("SHA256SUMS")
+        if sums.exists() and sums.read_bytes() != b"".join(sha256_sums(folder)):
+            raise ValueError("`sha256sum -c SHA256SUMS` there tells which file")
+        data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
-        return {name: torch.frombuffer(
-                    data, dtype=DTYPES[entry["dtype"]], offset=begin + entry["data_offsets"][0],
-                    count=torch.Size(entry["shape"]).numel()).view(entry["shape"])
-                for name, entry in json.loads(data[8:begin]).items() if name != "__metadata__"}
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{path} is cut or damaged ({error})") from None
+        header, data = json.loads(data[8:begin]), memoryview(bytearray(data[begin:]))
+        header.pop("__metadata__", None)
+        begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
+        if [*begins, len(data)] != [0, *ends]:
+            raise ValueError("tensors overlap or leave gaps")
+        return {name: torch.frombuffer(data[slice(*entry["data_offsets"])],
+                                       dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
+                for name, entry in header.items()}
+    except Exception as error:          # a damaged header can be anything
+        reason = " ".join(str(error).split())[:200]              # torch's can have many lines
+        raise ModelError(f"{path} is missing, cut or damaged ({reason})") from None
 
 
 # ----- The program: fill in a [MASK] -----
@@ -442,7 +484,7 @@ def main():
         model = load_huggingface(args.folder)
         tokenizer = sentencepiece.SentencePieceProcessor(args.folder + "/tokenizer.model")
         print(*fill_mask(model, tokenizer, args.text), sep="\n")
-    except (ModelError, OSError) as error:
+    except (ModelError, OSError, RuntimeError) as error:     # the last: sentencepiece
         sys.exit(f"bert.py: {error}")
 
 

@@ -20,6 +20,7 @@ Masks and pairs are made on the fly, so both phases, at any length, read the sam
 Shapes: B examples, T tokens, M masked tokens of a whole batch, n indices of examples.
 """
 import argparse
+import atexit
 import bz2
 import contextlib
 import functools
@@ -53,7 +54,7 @@ MASK_FRACTION = 0.15
 SHORT_FRACTION = 0.10       # of the examples, so that short inputs are met in pre-training too
 LONGEST_WORD = 8            # tokens, for whole-word masking: some scripts have no spaces
 ARRAYS = ("tokens", "sentences", "documents")
-VERSION = 3                 # of the folder's format
+VERSION = 4                 # of the folder's format
 
 
 class DataError(ValueError):
@@ -328,12 +329,15 @@ class Same(torch.utils.data.Dataset):
 
 def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed in `workers` processes at most two
-    items each ahead; in this process if there are none. Raises DataError where a worker died."""
+    items each ahead; in this process if there are none. Raises DataError where a worker died or
+    could not read a file; any other exception of a worker comes with its traceback there."""
     context = worker_context() if workers else None
     try:
         yield from torch.utils.data.DataLoader(
             Same(), batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
             multiprocessing_context=context, worker_init_fn=set_up_worker)
+    except OSError as error:            # in a worker: the last line of the traceback has the path
+        raise DataError(str(error).rstrip().rpartition("\n")[2]) from None
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
@@ -352,13 +356,13 @@ def worker_context():
     multiprocessing.forkserver.ensure_running()
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    # Comes before Python, at its end, sends its children a SIGTERM, which these ignore, and waits
-    multiprocessing.util.Finalize(None, kill_workers, exitpriority=1)
     return context
 
 
+@atexit.register
 def kill_workers():
-    """Ends the workers that are still there when this process ends."""
+    """Ends the workers that are still there when this process ends: before Python sends them a
+    SIGTERM, which they ignore, and waits."""
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -383,21 +387,21 @@ GROUP = 32                  # blocks that are written at a time
 LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proportion to the longest
 
 
-def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.01, tokenizer=None,
+def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.01, tokenizer=None,
             workers=None, split=None):
     """Writes a folder of shards; returns its manifest (dict). Nothing half-written takes its name.
 
     corpus: documents, each one string, that can be iterated again and again; it is read twice, to
     survey it and to encode it, then in `workers` processes (default: one a core, none for less than
-    32 MB). tokenizer: a path; without one a model of `vocab_size` pieces, 8,192 if not given, is
-    trained. held_out: the fraction of the documents, about 100 to half of them, that go to a shard
-    of their own. split: "lines" takes a line as a sentence, "prose" joins a document's lines and
-    splits at sentence ends; by default the first thousand lines decide. The same prepared already
-    is left as it is. Raises DataError if the folder holds something else or the text is of no use.
+    32 MB). tokenizer: a path; without one a model of `vocab_size` pieces is trained. held_out: the
+    fraction of the documents, about 100 to half of them, that go to a shard of their own. split:
+    "lines" takes a line as a sentence, "prose" joins a document's lines and splits at sentence
+    ends; by default the first thousand lines decide. The same prepared already is left as it is.
+    Raises DataError if the folder holds something else or the text is of no use.
     """
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
-    vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size or 8192
+    vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size
     worker_context()                    # its server imports torch while the corpus is surveyed
     prose = split == "prose" if split else is_prose(corpus)
     identity, sample = survey(corpus)
@@ -421,6 +425,7 @@ def prepare(corpus, folder, vocab_size=None, shards=8, cased=False, held_out=0.0
         counts = write_shards(in_workers(encoder, blocks(corpus), workers), temporary, settings)
         files = {path.name: {"sha256": sha256_of(path)} for path in sorted(temporary.iterdir())}
         manifest = {**settings, **counts, "files": files}
+        manifest["sha256"] = manifest_digest(manifest)
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
@@ -503,6 +508,8 @@ class TextFiles:
     def __init__(self, paths):
         self.files = []
         for path in map(Path, paths):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise DataError(f"{path} is a pipe or a device; text is read twice: give a file")
             inside = [file for file in sorted(path.rglob("*"))
                       if file.is_file() and "/." not in f"/{file.relative_to(path)}"]
             self.files += inside if path.is_dir() else [path]
@@ -682,13 +689,20 @@ def append(path, totals, tokens, sentences, documents):
 # ----- Prepared shards: what is there, and whether it is whole -----
 
 def load_manifest(folder):
-    """Returns the manifest of a folder of shards (dict); raises DataError if there is none."""
+    """Returns the manifest of a folder of shards (dict); raises DataError if there is none, or one
+    that is not as it was written."""
     path = Path(folder) / "manifest.json"
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         manifest = json.loads(path.read_text())
-        if manifest["version"] == VERSION:
+        if manifest["version"] == VERSION and manifest["sha256"] == manifest_digest(manifest):
             return manifest
     raise DataError(f"{path} is missing, damaged or not of format {VERSION}; prepare a new folder")
+
+
+def manifest_digest(manifest):
+    """Returns the SHA-256 of all that a manifest says but for its own digest."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def unigram_losses(folder):
@@ -705,24 +719,31 @@ def shard_names(shards):
 
 def files_of(manifest, rank, size):
     """Returns the names of the files that rank `rank` of `size` reads: its own shards, the held-out
-    one, the tokenizer and the counts of tokens."""
+    one, the tokenizer and the counts of tokens. rank None: what all ranks read."""
     # Example i is of shard i mod `shards` and of rank i mod `size`: a rank meets a shard in some i
     # if and only if the two agree modulo the greatest common divisor
     common = np.gcd(manifest["shards"], size)
     return [name for name in manifest["files"]
-            if not name.startswith("train") or (int(name[6:11]) - rank) % common == 0]
+            if not name.startswith("train")
+            or rank is not None and (int(name[6:].split(".")[0]) - rank) % common == 0]
 
 
 def verify(folder, rank=0, size=1, everything=False):
-    """Checks the digests of what rank `rank` of `size` reads, or of all files. Raises DataError
-    that names the first file that is missing or damaged."""
+    """Returns the manifest after checking the digests of what rank `rank` of `size` reads, or of
+    all files. Raises DataError that names the first file that is missing or damaged; if missing,
+    also the ranks that would find all of theirs."""
     manifest = load_manifest(folder)
     for name in manifest["files"] if everything else files_of(manifest, rank, size):
         path = Path(folder) / name
         if not path.exists():
-            raise DataError(f"{path} is missing; rank {rank} of {size} needs it")
+            here = {file.name for file in Path(folder).iterdir()}
+            ranks = [r for r in range(size) if here.issuperset(files_of(manifest, r, size))]
+            hint = f"; here is what ranks {ranks} read: start this node with their --node_rank"
+            raise DataError(f"{path} is missing; rank {rank} of {size} on {os.uname().nodename} "
+                            "reads it" + hint * (ranks != [] and rank not in ranks))
         if sha256_of(path) != manifest["files"][name]["sha256"]:
             raise DataError(f"{path} is damaged; copy it again or prepare the folder again")
+    return manifest
 
 
 def sha256_of(path):
@@ -733,16 +754,19 @@ def sha256_of(path):
 
 def split_folder(folder, nodes, ranks_per_node=1):
     """Writes, for each of `nodes`, the folder of what its ranks read: FOLDER-node-0 and so on.
-    Returns their paths. Raises DataError where a file is missing or damaged, or a folder of such a
-    name is there already."""
-    verify(folder)
-    folder, manifest = Path(os.path.abspath(folder)), load_manifest(folder)
+    Returns their paths; a line on stderr says if nodes need more than an equal part. Raises
+    DataError where a file is missing or damaged, or a folder of such a name is there already."""
+    folder, manifest = Path(os.path.abspath(folder)), verify(folder)
+    shards, size = manifest["shards"], nodes * ranks_per_node
+    if nodes > 1 and shards % size:
+        print(f"{size} ranks do not divide {shards} shards: nodes need the same ones, or all; "
+              f"--shards {-(-shards // size) * size} would give each its own", file=sys.stderr)
     targets = [folder.with_name(f"{folder.name}-node-{node}") for node in range(nodes)]
     for node, target in enumerate(targets):
         if target.exists():
             raise DataError(f"{target} exists; remove it or give the shards another name")
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
-        names = {name for r in ranks for name in files_of(manifest, r, nodes * ranks_per_node)}
+        names = {name for r in ranks for name in files_of(manifest, r, size)}
         with replaced(target) as temporary:
             for name in [*names, "manifest.json"]:
                 shutil.copyfile(folder / name, temporary / name)
@@ -800,7 +824,7 @@ def describe(manifest):
 def show(folder):
     """Returns `describe` and three held-out examples as words, after each chosen token what stood
     there; lines of text."""
-    report, tokenizer = describe(load_manifest(folder)), load_tokenizer(f"{folder}/tokenizer.model")
+    report, tokenizer = describe(verify(folder, None)), load_tokenizer(f"{folder}/tokenizer.model")
     for example in itertools.islice(PretrainingData(folder, 64, held_out=True), 3):
         words = tokenizer.id_to_piece(example.tokens.tolist())
         for position, label in zip(example.masked_positions, example.labels.tolist()):
@@ -809,35 +833,43 @@ def show(folder):
     return report.replace("▁", " ")
 
 
+def number(kind, low, high):
+    """Returns what argparse needs to know of a flag that takes a number from `low` to `high`."""
+    def number(text):
+        if not low <= (value := kind(text)) <= high:         # so that NaN is refused as well
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high:,}, not {text}")
+        return value
+    return {"type": number, "metavar": "N" if kind is int else "X"}
+
+
 def main():
-    """Runs the program; what cannot be used is one line on stderr and status 1."""
-    parser = argparse.ArgumentParser(description="Prepare text for BERT pre-training.")
+    """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
+    # Without a usage an error is one line
+    parser = argparse.ArgumentParser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
     add = parser.add_argument_group("text in, shards out").add_argument
     add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
-    add("--shards", type=int, default=8, metavar="N", help="deal documents to N shards; default: 8")
-    add("--held-out", type=float, default=0.01, metavar="X", help="hold out a part; default: 0.01")
+    add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
+    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out a part; default: 0.01")
     add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
-    add("--workers", type=int, metavar="N", help="encode in N processes; default: one a core")
+    add("--workers", **number(int, 0, 1024), help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")
     add = parser.add_argument_group("tokenizer").add_mutually_exclusive_group().add_argument
-    add("--vocab-size", type=int, metavar="N", help="train one of N pieces; default: 8192")
+    add("--vocab-size", **number(int, 16, 10 ** 9), default=8192, help="of N pieces; default: 8192")
     add("--tokenizer", metavar="FILE", help="take this tokenizer.model instead")
     add = parser.add_argument_group("shards that are there").add_argument
     add("--show", metavar="DIR", help="report on them and show three examples")
     add("--split", metavar="DIR", help="copy what each node needs of them to DIR-node-0 and so on")
-    add("--nodes", type=int, default=1, metavar="N", help="split for N nodes")
-    add("--ranks-per-node", type=int, default=1, metavar="N", help="of N ranks each")
+    add("--nodes", **number(int, 1, 10 ** 6), default=1, help="split for N nodes")
+    add("--ranks-per-node", **number(int, 1, 10 ** 6), default=1, help="of N ranks each")
     args = parser.parse_args()
-    if min(args.shards, args.nodes, args.ranks_per_node) < 1 or (args.workers or 0) < 0:
-        parser.error("--shards, --nodes and --ranks-per-node must be at least 1, --workers 0")
     out = args.out or default_folder(args.corpus)
     try:
         if args.show:
             print(show(args.show))
         elif args.split:
-            for target in split_folder(args.split, args.nodes, args.ranks_per_node):
-                print(f"{target}: copy it to this node as {args.split}")
+            for k, target in enumerate(split_folder(args.split, args.nodes, args.ranks_per_node)):
+                print(f"{target}: {args.split} of the node with --node_rank={k} --master_addr=...")
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                     args.held_out, args.tokenizer, args.workers, args.sentences)

@@ -18,6 +18,7 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
 
 import numpy as np
@@ -36,8 +37,8 @@ class RankLost(DistError):
 # ----- Ranks -----
 
 @dataclasses.dataclass(frozen=True)
-class World(contextlib.AbstractContextManager):
-    """This process among all of them, and the collectives. A context manager that closes them.
+class World:
+    """This process among all of them, and the collectives.
 
     Tensors on a GPU go over NCCL; numbers and objects go over Gloo also there, so that a rank that
     died is an exception in the training loop and not an aborted process.
@@ -102,23 +103,34 @@ class World(contextlib.AbstractContextManager):
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank}: another rank died or did not answer in time "
-                           f"({error!r:.160}); start the same command again to resume from the "
-                           "last checkpoint") from error
+            lost = self.first_to_fail() and self._ask(self._silent)    # only this one is printed
+            raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
+                           f"resumes from the last checkpoint ({error!r:.160})") from error
 
     def first_to_fail(self):
-        """Returns True on the rank that asks first: of all that fail, it has the reason."""
-        store = torch.distributed.distributed_c10d._get_default_store
-        return self.size == 1 or store().add("failed", 1) == 1
+        """Returns True on the rank that calls it first, and False on the others: of all that fail,
+        one has the reason. Where the store does not answer it is True on each of them, and a clean
+        exit would wait for the store: leave by os._exit."""
+        me = os.environ.get("RANK", "0")               # in a group, `rank` is another number
+        self._ask(lambda store: store.set(f"alive/{me}", ""))    # `answer` may come too late
+        return self._ask(lambda store: store.compare_set("failed", "", me).decode()) in (None, me)
+
+    def _ask(self, question):
+        """Returns question(store of all ranks), or None if there is no store or no answer in 3 s: a
+        request to a host that is stopped or cut off never returns."""
+        with contextlib.suppress(RuntimeError, TimeoutError, AttributeError):
+            store = torch.distributed.group.WORLD.get_group_store()
+            return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
+
+    def _silent(self, store):
+        time.sleep(1)                                  # `answer` needs a fifth of that
+        return absent(store, "alive", torch.distributed.get_world_size())
 
     def close(self):
-        """Closes the groups: one left open aborts at exit."""
+        """Closes the groups: one left open aborts at exit. After RankLost it could wait for that
+        rank: leave by os._exit."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-    def __exit__(self, kind, error, trace):
-        if not isinstance(error, RankLost):        # else it would wait for that rank
-            self.close()
 
 
 def init(timeout=600.0, init_method="env://"):
@@ -130,33 +142,72 @@ def init(timeout=600.0, init_method="env://"):
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     rank, size, local_rank, local_size = (int(os.environ.get(*item)) for item in defaults.items())
     node, nodes, device = rank // local_size, size // local_size, torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_size > (gpus := torch.cuda.device_count()):
-            raise DistError(f"{local_size} ranks, {gpus} GPUs a node; set --nproc_per_node={gpus}")
-        device = torch.device("cuda", local_rank)
+    if torch.cuda.is_available():              # a scheduler may show each rank only its own GPU
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     world = World(rank, size, local_rank, local_size, node, nodes, device)
     if size == 1:
         return world
-    if interface := interface_towards(os.environ.get("MASTER_ADDR", ""), nodes):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     try:
-        torch.distributed.init_process_group(backend, init_method, limit, size, rank)
-        places = world.all_gather_object((local_rank, local_size))
-        if size % local_size or places != [(r % local_size, local_size) for r in range(size)]:
-            torch.distributed.destroy_process_group()
-            raise DistError(f"nodes of {sorted({n for _, n in places})} ranks, {size} in all; set "
-                            "the same --nproc_per_node on every node")
+        store = meet(rank, size, init_method, limit)
+        # On node 0 MASTER_ADDR is often 127.0.1.1; the way to the last node is the right one there
+        _, address = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        store.set(f"address/{node}", address)
+        towards = store.get(f"address/{node or nodes - 1}").decode()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(towards)[0])
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, None, limit, size, rank, store)
+        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+        gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+        places = world.all_gather_object((local_rank, local_size, gpu))
+        even = all(place[:2] == (r % local_size, local_size) for r, place in enumerate(places))
+        if not even or size % local_size or len({gpu for *_, gpu in places}) < size:
+            raise DistError(f"nodes of {sorted({n for _, n, _ in places})} ranks, {size} in all; "
+                            "set the same --nproc_per_node on every node, on GPUs one for each")
         return two_levels(world, limit) if nodes > 1 and local_size > 1 else world
     except (RuntimeError, ValueError) as error:
         raise RankLost(f"rank {rank} of {size} could not meet the others: "
                        f"{error!r:.200}") from error
 
 
-def interface_towards(address, nodes):
-    """Returns the name of the network interface by which packets to `address` leave, or None.
+def meet(rank, size, init_method, limit):
+    """Returns a store of keys and values that all ranks share and no earlier ones have used.
+
+    When torchrun starts ranks again its store still holds the addresses of the dead ones, and its
+    count of restarts differs between nodes. So every process adds one to a count in the store, and
+    the ranks meet under the number that it then has: a later process of the same rank changes it,
+    so no two can be there. Raises RuntimeError if ranks do not come in time, naming them.
+    """
+    root, *_ = next(torch.distributed.rendezvous(init_method, rank, size, timeout=limit))
+    root.add("processes", 1)
+    for _ in range(1 + int(10 * limit.total_seconds())):
+        store = torch.distributed.PrefixStore(f"{root.add('processes', 0)}", root)
+        store.set(f"here/{rank}", "")
+        if store.check([f"here/{r}" for r in range(size)]):
+            return store
+        time.sleep(0.1)
+    raise RuntimeError(f"rank {absent(store, 'here', size)} did not come in time")
+
+
+def absent(store, word, size):
+    """Returns the ranks that have not set `word` in a store, as "3, 5"."""
+    return ", ".join(str(r) for r in range(size) if not store.check([f"{word}/{r}"]))
+
+
+def answer(rank):
+    """Tells a rank that asks that this process is alive. In a thread, since the program may be busy
+    for minutes; a dead or stopped process has none."""
+    with contextlib.suppress(RuntimeError):            # the store is gone
+        store = torch.distributed.group.WORLD.get_group_store()
+        while torch.distributed.is_initialized() and not store.check(["failed"]):
+            time.sleep(0.2)
+        store.set(f"alive/{rank}", "")
+
+
+def interface_towards(address):
+    """Returns (name of the network interface by which packets to `address` leave, our own address
+    there), or two empty strings.
 
     Gloo otherwise takes the one of the host's own name, often a wrong one where there are several,
     or one that other nodes cannot reach. Looked up on Linux only.
@@ -170,8 +221,8 @@ def interface_towards(address, nodes):
                 with contextlib.suppress(OSError):     # 0x8915 is SIOCGIFADDR
                     found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))
                     if socket.inet_ntoa(found[20:24]) == ours:
-                        return None if ours.startswith("127.") and nodes > 1 else name
-    return None
+                        return name, ours
+    return "", ""
 
 
 def two_levels(world, limit):
@@ -222,6 +273,8 @@ class Reducer:
         for tensor in [*module.parameters(), *module.buffers()]:
             world.broadcast(tensor.detach())
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if any(p._post_accumulate_grad_hooks for p in self.parameters.values()):
+            raise DistError("this model has a Reducer already: close() that one first")
         total = 4e-6 * sum(p.numel() for p in self.parameters.values())
         bucket_mb = bucket_mb or min(25.0, max(1.0, total / 12))
         self._buckets = fill_buckets(order_of_readiness(module), bucket_mb, world, compression)
@@ -234,7 +287,7 @@ class Reducer:
                 self.hooks.append(self.parameters[name].register_post_accumulate_grad_hook(ready))
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "communication")
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.jobs = []
+        self.jobs, self.world = [], world
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
@@ -299,10 +352,13 @@ class Reducer:
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, as
         RankLost; DistError if a parameter took no part in the loss, naming it."""
         if unused := sorted(name for bucket in self._buckets for name in bucket.missing):
-            raise DistError(f"no gradient for {', '.join(unused)}: it takes no part in the "
-                            "loss; set requires_grad=False or leave it out of the model")
+            raise DistError(f"no gradient for {', '.join(unused)} in the step's last backward: "
+                            "each must take part in that loss, or have requires_grad=False")
         if self.stream:
             torch.cuda.current_stream().synchronize()          # backward's own time is not waiting
+            # A rank that died in backward is an exception here, over Gloo. NCCL would wait for it
+            # until the timeout, and then abort the process without a line
+            self.world.sum([0])
         began = time.perf_counter()
         sent, self.bucket_seconds = zip(*[job.result() for job in self.jobs])
         self.wait_seconds = time.perf_counter() - began
@@ -314,9 +370,13 @@ class Reducer:
             bucket.commit(step_taken)
 
     def state_dict(self):
-        """Returns what lossy compression has not yet sent, {name: fp32 tensor}. All ranks call it:
-        it averages residuals over them, also in the run that goes on, so that any number of ranks
-        can take them up. PowerSGD's factors restart from the seed."""
+        """Returns what lossy compression has not yet sent, {name: fp32 tensor}. All ranks call it.
+
+        It averages residuals over them, so that any number of ranks can take them up, and restarts
+        PowerSGD's factors, both also in the run that goes on. So with lossy compression the bits
+        after a save depend on which steps were saved; and what resumes from a save, on as many
+        ranks, equals the run that saved there, bit for bit.
+        """
         return {name: rest for bucket in self._buckets if bucket.lossy
                 for name, rest in bucket.fold().items()}
 
@@ -684,15 +744,13 @@ def parse_compression(text):
     """Returns (name, option or None) of a text as "none", "topk" (with its default) or "topk:0.05".
     Raises DistError for what is unknown or cannot work."""
     name, colon, option = text.partition(":")
-    if name not in COMPRESSORS:
-        raise DistError(f"unknown compression {name!r}; known are {', '.join(COMPRESSORS)}")
-    compressor, argument, padding = COMPRESSORS[name]
-    with contextlib.suppress(ValueError, TypeError):       # TypeError: it has no option to set
+    with contextlib.suppress(KeyError, ValueError, TypeError):     # TypeError: it has no option
+        compressor, argument, padding = COMPRESSORS[name]
         argument = type(argument)(option) if colon else argument
         if not colon or 0 < argument <= (1 if isinstance(argument, float) else math.inf):
             return compressor, argument, padding
-    raise DistError(f"--compression {text} cannot work; options are a fraction in (0, 1], as in "
-                    "topk:0.01 and chunk:0.05, and a rank of 1 or more, as in powersgd:4")
+    raise DistError(f"--compression {text} cannot work; known are {', '.join(COMPRESSORS)}; with a "
+                    "fraction in (0, 1], as topk:0.01 and chunk:0.05, or a rank, as powersgd:4")
 
 
 # ----- The program: what this network does -----
@@ -724,15 +782,18 @@ def main():
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 25, 100, 400], help="sizes")
     parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = parser.parse_args()
+    if not all(0 < number < 1e6 for number in [*args.mb, args.timeout]):     # so NaN is refused too
+        parser.exit(2, "dist.py: --mb and --timeout must be above 0 and below a million\n")
     try:
-        with init(args.timeout) as world:
-            say = functools.partial(print, flush=True) if world.rank == 0 else lambda line: None
-            say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; GB/s of fp32")
-            say("compression     MB        ms   MB sent    GB/s     error of one step")
-            for name, size in itertools.product(COMPRESSORS, args.mb):
-                seconds, sent, error = measure(world, name, size)
-                say(f"{name:<12}{size:>6g}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
-                    f"{size / 1e3 / seconds:>8.2f}{error:>10.1e}")
+        world = init(args.timeout)
+        say = functools.partial(print, flush=True) if world.rank == 0 else lambda line: None
+        say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; GB/s of fp32")
+        say("compression     MB        ms   MB sent    GB/s     error of one step")
+        for name, size in itertools.product(COMPRESSORS, args.mb):
+            seconds, sent, error = measure(world, name, size)
+            say(f"{name:<12}{size:>6g}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
+                f"{size / 1e3 / seconds:>8.2f}{error:>10.1e}")
+        world.close()
     except DistError as error:
         print(f"dist.py: {error}", file=sys.stderr, flush=True)
         os._exit(1)                                # a clean exit can wait for a rank that is lost

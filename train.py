@@ -17,6 +17,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -124,6 +125,9 @@ def parse_arguments(argv=None):
     add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
     add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
         "(never), or from the newest in --out (auto)")
+    add("--init", metavar="DIR", help="begin with the weights of this model folder, ours or any "
+        "Hugging Face BERT's; for text its tokenizer.model is needed: --data shards that data.py "
+        "--tokenizer DIR/tokenizer.model made (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=RECIPES, help="follow this entry of RECIPES (demo)")
@@ -148,7 +152,8 @@ def parse_arguments(argv=None):
         f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
     add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
     add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
-    add("--compile", action="store_true", help="let torch.compile fuse the model's kernels")
+    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
+    add("--profile", action="store_true", help="trace five steps of each phase into --out")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
     add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
     add = parser.add_argument_group("what is written when").add_argument
@@ -194,7 +199,6 @@ def train(plan, world):
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
-    forward = torch.compile(model, dynamic=True) if plan.compile else model
     last = plan.ends[-1]
     stop_at, saved = min(last, plan.max_steps or last), step
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
@@ -233,7 +237,7 @@ def train(plan, world):
                 seed_dropout(plan.seed, step, k, world.rank)
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
-                    losses = forward(batch.to(world.device))
+                    losses = model(batch.to(world.device))
                     loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
                     # Averaging over the ranks will divide by their number; fp16 needs the scale
                     (loss * world.size * scale).backward()
@@ -311,10 +315,14 @@ def build(plan, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
+    # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
+    on_all_ranks(world, lambda: world.rank == 0 and plan.init and initialise(model, plan))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    for block in model.blocks if plan.compile else ():
+        block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
@@ -331,6 +339,21 @@ def build(plan, world):
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
+
+
+def initialise(model, plan):
+    """Gives the model the weights of the folder --init, unless a checkpoint will; raises
+    ConfigError or bert.ModelError if they do not fit."""
+    if checkpoints_in(plan.out / "checkpoints"):
+        return
+    found, own = bert.load_huggingface(plan.init), Path(plan.init) / "tokenizer.model"
+    config = found.config._replace(dropout=plan.dropout, init_std=plan.config.init_std)
+    if differ := differences(plan.config._asdict(), config._asdict()):
+        raise ConfigError(f"--init {plan.init} does not fit the plan: {differ}")
+    if own.exists() and own.read_bytes() != (plan.data / "tokenizer.model").read_bytes():
+        raise ConfigError(f"{plan.data} has another tokenizer than --init {plan.init}; make shards "
+                          f"with data.py --tokenizer {own}")
+    model.load_state_dict(found.state_dict())
 
 
 def listen_to_signals(max_minutes):
@@ -367,10 +390,26 @@ def open_phase(plan, world, phase_index, step):
                              lengths=examples.lengths if plan.balance else None)
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
+    if plan.profile and world.rank == 0:
+        batches = profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
                disable=True if world.rank else None, dynamic_ncols=True)
     return batches, all_have, bar
+
+
+def profiled(batches, path):
+    """Yields from an iterator; between its sixth and eleventh item, five steps, it writes the
+    trace PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt.
+    """
+    yield from itertools.islice(batches, 5)                  # the first ones are not typical
+    with torch.profiler.profile() as profiler:
+        yield from itertools.islice(batches, 5)
+    profiler.export_chrome_trace(f"{path}.json")
+    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
+    Path(f"{path}.txt").write_text(table)
+    yield from batches
 
 
 def step_totals(micro_batches, wishes, world):
@@ -462,6 +501,7 @@ def make_plan(args, world):
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
+    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
     plan.dropout = recipe.dropout if args.dropout is None else args.dropout
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
@@ -552,7 +592,7 @@ def on_all_ranks(world, job):
     result = problem = None
     try:
         result = job()
-    except (ConfigError, data.DataError, OSError) as error:
+    except EXPECTED as error:
         problem = str(error)
     if problems := [words for words in world.all_gather_object(problem) if words]:
         raise ConfigError(problems[0])

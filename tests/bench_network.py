@@ -12,6 +12,7 @@ communication that backward covered, without the bucket of the tied embedding, w
 only when backward ends.
 """
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -122,7 +123,7 @@ def measure_step(method, world, batch):
 def worker(args):
     """Runs as one rank; rank 0 prints the medians of every rate and method as JSON."""
     torch.set_num_threads(1)
-    with dist.init(300) as world:
+    with contextlib.closing(dist.init(300)) as world:
         methods = {name: Method(name, world, args.vocab[0]) for name in args.methods}
         torch.manual_seed(1 + world.rank)
         batch = random_batch(args.vocab[0])

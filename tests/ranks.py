@@ -24,7 +24,7 @@ def start_server():
     multiprocessing.forkserver.ensure_running()
 
 
-def _main(function, rank, size, store, arguments, local_size, gpu):
+def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     local_size = local_size or size
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Gloo also where there is a GPU
@@ -39,19 +39,22 @@ def _main(function, rank, size, store, arguments, local_size, gpu):
     sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is in its log.txt
     tqdm.set_lock(threading.RLock())  # its own outlives a killed rank
     try:
-        with dist.init(60, f"file://{store}") as world:
-            outcome = function(world, *arguments)
+        world = dist.init(timeout, f"file://{store}")
+        outcome = function(world, *arguments)
+        world.close()
     except BaseException as error:
         outcome = error
         if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
             outcome = RuntimeError(traceback.format_exc())
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)
-    if isinstance(outcome, dist.RankLost):
+    if isinstance(outcome, BaseException):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
 
-def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False):
+def run_ranks(
+    function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False, timeout=60
+):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
@@ -60,7 +63,8 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
     store = tmp_path / f"store-{uuid.uuid4().hex}"
     ranks = [
         CONTEXT.Process(
-            target=_main, args=(function, rank, size, store, arguments, local_size, gpu)
+            target=_main,
+            args=(function, rank, size, store, arguments, local_size, gpu, timeout),
         )
         for rank in range(size)
     ]

@@ -1,6 +1,8 @@
 """bert.py against transformers and torch's own encoder layer, and through its file formats."""
 
+import io
 import json
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -47,12 +49,10 @@ def huggingface_model(folder, dtype):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path, shards):
     """(our model, the Hugging Face folder that it was saved to)"""
-    tokenizer = tmp_path / "some.model"
-    tokenizer.write_bytes(b"a tokenizer")
     model = make_model()
-    bert.save_huggingface(model, tokenizer, tmp_path / "folder")
+    bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "folder")
     return model, tmp_path / "folder"
 
 
@@ -181,13 +181,13 @@ def test_presets():
     assert sum(p.numel() for p in model.parameters()) == 336_232_258  # papers.md, 1.4
 
 
-def test_saved_weights_come_back_bit_for_bit(saved):
+def test_saved_weights_come_back_bit_for_bit(saved, shards):
     model, folder = saved
     again = bert.load_huggingface(folder)
     assert again.config == model.config
     for (name, p), q in zip(model.named_parameters(), again.parameters()):
         assert torch.equal(p, q), name
-    assert (folder / "tokenizer.model").read_bytes() == b"a tokenizer"
+    assert (folder / "tokenizer.model").read_bytes() == (shards / "tokenizer.model").read_bytes()
     assert not list(folder.glob("*.tmp"))
 
 
@@ -207,6 +207,11 @@ def test_old_names_and_other_vocabularies_load(tmp_path, saved):
     assert torch.equal(loaded.embeddings.tokens.weight[:190], model.embeddings.tokens.weight[:190])
     assert not loaded.embeddings.tokens.weight[190:].any()
     assert torch.equal(loaded.blocks[1].norm.weight, model.blocks[1].norm.weight)
+    for name in ("bert.embeddings.position_embeddings.weight", "bert.pooler.dense.bias"):
+        short = old | {name: old[name][:-1]}                 # only a vocabulary is filled up
+        (tmp_path / "model.safetensors").write_bytes(b"".join(bert.safetensors(short)))
+        with pytest.raises(bert.ModelError, match=f"{name} .* wrong shape"):
+            bert.load_huggingface(tmp_path)
 
 
 def test_bad_folders_are_one_line(tmp_path, saved, program):
@@ -214,7 +219,7 @@ def test_bad_folders_are_one_line(tmp_path, saved, program):
     with pytest.raises(bert.ModelError, match="no model folder"):
         bert.load_huggingface(tmp_path / "nowhere")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(bert.ModelError, match="cut or damaged"):
+    with pytest.raises(bert.ModelError, match="cut or damaged .*sha256sum -c"):
         bert.load_huggingface(folder)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(bert.ModelError, match="not a BERT"):
@@ -222,6 +227,89 @@ def test_bad_folders_are_one_line(tmp_path, saved, program):
     run = program("bert.py", tmp_path / "nowhere", "a [MASK]")
     assert run.returncode == 1 and run.stderr.startswith("bert.py: ")
     assert run.stderr.count("\n") == 1
+
+
+def write_weights(folder, header, numbers):
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + numbers
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def test_wrong_headers_and_configs_are_one_line(saved):
+    """In a folder without SHA256SUMS, as others write them."""
+    model, folder = saved
+    (folder / "SHA256SUMS").unlink()
+    content = (folder / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header, numbers = json.loads(content[8:begin]), content[begin:]
+    config = json.loads((folder / "config.json").read_text())
+    name = "bert.encoder.layer.0.output.dense.weight"                # (64, 128)
+    first, last = header[name]["data_offsets"]
+    entries = [{"dtype": "F16"}, {"dtype": "F64"}, {"dtype": "I32"}, {"dtype": 5}, {"shape": 5},
+               {"shape": [64]}, {"shape": [128, 64]}, {"shape": [10 ** 30]}, {"shape": [64.0, 128]},
+               {"data_offsets": [first - 4, last - 4]}, {"data_offsets": [first, 10 ** 12]},
+               {"data_offsets": 1}, {"data_offsets": ["0", "4"]}, {"data_offsets": None}]
+    headers = [header | {name: header[name] | entry} for entry in entries]
+    headers += [header | {name: 1}, {**header, "more": header[name]}, {}, [], 5]
+    shift = {key: entry if key == "__metadata__" else entry | {
+        "data_offsets": [at + 4 for at in entry["data_offsets"]]} for key, entry in header.items()}
+    bad = [(header, numbers + b"1234"), (header, numbers[:-4]), (shift, b"1234" + numbers),
+           (header, numbers[:first] + b"\0\0\xc0\x7f" + numbers[first + 4:])]       # NaN
+    for damaged in [*bad, *((wrong, numbers) for wrong in headers)]:
+        write_weights(folder, *damaged)
+        with pytest.raises(bert.ModelError) as caught:
+            bert.load_huggingface(folder)
+        assert "\n" not in str(caught.value)
+    for size in (2, 10 ** 9, 2 ** 63 - 1):
+        (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + content[8:])
+        with pytest.raises(bert.ModelError):
+            bert.load_huggingface(folder)
+    (folder / "model.safetensors").write_bytes(content)
+    fields = [{"num_hidden_layers": n} for n in (0, 1, 3, -2, 10 ** 9, True, "2", 2.0, None, [2])]
+    fields += [{"hidden_size": n} for n in (65, 32, 128, 10 ** 9)]
+    fields += [{"num_attention_heads": n} for n in (0, 3, True, 2.0)]
+    fields += [{"vocab_size": n} for n in (191, 193, 10 ** 12)]
+    fields += [{"max_position_embeddings": n} for n in (511, 513, 10 ** 12)]
+    fields += [{"layer_norm_eps": n} for n in (None, float("nan"), -1, float("inf"), "1e-12")]
+    fields += [{"hidden_dropout_prob": n} for n in (float("nan"), 1, True)]
+    for field in fields:
+        (folder / "config.json").write_text(json.dumps(config | field))
+        with pytest.raises(bert.ModelError):
+            bert.load_huggingface(folder)
+    for text in ("[]", "5", '"model_type"', "[" * 10 ** 5):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(bert.ModelError, match="config.json"):
+            bert.load_huggingface(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0}))
+    assert torch.equal(bert.load_huggingface(folder).mlm_bias, model.mlm_bias)
+
+
+def test_our_folders_say_when_any_bit_is_another_one(saved):
+    _, folder = saved
+    for name in ("config.json", "model.safetensors", "tokenizer.model", "SHA256SUMS"):
+        good = (folder / name).read_bytes()
+        content = bytearray(good)
+        content[-9] ^= 1                         # a weight that stays finite, for one
+        (folder / name).write_bytes(content)
+        with pytest.raises(bert.ModelError):
+            bert.load_huggingface(folder)
+        (folder / name).write_bytes(good)
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(bert.ModelError, match="tokenizer.model"):
+        bert.load_huggingface(folder)
+
+
+def test_a_full_disk_is_named_and_the_old_file_stays(saved, shards):
+    model, folder = saved
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))      # a write fails there
+    try:
+        with pytest.raises(OSError, match=f"{folder}/model.safetensors"):
+            bert.save_huggingface(model, shards / "tokenizer.model", folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_fill_in_program(shards, tmp_path, program):
@@ -246,3 +334,18 @@ def test_masks_stand_where_the_words_would(shards):
     assert bert.encode_with_masks(tokenizer, "[MASK]") == [2, 4, 3]
     assert bert.encode_with_masks(tokenizer, "[MASK] [MASK]") == [2, 4, 4, 3]
     assert [piece(s) for s in ("[CLS]", "[SEP]", "[MASK]")] == [bert.CLS, bert.SEP, bert.MASK]
+
+
+def test_tokenizer_json_has_the_pieces_or_is_refused(documents, shards, tmp_path):
+    model = (shards / "tokenizer.model").read_bytes()
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    theirs = json.loads(bert.tokenizer_json(model))["model"]["vocab"]
+    assert theirs == [[tokenizer.id_to_piece(i), tokenizer.get_score(i)] for i in range(320)]
+    for option in ({"model_type": "bpe"}, {"byte_fallback": True}, {"split_by_whitespace": False},
+                   {"add_dummy_prefix": False}, {"user_defined_symbols": ["<x>"]}):
+        other = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(documents), model_writer=other, vocab_size=400, minloglevel=2,
+            **option)
+        with pytest.raises(bert.ModelError, match="no plain unigram model"):
+            bert.tokenizer_json(other.getvalue())

@@ -269,9 +269,13 @@ def test_workers_give_the_same_batches_as_none(shards):
             assert len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
-def test_a_worker_that_dies_is_one_line():
-    with pytest.raises(data.DataError, match="a worker process died.*--workers lower"):
-        list(data.in_workers(os._exit, [1], 1))
+@pytest.mark.parametrize("function,item,kind,message", [
+    (os._exit, 1, data.DataError, "^a worker process died.*--workers lower$"),
+    (open, "/nowhere", data.DataError, "^FileNotFoundError: .*'/nowhere'$"),
+    (int, "x", ValueError, "(?s)Original Traceback .* invalid literal")])       # a bug: where it is
+def test_what_fails_in_a_worker_is_said(function, item, kind, message):
+    with pytest.raises(kind, match=message):
+        list(data.in_workers(function, [item], 1))
 
 
 LOOP = """
@@ -426,7 +430,13 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
     model, files = shards / "tokenizer.model", sorted(tmp_path.iterdir())
     run = functools.partial(main, monkeypatch, tmp_path / "a.txt", "--out", tmp_path / "out")
     assert "is not a tokenizer.model" in run("--tokenizer", tmp_path / "a.txt")
-    assert run("--tokenizer", model, "--vocab-size", 300) == run("--shards", 0) == 2
+    for flags in ("--tokenizer x --vocab-size 8192", "--shards 0", "--shards 2000000",
+                  "--held-out nan", "--held-out -1", "--held-out 1", "--workers -1", "--nodes 0",
+                  "--vocab-size 0", "--vocab-size 100000000000000000000", "--ranks-per-node x"):
+        capsys.readouterr()
+        assert run(*flags.split()) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("data.py: error: argument --") and said.count("\n") == 1
     assert "too few documents for 301 shards" in run("--tokenizer", model, "--shards", 300)
     assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
         f"data.py: {tmp_path}/b.txt: No such file or directory"
@@ -461,6 +471,16 @@ BAD = {
     "array.json": (b' [{"text": "One."}]', "line 1: .*`text`"),
     "wiki_00": (b'\n<doc id="1">\nOne.\n</doc>\n', "line 2: .*--json"),
 }
+
+
+def test_a_pipe_is_refused_by_name_and_passed_over_in_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "a.txt").write_text("One.")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/null"):
+        with pytest.raises(data.DataError, match=f"{path} is a pipe or a device"):
+            data.open_corpus([tmp_path / "a.txt", path])
+    assert list(data.open_corpus([tmp_path])) == ["One."]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -605,25 +625,60 @@ def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path, how
     data.verify(tmp_path / "copy", 3, 4)
     with pytest.raises(data.DataError, match=how):
         data.verify(tmp_path / "copy", 3, 4, everything=True)
-    manifest = tmp_path / "copy" / "manifest.json"
-    for text in manifest.read_text().replace('"version": 3', '"version": 2'), "{", "[]":
-        manifest.write_text(text)
-        with pytest.raises(data.DataError, match="not of format 3"):
-            data.load_manifest(tmp_path / "copy")
 
 
-def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path):
+def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path):
+    manifest, path = data.load_manifest(shards), tmp_path / "manifest.json"
+    content = (shards / "manifest.json").read_bytes()
+    changed = [b"", b"{", b"[]", b"[" * 10 ** 5, json.dumps(manifest | {"version": 3}).encode()]
+    changed += [json.dumps({**manifest, key: value}).encode() for key in manifest
+                for value in (None, 10 ** 9, "1", {}, -1) if value != manifest[key]]
+    for bit in range(0, 8 * len(content), 11):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        changed.append(bytes(flipped))
+    refused = 0
+    for content in changed:
+        path.write_bytes(content)
+        try:
+            assert data.load_manifest(tmp_path) == manifest          # white space
+        except data.DataError as error:
+            refused += str(error).endswith("not of format 4; prepare a new folder")
+    assert refused > 0.8 * len(changed)
+
+
+def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path, monkeypatch, capsys):
     shutil.copytree(shards, tmp_path / "wiki")
-    data.split_folder(tmp_path / "wiki", nodes=2, ranks_per_node=2)
+    monkeypatch.setattr(sys, "argv", ["data.py", "--split", str(tmp_path / "wiki"), "--nodes", "2",
+                                      "--ranks-per-node", "2"])
+    data.main()
+    said = capsys.readouterr()
+    assert "wiki-node-1: " in said.out and "--node_rank=1 --master_addr=" in said.out
+    assert not said.err
     everything = data.PretrainingData(tmp_path / "wiki", 32)
     for node in range(2):
-        path = tmp_path / f"wiki-node-{node}"
+        path, own = tmp_path / f"wiki-node-{node}", [2 * node, 2 * node + 1]
         assert len(list(path.glob("train-*"))) == 2 * 3
+        assert data.show(path) == data.show(shards)          # needs no training shard
         part = data.PretrainingData(path, 32)
-        for rank in (2 * node, 2 * node + 1):
+        for rank in own:
             data.verify(path, rank, 4)
             assert all(same(part[i], everything[i]) for i in range(rank, 100, 4))
-        with pytest.raises(data.DataError, match="train-0000.*is missing; rank"):
-            data.verify(path, (2 * node + 2) % 4, 4)
+        other = (2 * node + 2) % 4
+        with pytest.raises(data.DataError) as caught:
+            data.verify(path, other, 4)
+        assert str(caught.value).endswith(
+            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it; here is what ranks "
+            f"{own} read: start this node with their --node_rank")
     with pytest.raises(data.DataError, match="wiki-node-0 exists"):
         data.split_folder(tmp_path / "wiki", 2)
+    data.split_folder(shutil.copytree(shards, tmp_path / "x"), 3)
+    said = capsys.readouterr().err
+    assert "3 ranks do not divide 4 shards" in said and "--shards 6 " in said
+
+
+def test_whose_a_shard_is_beyond_the_hundred_thousandth():
+    names = [f"{name}.tokens" for name in data.shard_names(200_000)]
+    manifest = {"shards": 200_000, "files": dict.fromkeys(names)}
+    assert data.files_of(manifest, 7, 100_000) == [
+        "heldout.tokens", "train-00007.tokens", "train-100007.tokens"]
