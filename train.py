@@ -86,6 +86,9 @@ def parse_arguments(argv=None):
     add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
     add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
         "(never), or from the newest in --out (auto)")
+    add("--init", metavar="DIR", help="begin with the weights of this model folder, ours or any "
+        "Hugging Face BERT's; for text its tokenizer.model is needed: --data shards that data.py "
+        "--tokenizer DIR/tokenizer.model made (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
@@ -273,6 +276,8 @@ def build(plan, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
+    # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
+    world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and plan.init and initialise(model, plan))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
@@ -297,6 +302,21 @@ def build(plan, world):
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
+
+
+def initialise(model, plan):
+    """Gives the model the weights of the folder --init, unless a checkpoint will; raises
+    ConfigError or bert.ModelError if they do not fit."""
+    if checkpoints_in(plan.out / "checkpoints"):
+        return
+    found, own = bert.load_huggingface(plan.init), Path(plan.init) / "tokenizer.model"
+    config = found.config._replace(dropout=plan.dropout, init_std=plan.config.init_std)
+    if differ := differences(plan.config._asdict(), config._asdict()):
+        raise ConfigError(f"--init {plan.init} does not fit the plan: {differ}")
+    if own.exists() and own.read_bytes() != (plan.data / "tokenizer.model").read_bytes():
+        raise ConfigError(f"{plan.data} has another tokenizer than --init {plan.init}; make shards "
+                          f"with data.py --tokenizer {own}")
+    model.load_state_dict(found.state_dict())
 
 
 def listen_to_signals(max_minutes):
@@ -448,6 +468,7 @@ def make_plan(args, world):
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
+    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps

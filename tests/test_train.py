@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import bert
+import data
 import dist
 import optim
 import train
@@ -811,6 +812,39 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
     (tmp_path / "my.txt").write_text("Another text.\n")
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 1 and "shards/my was prepared with another corpus" in run.stderr
+
+
+def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    fresh, out, model = tmp_path / "fresh", tmp_path / "second", tmp_path / "model"
+    run(shards, fresh, tmp_path, *EQUAL, "--steps", 4, 0)
+    # A model that knows the first step's batch by heart
+    trained = bert.load_huggingface(fresh / "model")
+    batch = data.PretrainingData(shards, 32).batch(range(33))
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        losses = trained(batch)
+        loss = losses.mlm_sum / (batch.labels != data.IGNORED).sum() + losses.nsp_sum / 33
+        loss.backward()
+        optimizer.step()
+    bert.save_huggingface(trained, shards / "tokenizer.model", model)
+    argv = *EQUAL, "--steps", 4, 0, "--init", model
+    run(shards, out, tmp_path, *argv, "--max-steps", 2, size=2)
+    assert metrics(out)[0]["loss"] < 0.5 * metrics(fresh)[0]["loss"]
+    assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
+    code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model, "--model",
+                         "mini")
+    assert code == 1 and "does not fit the plan: " in line and "layers 4 (not 2)" in line
+    data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
+    code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
+    assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
+    before = metrics(out)[0]["loss"]
+    shutil.rmtree(model)                  # a run that resumes does not need it
+    run(shards, out, tmp_path, *argv)
+    assert metrics(out)[0]["loss"] == before and metrics(out)[-1]["step"] == 4
+    code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model)
+    assert code == 1 and f"{model} is no model folder" in line
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT] * 2])
