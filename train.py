@@ -62,6 +62,7 @@ DEMO_SENTENCES = [           # for the model that read this machine's documentat
 STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  "
              "lr {lr:.2e}  norm {grad_norm:6.2f}  scale {loss_scale:g}  "
              "{examples_per_second:6.0f} examples/s")
+ORPHAN = 1 << 30             # a reason to stop that outweighs the requests of all ranks
 # torchrun's process, looked up before anything takes long: ranks must not train on without it
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -161,7 +162,7 @@ def train(plan, world):
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     last = plan.ends[-1]
-    stop_at, saved = min(last, plan.max_steps or last), step
+    stop, stop_at, saved = 0, min(last, plan.max_steps or last), step
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
     # ----- the training loop begins -----
@@ -260,6 +261,8 @@ def train(plan, world):
     if step > saved:
         save(plan, world, log, step, examples, seconds, *parts)
     reducer.close()
+    if stop >= ORPHAN:                  # no success: the other nodes' torchrun shall start again
+        raise dist.DistError(f"a node's torchrun died; stopped with a checkpoint of step {step}")
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, step, last, stop_requests)
@@ -338,8 +341,9 @@ def listen_to_signals(max_minutes):
 
 
 def asked_to_stop(stop_requests):
-    """Returns True if this rank was asked to stop, or torchrun is dead: no rank trains on then."""
-    return bool(stop_requests) or TORCHRUN not in (None, os.getppid())
+    """Returns 1 if this rank was asked to stop; ORPHAN if its torchrun is dead, and none may train
+    on; else 0."""
+    return bool(stop_requests) if TORCHRUN in (None, os.getppid()) else ORPHAN
 
 
 def open_phase(plan, world, phase_index, step):

@@ -128,7 +128,8 @@ def full_batches(vocabulary, examples, length, count):
     bounds = torch.tensor([*range(0, rows + 1, length), rows], dtype=torch.int32)
     batches = []
     for _ in range(count):
-        tokens, masked = torch.randint(5, vocabulary, (rows,)), torch.randperm(rows)[:rows * 3 // 20]
+        tokens = torch.randint(5, vocabulary, (rows,))
+        masked = torch.randperm(rows)[:rows * 3 // 20]
         batches.append(data.Batch(tokens, (t >= length // 2).long(), t, masked.sort()[0],
                                   tokens[masked.sort()[0]], bounds,
                                   torch.randint(0, 2, (examples,)), bounds.diff()))
