@@ -23,6 +23,7 @@ import json
 import os
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,6 +192,36 @@ def flops_per_example(config, length, masked):
     D, T, V = config.width, length, config.vocab_size
     layer = T * (8 * D * D + 4 * D * config.feed_forward + 4 * T * D)
     return 3 * (config.layers * layer + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
+
+
+def activation_bytes(config, tokens, masked, size):
+    """Returns the bytes that a forward pass keeps for backward, about.
+
+    tokens, masked: how many there are in the micro-batch; size: bytes of an element. As Korthikanti
+    et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
+    (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
+    (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
+    dropout three masks. A masked token leaves its V logits, in this format and twice in fp32.
+    """
+    D = config.width
+    layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
+    return config.layers * tokens * layer + masked * config.vocab_size * (size + 8)
+
+
+def measure_tflops(config, device, dtype, examples=16, length=128):
+    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
+    block = Block(config).to(device, dtype)
+    lengths = torch.tensor([length] * examples + [0])
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    x, seconds = torch.randn(examples * length, config.width, device=device, dtype=dtype), []
+    for _ in range(4):                             # the first one warms up
+        began = time.perf_counter()
+        block(x, bounds, lengths).sum().backward()
+        block.norm.bias.grad.sum().item()          # waits for a GPU
+        seconds.append(time.perf_counter() - began)
+    one_layer = config._replace(layers=1)
+    operations = flops_per_example(one_layer, length, 0) - flops_per_example(one_layer, 0, 0)
+    return 1e-12 * examples * operations / min(seconds[1:])
 
 
 # ----- Hugging Face folders -----

@@ -768,6 +768,27 @@ def parse_compression(text):
 
 # ----- The program: what this network does -----
 
+def is_lossy(compression):
+    """Returns True if a compression keeps residuals."""
+    return parse_compression(compression)[0] is not dense
+
+
+def wire_bytes(compression, shapes, nodes):
+    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes: what
+    `Reducer.bytes_sent` is, but for padding. A ring sends each part of a tensor twice, once to sum
+    it and once to spread it; topk sends all to all."""
+    compressor, argument, _ = parse_compression(compression)
+    sizes = [math.prod(shape) for shape in shapes]
+    if compressor is topk:
+        return 8 * argument * sum(sizes) * (nodes - 1)
+    if compressor is powersgd:                     # two factors, or the tensor itself
+        sizes = [min(size, argument * sum(shape)) if len(shape) == 2 else size
+                 for size, shape in zip(sizes, shapes)]
+    each = {"fp16": 2, "bf16": 2, "int8": 260 / 256, "onebit": 68 / 512}.get(compression, 4)
+    each *= argument + 1 / 1024 if compressor is chunk else 1     # and the norms of all chunks
+    return 2 * (nodes - 1) / nodes * each * sum(sizes)
+
+
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
     the slowest rank, median), bytes that rank 0 sends, and the error of one round relative to the

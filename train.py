@@ -125,6 +125,13 @@ def parse_arguments(argv=None):
     add("--checkpoint-minutes", **X(0), default=30, help="save too if X minutes passed (30)")
     add("--max-minutes", **X(0), help="stop after X minutes, with a checkpoint")
     add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
+    add = parser.add_argument_group("what it would take").add_argument
+    add("--plan", **N(1), help="start nothing; tell memory, seconds and days of N nodes")
+    add("--gpus-per-node", **N(1), default=8, help="of N GPUs, a rank each (8)")
+    add("--gpu-memory", **X(0), default=16, help="of X GB each (16)")
+    add("--tflops", **X(1e-6), help="that reach X TFLOP/s in training (as measured here)")
+    add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
+    add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill (0)")
     return parser.parse_args(argv)
 
 
@@ -711,6 +718,76 @@ def read_checkpoint(path, step=None):
     return state
 
 
+# ----- What it would take -----
+
+def print_plan(args):
+    """Prints memory, seconds and days that --plan nodes take with these flags; then the days of
+    other nodes, networks and compressors.
+
+        step = compute + max(late, exchange - backward)
+
+    backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
+    hides; all but `late`, that of the embeddings, which are ready at its end. Not counted: what
+    happens inside a node, the optimizer, padding (examples count as full), loading, evaluation.
+    """
+    recipe, device = optim.RECIPES[args.recipe], dist.World().device
+    args.one_bit = args.freeze = None                        # --compression is what is compared
+    world = dist.World(size=args.plan * args.gpus_per_node, device=device)
+    phases = plan_phases(args, recipe.phases, world)
+    config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=recipe.dropout)
+    masked = args.mask_fraction or recipe.mask_fraction
+    precision = optim.PRECISIONS[optim.choose_precision(args.precision, device)]
+    with torch.device("meta"):                               # shapes alone, no memory
+        shapes = [p.shape for p in bert.BertForPreTraining(config).parameters()]
+    elements = sum(map(math.prod, shapes))
+    tflops = args.tflops or bert.measure_tflops(config, device, precision)
+    packing = {name: 4e-6 * elements * dist.measure(dist.World(device=device), name, 1)[0]
+               for name in {*dist.COMPRESSORS, args.compression}}       # seconds
+
+    def step(phase, compression, nodes, gbps):
+        """Returns the seconds of compute, of exchange, and of a step in which they overlap."""
+        share = phase.global_batch / (nodes * args.gpus_per_node)
+        flops = bert.flops_per_example(config, phase.seq_len, masked * phase.seq_len)
+        compute = share * flops / tflops / 1e12
+        exchange = 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
+        exchange += packing[compression] * (nodes > 1)
+        late = exchange * config.vocab_size * config.width / elements
+        backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
+        return compute, exchange, compute + max(late, exchange - backward)
+
+    def days(compression, nodes, gbps):
+        """Returns the days of all phases."""
+        return sum(phase.steps * step(phase, compression, nodes, gbps)[2] / 86400
+                   for phase in phases)
+
+    memory = {"weights": precision.itemsize, "masters": 4 * (precision.itemsize < 4),
+              "gradients": 4, "moments": 8, "residuals": 8 * dist.is_lossy(args.compression)}
+    memory = {part: 1e-9 * elements * each for part, each in memory.items()}
+    print(f"{args.model}: {elements:,} parameters; {args.plan} node(s) of {args.gpus_per_node} "
+          f"GPU(s) of {tflops:.3g} TFLOP/s, {args.gbps:g} Gb/s, compression {args.compression}")
+    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in memory.items()))
+    for number, phase in enumerate(phases, 1):
+        one = 1e-9 * bert.activation_bytes(config, phase.seq_len, masked * phase.seq_len,
+                                           precision.itemsize)
+        most = max(0, int((args.gpu_memory - sum(memory.values())) / one))
+        compute, exchange, seconds = step(phase, args.compression, args.plan, args.gbps)
+        print(f"phase {number}: micro-batch {phase.micro_batch}, {one * phase.micro_batch:.2f} GB "
+              f"({most} would fit); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
+              f"{seconds - compute:.3g} s of it not hidden: "
+              f"{phase.steps * seconds / 86400:.3g} days")
+    nodes = [1 << k for k in range(7)]
+    print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
+    for gbps in 1, 10, 25, 100:
+        for name in dist.COMPRESSORS:
+            print(f"{gbps:>4} Gb/s  {name:<10}", *(f"{days(name, n, gbps):8.3g}" for n in nodes))
+    mine = {name: days(name, args.plan, args.gbps) for name in dist.COMPRESSORS}
+    best = next(name for name in mine if mine[name] <= 1.05 * min(mine.values()))
+    hours = 24 * mine[best] * world.size
+    print(f"Take the largest micro-batch that fits and --compression {best}: {mine[best]:.3g} days "
+          f"({mine['none']:.3g} with none), {hours:,.0f} GPU hours, "
+          f"{hours * args.price_per_gpu_hour:,.0f} to pay")
+
+
 # ----- The log -----
 
 class Log:
@@ -816,6 +893,8 @@ def main():
     """Runs the program; whatever ends it early is said once, by the rank that fails first."""
     args, world = parse_arguments(), None
     try:
+        if args.plan:
+            return print_plan(args)
         world = dist.init(args.timeout)
         train(make_plan(args, world), world)
         world.close()
