@@ -191,7 +191,7 @@ def train(plan, world):
 
             # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
             # 4. In the last micro-batch, each full bucket is averaged while backward goes on
-            scale, sums = scaler.scale, torch.zeros(4, dtype=torch.float64, device=world.device)
+            scale, sums = scaler.scale, torch.zeros(2, dtype=torch.float64, device=world.device)
             reducer.zero_grad(scale)
             local = optimizer.local_gradients(phase_step >= phase.freeze)
             for k, batch in enumerate(micro_batches):
@@ -210,7 +210,7 @@ def train(plan, world):
                     loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
                     # Averaging over the ranks will divide by their number; fp16 needs the scale
                     (loss * world.size * scale).backward()
-                sums += torch.stack([part.detach().double() for part in losses])
+                sums += torch.stack([part.detach().double() for part in losses[:2]])
             if stop:
                 stop_at = step
                 break
@@ -404,14 +404,13 @@ def seed_dropout(*numbers):
 
 
 def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
-    """Returns the log's fields that follow from a step's sums over all ranks: `sums` of losses and
-    hits (4 numbers), and what `step_totals` returns. imbalance: the most tokens of a rank over the
-    mean; tflops: of the model, 10^12 operations a second and rank."""
+    """Returns the log's fields that follow from a step's sums over all ranks: `sums` of the two
+    losses, and what `step_totals` returns. imbalance: the most tokens of a rank over the mean;
+    tflops: of the model, 10^12 operations a second and rank."""
     examples, total, ranks = phase.global_batch, sum(tokens), len(tokens)
     mlm_loss, nsp_loss, rate = sums[0] / masked, sums[1] / examples, examples / seconds
     flops = bert.flops_per_example(plan.config, total / examples, masked / examples)
     return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
-            "mlm_accuracy": sums[2] / masked, "nsp_accuracy": sums[3] / examples,
             "padding": 1 - total / slots, "imbalance": max(tokens) * ranks / total,
             "examples_per_second": rate, "tflops": rate * flops / ranks / 1e12}
 

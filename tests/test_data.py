@@ -170,7 +170,7 @@ def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
             assert same(batch.masked_positions[span] - batch.bounds[b], e.masked_positions)
             assert same(batch.labels[span], e.labels) and batch.pair_labels[b] == e.pair_label
         assert len(batch.tokens) % 64 == 0 and 0 <= batch.lengths[-1] < 64
-        assert len(batch.labels) % 64 == 0 and 0 <= len(batch.labels) - at < 64
+        assert len(batch.labels) % 16 == 0 and 0 <= len(batch.labels) - at < 16
         assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_positions[at:].any()
 
 
