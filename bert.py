@@ -5,19 +5,25 @@
 The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
 positions, a masked-token head (MLM) tied to the embeddings and a next-sentence head (NSP) on [CLS].
 
-Read first: `Block` and `BertForPreTraining.forward`. The second half of the file, Hugging Face
-folders and the program, can be skipped.
+Nothing is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples stand
+one after another, as N rows, and only attention asks which example a row is of.
 
-Shapes: B examples, T tokens, D width, H heads, M masked tokens of the batch, V vocabulary.
+Read first: `Block`, `attention` and `BertForPreTraining.forward`. The second half of the file,
+Hugging Face folders and the program, can be skipped.
+
+Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up to a multiple of
+64), T tokens of one example, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
 import base64
 import hashlib
 import io
+import itertools
 import json
 import os
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +73,7 @@ class Losses(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    """Sum of token, position and segment embeddings, normalised: (B, T) -> (B, T, D)."""
+    """Sum of token, position and segment embeddings, normalised: (N,) -> (N, D)."""
 
     def __init__(self, config):
         super().__init__()
@@ -77,10 +83,8 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens, segments):
-        # Positions are 0, 1, 2 ...: a slice of the table, broadcast, in place of a lookup
-        positions = self.positions.weight[:tokens.shape[1]]                      # (T, D)
-        x = self.tokens(tokens) + positions + self.segments(segments)            # (B, T, D)
+    def forward(self, tokens, segments, positions):
+        x = self.tokens(tokens) + self.positions(positions) + self.segments(segments)    # (N, D)
         return self.dropout(self.norm(x))
 
 
@@ -98,16 +102,33 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, mask):
-        """Returns (B, T, D) for x (B, T, D) and mask (B, 1, 1, T), True where there is a token."""
-        B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+    def forward(self, x, bounds, lengths):
+        """Returns (N, D) for x (N, D); bounds and lengths say which rows are an example's, as in
+        `data.Batch`."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)                        # (N, 3, H, D/H)
         dropout = self.dropout.p if self.training else 0.0       # torch does not ask for training
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        mixed = mixed.transpose(1, 2).reshape(B, T, D)           # (B, H, T, D/H) -> (B, T, D)
+        mixed = attention(qkv, bounds, lengths, dropout).flatten(1)              # (N, D)
         # Post-LayerNorm: the sum is normalised, not the branch's input as in later models
         x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+
+
+def attention(qkv, bounds, lengths, dropout):
+    """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
+    attention to one another. bounds, lengths: as in `data.Batch`."""
+    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
+        from torch.nn.attention.varlen import varlen_attn        # takes a second to import
+        longest = int(lengths.max())
+        return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
+    # Neighbours of the same length are a rectangle, which needs neither padding nor a mask
+    runs = [[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]
+    mixed = []
+    for rows, run in zip(qkv.split([*map(sum, runs)]), runs):
+        rows = rows.unflatten(0, (len(run), run[0])).unbind(2)               # 3 x (b, T, H, D/H)
+        q, k, v = (part.transpose(1, 2) for part in rows)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)     # (b, H, T, D/H)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
 
 
 class BertForPreTraining(nn.Module):
@@ -129,11 +150,11 @@ class BertForPreTraining(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def encode(self, tokens, segments, attention_mask):
-        """Returns the hidden states (B, T, D) of tokens, segments and attention_mask (B, T)."""
-        x = self.embeddings(tokens, segments)
+    def encode(self, tokens, segments, positions, bounds, lengths):
+        """Returns the hidden states (N, D) of tokens; all arguments as in `data.Batch`."""
+        x = self.embeddings(tokens, segments, positions)
         for block in self.blocks:
-            x = block(x, attention_mask[:, None, None, :])       # for every head and every query
+            x = block(x, bounds, lengths)
         return x
 
     def mlm_logits(self, hidden):
@@ -142,16 +163,14 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the Losses of a batch, any object with the fields of `data.Batch`: tokens,
-        segments, attention_mask (B, T), masked_positions b * T + t and their labels (M,),
-        pair_labels (B,). A label of -100 does not count.
-        """
-        hidden = self.encode(batch.tokens, batch.segments, batch.attention_mask)     # (B, T, D)
-        # The head sees masked positions only. The (B, T, V) logits of all positions never exist,
-        # which is most of what makes small models fast.
-        masked = hidden.flatten(0, 1)[batch.masked_positions]                        # (M, D)
-        mlm = self.mlm_logits(masked)                                                # (M, V)
-        nsp = self.nsp(torch.tanh(self.pooler(hidden[:, 0])))                        # (B, 2)
+        """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
+        hidden = self.encode(batch.tokens, batch.segments, batch.positions, batch.bounds,
+                             batch.lengths)                                      # (N, D)
+        # The head sees masked positions only. The (N, V) logits of all tokens never exist, which
+        # is most of what makes small models fast.
+        mlm = self.mlm_logits(hidden.index_select(0, batch.masked_positions))    # (M, V)
+        first = hidden.index_select(0, batch.bounds[:-2])                        # (B, D), of [CLS]
+        nsp = self.nsp(torch.tanh(self.pooler(first)))                           # (B, 2)
         # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
         mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         return Losses(F.cross_entropy(mlm, batch.labels, reduction="sum"),
@@ -173,6 +192,36 @@ def flops_per_example(config, length, masked):
     D, T, V = config.width, length, config.vocab_size
     layer = T * (8 * D * D + 4 * D * config.feed_forward + 4 * T * D)
     return 3 * (config.layers * layer + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
+
+
+def activation_bytes(config, tokens, masked, size):
+    """Returns the bytes that a forward pass keeps for backward, about.
+
+    tokens, masked: how many there are in the micro-batch; size: bytes of an element. As Korthikanti
+    et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
+    (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
+    (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
+    dropout three masks. A masked token leaves its V logits, in this format and twice in fp32.
+    """
+    D = config.width
+    layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
+    return config.layers * tokens * layer + masked * config.vocab_size * (size + 8)
+
+
+def measure_tflops(config, device, dtype, examples=16, length=128):
+    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
+    block = Block(config).to(device, dtype)
+    lengths = torch.tensor([length] * examples + [0])
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    x, seconds = torch.randn(examples * length, config.width, device=device, dtype=dtype), []
+    for _ in range(4):                             # the first one warms up
+        began = time.perf_counter()
+        block(x, bounds, lengths).sum().backward()
+        block.norm.bias.grad.sum().item()          # waits for a GPU
+        seconds.append(time.perf_counter() - began)
+    one_layer = config._replace(layers=1)
+    operations = flops_per_example(one_layer, length, 0) - flops_per_example(one_layer, 0, 0)
+    return 1e-12 * examples * operations / min(seconds[1:])
 
 
 # ----- Hugging Face folders -----
@@ -443,16 +492,17 @@ def fill_mask(model, tokenizer, text, count=5):
     Leaves the model in evaluation mode. Raises ModelError if there is no [MASK] or the text is
     longer than the model's positions.
     """
-    tokens = torch.tensor([encode_with_masks(tokenizer, text)])                  # (1, T)
-    if tokens.shape[1] > model.config.max_positions:
-        raise ModelError(f"the text has {tokens.shape[1]} tokens, the model reads "
+    tokens = torch.tensor(encode_with_masks(tokenizer, text))                    # (T,)
+    if len(tokens) > model.config.max_positions:
+        raise ModelError(f"the text has {len(tokens)} tokens, the model reads "
                          f"{model.config.max_positions}; shorten it")
     masked = tokens == MASK
     if not masked.any():
         raise ModelError("the text has no [MASK] to fill in")
     model.eval()
     with torch.no_grad():
-        hidden = model.encode(tokens, torch.zeros_like(tokens), torch.ones_like(masked))
+        lengths, positions = torch.tensor([len(tokens)]), torch.arange(len(tokens))
+        hidden = model.encode(tokens, torch.zeros_like(tokens), positions, None, lengths)
         logits = model.mlm_logits(hidden[masked]).float()
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)

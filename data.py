@@ -73,17 +73,22 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A micro-batch: B examples of up to T tokens, M masked tokens of all of them together."""
-    tokens: torch.Tensor            # (B, T) int64
-    segments: torch.Tensor          # (B, T) int64: 0 for A and padding, 1 for B
-    attention_mask: torch.Tensor    # (B, T) bool: True where there is a token, False on padding
-    masked_positions: torch.Tensor  # (M,) int64, flat positions b * T + t, then zeros
+    """A micro-batch without padding: the tokens of B examples one after another, N rows, of which
+    the last few only round N up to a multiple of 64; M masked tokens of all examples together."""
+    tokens: torch.Tensor            # (N,) int64, of the shortest example first
+    segments: torch.Tensor          # (N,) int64: 0 for A, 1 for B
+    positions: torch.Tensor         # (N,) int64, of each token in its example: 0, 1, 2 ...
+    masked_positions: torch.Tensor  # (M,) int64, rows that are to be predicted, then zeros
     labels: torch.Tensor            # (M,) int64, the tokens that stood there, then IGNORED
+    bounds: torch.Tensor            # (B + 2,) int32, each example's first row, its [CLS]; the row
+                                    # after the last token; N
     pair_labels: torch.Tensor       # (B,) int64, as in Example
+    lengths: torch.Tensor           # (B + 1,) int64, the differences of `bounds`; on the CPU always
 
     def to(self, device):
-        """Returns the batch on another device."""
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        """Returns the batch on another device; that of `lengths`, which are shapes, is the CPU."""
+        *tensors, lengths = self
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), lengths)
 
 
 class PretrainingData:
@@ -127,37 +132,42 @@ class PretrainingData:
 
     def __getitem__(self, i):
         """Returns Example i, the same as in any batch."""
-        tokens, segments, attention_mask, positions, labels, pair_labels = self.arrays([i])
-        length, masked = attention_mask.sum(), (labels != IGNORED).sum()
-        return Example(tokens[0, :length], int(length - segments.sum()), positions[:masked],
+        tokens, segments, _, positions, labels, bounds, pair_labels, _ = self.arrays([i])
+        length, masked = bounds[1], (labels != IGNORED).sum()
+        return Example(tokens[:length], int(length - segments.sum()), positions[:masked],
                        labels[:masked], int(pair_labels[0]))
 
     def batch(self, indices):
-        """Returns the Batch of a list of examples."""
+        """Returns the Batch of a list of examples, the shortest first."""
         return Batch(*map(torch.from_numpy, self.arrays(indices)))
 
     def arrays(self, indices):
         """Returns the parts of the Batch of a list of examples as NumPy arrays, which go to another
         process faster than tensors do.
 
-        T is rounded up to a multiple of 8 and M to one of 64: a few shapes instead of hundreds,
-        since each new shape takes kernels and memory of its own (625 MB after 500 steps, 412 so).
+        N and M are rounded up to a multiple of 64: a few shapes instead of hundreds, since each new
+        shape takes kernels and memory of its own (in bf16 1,280 MB after 400 steps, 315 so).
         """
-        rows = self.layout(indices)
-        _, a, a_end, b, b_end, pair_labels = np.array(rows).T                      # (B,) each
+        layout, indices = np.array(self.layout(indices)), np.asarray(indices)
+        order = (layout @ [0, -1, 1, -1, 1, 0]).argsort(kind="stable")     # by tokens of A and B
+        layout, indices = layout[order], indices[order]
+        _, a, a_end, b, b_end, pair_labels = layout.T                              # (B,) each
         b_start = a_end - a + 2
         length = b_start + b_end - b + (self.pairs != "none")
-        tokens = np.full((len(rows), -(-length.max() // 8) * 8), PAD)              # (B, T)
-        for row, end, (s, a, a_end, b, b_end, _) in zip(tokens, length, rows):
+        tokens = np.full((len(order), length[-1]), PAD)                            # (B, T)
+        for row, end, (s, a, a_end, b, b_end, _) in zip(tokens, length, layout.tolist()):
             text = self.shard(s)[0]          # without pairs there is neither B nor its [SEP]
             row[:end] = np.concatenate([[CLS], text[a:a_end], [SEP], text[b:b_end], [SEP]])[:end]
-        t = np.arange(tokens.shape[1])
-        attention_mask = t < length[:, None]                                       # (B, T)
-        segments = attention_mask & (t >= b_start[:, None])                        # (B, T)
-        positions, labels = self.mask(tokens, np.asarray(indices))
-        extra = (0, -len(labels) % 64)
-        return (tokens, segments.astype(np.int64), attention_mask, np.pad(positions, extra),
-                np.pad(labels, extra, constant_values=IGNORED), pair_labels)
+        masked_positions, labels = self.mask(tokens, indices)
+        real = np.arange(tokens.shape[1]) < length[:, None]                        # (B, T)
+        example, positions = np.nonzero(real)                                      # (N,) each
+        segments = (positions >= b_start[example]).astype(np.int64)
+        masked_positions = (np.cumsum(real) - 1)[masked_positions]       # from (B, T) to rows
+        extra, unused = (0, -len(positions) % 64), (0, -len(labels) % 64)
+        lengths = np.append(length, extra[1])
+        return (*(np.pad(part, extra) for part in (tokens[real], segments, positions)),
+                np.pad(masked_positions, unused), np.pad(labels, unused, constant_values=IGNORED),
+                np.append(0, np.cumsum(lengths)).astype(np.int32), pair_labels, lengths)
 
     def lengths(self, indices):
         """Returns (n,) how many tokens these examples have, special symbols included."""

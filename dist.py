@@ -72,6 +72,19 @@ class World:
         self._run(torch.distributed.all_gather_object, values, value)
         return values
 
+    def on_all_ranks(self, expected, job):
+        """Returns job(), called on every rank. If it raises one of the exceptions `expected` on a
+        rank, all raise the first of these classes with its words: the others would wait for the
+        failed rank in their next collective."""
+        result = problem = None
+        try:
+            result = job()
+        except expected as error:
+            problem = str(error)
+        if problems := [words for words in self.all_gather_object(problem) if words]:
+            raise expected[0](problems[0])
+        return result
+
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(torch.distributed.all_reduce, tensor)
@@ -103,7 +116,7 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
-            lost = self.first_to_fail() and self._ask(self._silent)    # only this one is printed
+            lost = self.first_to_fail() and self._ask(lambda store: absent(store, "alive"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
                            f"resumes from the last checkpoint ({error!r:.160})") from error
 
@@ -121,10 +134,6 @@ class World:
         with contextlib.suppress(RuntimeError, TimeoutError, AttributeError):
             store = torch.distributed.group.WORLD.get_group_store()
             return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
-
-    def _silent(self, store):
-        time.sleep(1)                                  # `answer` needs a fifth of that
-        return absent(store, "alive", torch.distributed.get_world_size())
 
     def close(self):
         """Closes the groups: one left open aborts at exit. After RankLost it could wait for that
@@ -158,7 +167,7 @@ def init(timeout=600.0, init_method="env://"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(towards)[0])
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, None, limit, size, rank, store)
-        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+        threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         places = world.all_gather_object((local_rank, local_size, gpu))
         even = all(place[:2] == (r % local_size, local_size) for r, place in enumerate(places))
@@ -187,12 +196,14 @@ def meet(rank, size, init_method, limit):
         if store.check([f"here/{r}" for r in range(size)]):
             return store
         time.sleep(0.1)
-    raise RuntimeError(f"rank {absent(store, 'here', size)} did not come in time")
+    raise RuntimeError(f"rank {absent(store, 'here')} did not come in time")
 
 
-def absent(store, word, size):
-    """Returns the ranks that have not set `word` in a store, as "3, 5"."""
-    return ", ".join(str(r) for r in range(size) if not store.check([f"{word}/{r}"]))
+def absent(store, word):
+    """Returns the ranks that in a second from now have not set `word` in a store, as "3, 5"."""
+    time.sleep(1)                                      # `answer` needs a fifth of that
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    return ", ".join(str(r) for r in ranks if not store.check([f"{word}/{r}"]))
 
 
 def answer(rank):
@@ -200,9 +211,11 @@ def answer(rank):
     for minutes; a dead or stopped process has none."""
     with contextlib.suppress(RuntimeError):            # the store is gone
         store = torch.distributed.group.WORLD.get_group_store()
-        while torch.distributed.is_initialized() and not store.check(["failed"]):
+        # It ends before Python does, which would abort within a request of a daemon thread
+        while torch.distributed.is_initialized() and threading.main_thread().is_alive():
+            if store.check(["failed"]):
+                return store.set(f"alive/{rank}", "")
             time.sleep(0.2)
-        store.set(f"alive/{rank}", "")
 
 
 def interface_towards(address):
@@ -754,6 +767,27 @@ def parse_compression(text):
 
 
 # ----- The program: what this network does -----
+
+def is_lossy(compression):
+    """Returns True if a compression keeps residuals."""
+    return parse_compression(compression)[0] is not dense
+
+
+def wire_bytes(compression, shapes, nodes):
+    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes: what
+    `Reducer.bytes_sent` is, but for padding. A ring sends each part of a tensor twice, once to sum
+    it and once to spread it; topk sends all to all."""
+    compressor, argument, _ = parse_compression(compression)
+    sizes = [math.prod(shape) for shape in shapes]
+    if compressor is topk:
+        return 8 * argument * sum(sizes) * (nodes - 1)
+    if compressor is powersgd:                     # two factors, or the tensor itself
+        sizes = [min(size, argument * sum(shape)) if len(shape) == 2 else size
+                 for size, shape in zip(sizes, shapes)]
+    each = {"fp16": 2, "bf16": 2, "int8": 260 / 256, "onebit": 68 / 512}.get(compression, 4)
+    each *= argument + 1 / 1024 if compressor is chunk else 1     # and the norms of all chunks
+    return 2 * (nodes - 1) / nodes * each * sum(sizes)
+
 
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of

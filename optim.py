@@ -6,6 +6,8 @@ w are weights, g gradients, m and v moments: lists of fp32 tensors, one for each
 `torch._foreach_*` computes on a whole list, on a GPU in a few kernels.
 """
 import dataclasses
+import sys
+from typing import NamedTuple
 
 import torch
 
@@ -112,7 +114,7 @@ def safe_ratios(a, b, otherwise=1.0):
     return torch.where((a > 0) & (b > 0), a / b, otherwise)
 
 
-# ----- Around the update: loss scaling, clipping, precision, master weights, learning rate -----
+# ----- Around the update: loss scaling, clipping, precision, master weights -----
 
 class TrainingStopped(ArithmeticError):
     """Training cannot continue; the message names the step, the scale and what is not finite."""
@@ -206,6 +208,48 @@ def parameter_groups(masters, weight_decay):
     Without decay are those of one dimension: biases, and all of LayerNorm."""
     return [({name: p for name, p in masters.items() if p.dim() > 1}, weight_decay),
             ({name: p for name, p in masters.items() if p.dim() <= 1}, 0.0)]
+
+
+# ----- Recipes: batches and learning rates over the steps -----
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of pre-training with one sequence length and one schedule."""
+    seq_len: int             # tokens, the special ones included
+    global_batch: int        # examples a step, over all ranks and micro-batches
+    steps: int
+    lr: float                # at its peak
+    warmup: float            # fraction of the steps
+    decay_from: float        # fraction of the steps after which the rate decays
+    power: float = 1.0       # of the polynomial decay
+    freeze: int = sys.maxsize    # steps before a 1-bit optimizer freezes its variance
+    micro_batch: int = 0     # examples that a rank takes at a time; 0: `make_plan` chooses
+
+
+class Recipe(NamedTuple):
+    """How a model is pre-trained: what the phases have in common, and the phases."""
+    optimizer: str
+    betas: tuple             # of the moments; with few steps the second one must forget sooner
+    dropout: float           # off where every text is seen a few times only
+    mask_fraction: float     # of the tokens; more teach a small model faster (arXiv 2202.08005)
+    phases: list
+
+
+RECIPES = {
+    # A 2x128 model on 5 MB of text, in minutes.
+    "demo": Recipe("lamb", (0.9, 0.98), 0.0, 0.3, [
+        Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
+        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
+    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, 0.15, [
+        Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
+        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
+    # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
+    # steps, rates and fractions are from memory, not checked.
+    "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, 0.15, [
+        Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
+        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
+}
 
 
 def learning_rate(phase_step, phase):

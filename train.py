@@ -8,7 +8,7 @@
 
 The same command again resumes from the last checkpoint, bit for bit. Results are in --out.
 
-Read first: `RECIPES`, and `train`, the loop. What follows it, in the order of use, can be skipped.
+Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
 """
 import argparse
 import contextlib
@@ -29,7 +29,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,44 +39,6 @@ import data
 import dist
 import optim
 
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of pre-training with one sequence length and one schedule (`optim.learning_rate`)."""
-    seq_len: int             # tokens, the special ones included
-    global_batch: int        # examples a step, over all ranks and micro-batches
-    steps: int
-    lr: float                # at its peak
-    warmup: float            # fraction of the steps
-    decay_from: float        # fraction of the steps after which the rate decays
-    power: float = 1.0       # of the polynomial decay
-    freeze: int = sys.maxsize    # steps before a 1-bit optimizer freezes its variance
-    micro_batch: int = 0     # examples that a rank takes at a time; 0: `make_plan` chooses
-
-
-class Recipe(NamedTuple):
-    """How a model is pre-trained: what the phases have in common, and the phases."""
-    optimizer: str
-    betas: tuple             # of the moments; with few steps the second one must forget sooner
-    dropout: float           # off where every text is seen a few times only
-    phases: list
-
-
-RECIPES = {
-    # A 2x128 model on 5 MB of text, in minutes.
-    "demo": Recipe("lamb", (0.9, 0.98), 0.0, [
-        Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
-    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, [
-        Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
-        Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
-    # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
-    # steps, rates and fractions are from memory, not checked.
-    "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, [
-        Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
-}
 
 OPTIMIZERS = {               # each from parameter groups and betas
     "lamb": optim.LAMB,
@@ -101,6 +62,7 @@ DEMO_SENTENCES = [           # for the model that read this machine's documentat
 STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  "
              "lr {lr:.2e}  norm {grad_norm:6.2f}  scale {loss_scale:g}  "
              "{examples_per_second:6.0f} examples/s")
+ORPHAN = 1 << 30             # a reason to stop that outweighs the requests of all ranks
 # torchrun's process, looked up before anything takes long: ranks must not train on without it
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -130,7 +92,7 @@ def parse_arguments(argv=None):
         "--tokenizer DIR/tokenizer.model made (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
-    add("--recipe", default="demo", choices=RECIPES, help="follow this entry of RECIPES (demo)")
+    add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
     add("--optimizer", choices=OPTIMIZERS, help="take this one (the recipe's)")
     add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
         "phase's steps (0.2, or the warm-up where that is longer)")
@@ -140,7 +102,7 @@ def parse_arguments(argv=None):
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
     add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
         "whether A and B are in order, or masked tokens only (nsp)")
-    add("--mask-fraction", **X(0, 1), default=0.15, help="predict this fraction of tokens (0.15)")
+    add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
@@ -163,6 +125,13 @@ def parse_arguments(argv=None):
     add("--checkpoint-minutes", **X(0), default=30, help="save too if X minutes passed (30)")
     add("--max-minutes", **X(0), help="stop after X minutes, with a checkpoint")
     add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
+    add = parser.add_argument_group("what it would take").add_argument
+    add("--plan", **N(1), help="start nothing; tell memory, seconds and days of N nodes")
+    add("--gpus-per-node", **N(1), default=8, help="of N GPUs, a rank each (8)")
+    add("--gpu-memory", **X(0), default=16, help="of X GB each (16)")
+    add("--tflops", **X(1e-6), help="that reach X TFLOP/s in training (as measured here)")
+    add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
+    add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill (0)")
     return parser.parse_args(argv)
 
 
@@ -200,7 +169,7 @@ def train(plan, world):
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     last = plan.ends[-1]
-    stop_at, saved = min(last, plan.max_steps or last), step
+    stop, stop_at, saved = 0, min(last, plan.max_steps or last), step
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
     # ----- the training loop begins -----
@@ -299,6 +268,8 @@ def train(plan, world):
     if step > saved:
         save(plan, world, log, step, examples, seconds, *parts)
     reducer.close()
+    if stop >= ORPHAN:                  # no success: the other nodes' torchrun shall start again
+        raise dist.DistError(f"a node's torchrun died; stopped with a checkpoint of step {step}")
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, step, last, stop_requests)
@@ -316,11 +287,13 @@ def build(plan, world):
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
     # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
-    on_all_ranks(world, lambda: world.rank == 0 and plan.init and initialise(model, plan))
+    world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and plan.init and initialise(model, plan))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    if plan.compile:                     # but what depends on each batch's lengths
+        bert.attention = torch.compiler.disable(bert.attention)
     for block in model.blocks if plan.compile else ():
         block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
@@ -375,8 +348,9 @@ def listen_to_signals(max_minutes):
 
 
 def asked_to_stop(stop_requests):
-    """Returns True if this rank was asked to stop, or torchrun is dead: no rank trains on then."""
-    return bool(stop_requests) or TORCHRUN not in (None, os.getppid())
+    """Returns 1 if this rank was asked to stop; ORPHAN if its torchrun is dead, and none may train
+    on; else 0."""
+    return bool(stop_requests) if TORCHRUN in (None, os.getppid()) else ORPHAN
 
 
 def open_phase(plan, world, phase_index, step):
@@ -384,7 +358,8 @@ def open_phase(plan, world, phase_index, step):
     phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
     phase = plan.phases[phase_index]
     first = step - plan.ends[phase_index] + phase.steps
-    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
+    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
+                                    mask_fraction=plan.mask_fraction, **plan.masks)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
@@ -414,12 +389,12 @@ def profiled(batches, path):
 
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, places for tokens (padding included), the two wishes (to stop, to save: all ranks
+    predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
     tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.attention_mask.sum()) for batch in micro_batches)
+    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(batch.attention_mask.numel() for batch in micro_batches)
+    slots = sum(len(batch.tokens) for batch in micro_batches)
     return world.sum([masked, slots, *wishes, *tokens])
 
 
@@ -447,10 +422,11 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def evaluate(model, plan, phase, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
-    Examples and masks are the same at every evaluation, and the ranks share the work. Losses are in
-    nats. unigram_entropy is the loss on the same tokens of a predictor that knows only how often
-    the training text has each token: the line to beat. nsp_error is the standard error of
-    nsp_accuracy, which is None without pairs. Leaves the model in training mode.
+    Examples and masks are the same at every evaluation, 15 % of the tokens however many training
+    masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
+    tokens of a predictor that knows only how often the training text has each token: the line to
+    beat. nsp_error is the standard error of nsp_accuracy, which is None without pairs. Leaves the
+    model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
@@ -492,9 +468,11 @@ def make_plan(args, world):
 
     Raises ConfigError or data.DataError, on every rank, if it cannot work.
     """
-    plan, recipe = argparse.Namespace(**vars(args)), RECIPES[args.recipe]
+    plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
-    plan.optimizer = args.optimizer or recipe.optimizer
+    for field in ("optimizer", "dropout", "mask_fraction"):
+        if getattr(args, field) is None:
+            setattr(plan, field, getattr(recipe, field))
     plan.one_bit = plan.optimizer in ONE_BIT
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
@@ -502,12 +480,11 @@ def make_plan(args, world):
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
     bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
-    plan.dropout = recipe.dropout if args.dropout is None else args.dropout
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
+    plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
@@ -566,13 +543,12 @@ def prepare_folders(plan, world):
             plan.lock = lock(plan.out / "log.txt")           # fails where nothing can be written
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
-            corpus = data.open_corpus(plan.corpus)
-            print(data.describe(data.prepare(corpus, plan.data, plan.vocab_size)))
+            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
+            print(data.describe(manifest), flush=True)
 
-    on_all_ranks(world, make)
-    on_all_ranks(world, lambda: data.verify(plan.data, world.rank, world.size,
-                                            everything=plan.balance and world.local_rank == 0))
-    return data.load_manifest(plan.data)
+    world.on_all_ranks(EXPECTED, make)
+    return world.on_all_ranks(EXPECTED, lambda: data.verify(
+        plan.data, world.rank, world.size, plan.balance and world.local_rank == 0))
 
 
 def lock(path):
@@ -586,27 +562,13 @@ def lock(path):
     return file
 
 
-def on_all_ranks(world, job):
-    """Returns job(), called on every rank; if it fails on one, all raise ConfigError with its
-    words. Without it, the others would wait for the failed rank in their next collective."""
-    result = problem = None
-    try:
-        result = job()
-    except EXPECTED as error:
-        problem = str(error)
-    if problems := [words for words in world.all_gather_object(problem) if words]:
-        raise ConfigError(problems[0])
-    return result
-
-
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
-    shards = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
-                                            "seed", "balance", *plan.masks)}
-    run |= {"corpus": manifest["corpus"]["sha256"][:16], "shards": shards[:16]}
+                                            "mask_fraction", "seed", "balance", *plan.masks)}
+    run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
@@ -635,7 +597,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
         (later, theirs), (step, ours) = max(places), places[0]
         raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
                           "nodes the --node_rank of before, or put --out on a shared disk")
-    state = on_all_ranks(world, lambda: find_checkpoint(plan, log) if world.rank == 0 else None)
+    state = world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and find_checkpoint(plan, log))
     state = world.broadcast_object(state)
     log.cut(state["log_bytes"] if state else 0)
     if state is None:
@@ -756,6 +718,76 @@ def read_checkpoint(path, step=None):
     return state
 
 
+# ----- What it would take -----
+
+def print_plan(args):
+    """Prints memory, seconds and days that --plan nodes take with these flags; then the days of
+    other nodes, networks and compressors.
+
+        step = compute + max(late, exchange - backward)
+
+    backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
+    hides; all but `late`, that of the embeddings, which are ready at its end. Not counted: what
+    happens inside a node, the optimizer, padding (examples count as full), loading, evaluation.
+    """
+    recipe, device = optim.RECIPES[args.recipe], dist.World().device
+    args.one_bit = args.freeze = None                        # --compression is what is compared
+    world = dist.World(size=args.plan * args.gpus_per_node, device=device)
+    phases = plan_phases(args, recipe.phases, world)
+    config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=recipe.dropout)
+    masked = args.mask_fraction or recipe.mask_fraction
+    precision = optim.PRECISIONS[optim.choose_precision(args.precision, device)]
+    with torch.device("meta"):                               # shapes alone, no memory
+        shapes = [p.shape for p in bert.BertForPreTraining(config).parameters()]
+    elements = sum(map(math.prod, shapes))
+    tflops = args.tflops or bert.measure_tflops(config, device, precision)
+    packing = {name: 4e-6 * elements * dist.measure(dist.World(device=device), name, 1)[0]
+               for name in {*dist.COMPRESSORS, args.compression}}       # seconds
+
+    def step(phase, compression, nodes, gbps):
+        """Returns the seconds of compute, of exchange, and of a step in which they overlap."""
+        share = phase.global_batch / (nodes * args.gpus_per_node)
+        flops = bert.flops_per_example(config, phase.seq_len, masked * phase.seq_len)
+        compute = share * flops / tflops / 1e12
+        exchange = 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
+        exchange += packing[compression] * (nodes > 1)
+        late = exchange * config.vocab_size * config.width / elements
+        backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
+        return compute, exchange, compute + max(late, exchange - backward)
+
+    def days(compression, nodes, gbps):
+        """Returns the days of all phases."""
+        return sum(phase.steps * step(phase, compression, nodes, gbps)[2] / 86400
+                   for phase in phases)
+
+    memory = {"weights": precision.itemsize, "masters": 4 * (precision.itemsize < 4),
+              "gradients": 4, "moments": 8, "residuals": 8 * dist.is_lossy(args.compression)}
+    memory = {part: 1e-9 * elements * each for part, each in memory.items()}
+    print(f"{args.model}: {elements:,} parameters; {args.plan} node(s) of {args.gpus_per_node} "
+          f"GPU(s) of {tflops:.3g} TFLOP/s, {args.gbps:g} Gb/s, compression {args.compression}")
+    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in memory.items()))
+    for number, phase in enumerate(phases, 1):
+        one = 1e-9 * bert.activation_bytes(config, phase.seq_len, masked * phase.seq_len,
+                                           precision.itemsize)
+        most = max(0, int((args.gpu_memory - sum(memory.values())) / one))
+        compute, exchange, seconds = step(phase, args.compression, args.plan, args.gbps)
+        print(f"phase {number}: micro-batch {phase.micro_batch}, {one * phase.micro_batch:.2f} GB "
+              f"({most} would fit); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
+              f"{seconds - compute:.3g} s of it not hidden: "
+              f"{phase.steps * seconds / 86400:.3g} days")
+    nodes = [1 << k for k in range(7)]
+    print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
+    for gbps in 1, 10, 25, 100:
+        for name in dist.COMPRESSORS:
+            print(f"{gbps:>4} Gb/s  {name:<10}", *(f"{days(name, n, gbps):8.3g}" for n in nodes))
+    mine = {name: days(name, args.plan, args.gbps) for name in dist.COMPRESSORS}
+    best = next(name for name in mine if mine[name] <= 1.05 * min(mine.values()))
+    hours = 24 * mine[best] * world.size
+    print(f"Take the largest micro-batch that fits and --compression {best}: {mine[best]:.3g} days "
+          f"({mine['none']:.3g} with none), {hours:,.0f} GPU hours, "
+          f"{hours * args.price_per_gpu_hour:,.0f} to pay")
+
+
 # ----- The log -----
 
 class Log:
@@ -835,17 +867,18 @@ def git_commit():
 
 def report(plan, log, step, last, stop_requests):
     """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    lines = log.read()
-    results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
     log.say("\nHeld-out documents; unigram: the loss of guessing by frequency, the line to beat")
-    for index, result in sorted(results.items()):
-        log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                f"{result['step']}: {describe(result)}")
-        steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-        padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                      for key in ("padding", "imbalance", "data_share"))
-        log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times the "
-                f"mean tokens, waiting for data {waited:.1%} of the time")
+    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
+        lines = log.read()
+        results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
+        for index, result in sorted(results.items()):
+            log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
+                    f"{result['step']}: {describe(result)}")
+            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
+            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
+                                          for key in ("padding", "imbalance", "data_share"))
+            log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
+                    f"the mean tokens, waiting for data {waited:.1%} of the time")
     if not plan.corpus and not plan.arguments["data"]:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
         model = bert.load_huggingface(plan.out / "model")                # on the CPU, fp32
@@ -860,6 +893,8 @@ def main():
     """Runs the program; whatever ends it early is said once, by the rank that fails first."""
     args, world = parse_arguments(), None
     try:
+        if args.plan:
+            return print_plan(args)
         world = dist.init(args.timeout)
         train(make_plan(args, world), world)
         world.close()

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import bert  # noqa: E402
 import data  # noqa: E402
+import optim  # noqa: E402
 import train  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 
@@ -116,7 +117,7 @@ def load_model(path):
 def load_log(path):
     log = train.Log(path.parent, True)
     log.say = lambda text: None
-    plan = types.SimpleNamespace(phases=train.RECIPES["demo"].phases, corpus="my.txt",
+    plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, corpus="my.txt",
                                  out=path.parent)
     train.report(plan, log, STEPS[-1], STEPS[-1], [])
     return None                                  # a log may lose lines, but stop nothing
@@ -125,8 +126,8 @@ def load_log(path):
 def prepare(folder):
     """Makes shards and a trained model; returns {kind: (load, files to damage)}."""
     data.prepare(make_documents(), folder / "shards", vocab_size=320, shards=4)
-    subprocess.run([sys.executable, "train.py", "--data", folder / "shards", "--out", folder / "run",
-                    "--steps", "4", "0", "--batch", "8", "--checkpoint-every", "2", "--workers", "0"],
+    subprocess.run([sys.executable, "train.py", "--data", folder / "shards", "--out",
+                    folder / "run", "--steps", "4", "0", "--batch", "8", "--checkpoint-every", "2"],
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     model = folder / "run" / "model"
     (folder / "bare").mkdir()

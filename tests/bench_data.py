@@ -95,7 +95,7 @@ def load(shards, seq_len, size=32, seconds=5):
         next(batches)
     began, count = time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
-        count += len(next(batches)[0].tokens)
+        count += len(next(batches)[0].pair_labels)
     return count / (time.perf_counter() - began)
 
 

@@ -51,12 +51,13 @@ ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else see
 
 def random_batch(vocabulary, examples=8, length=128):
     """Returns a micro-batch as data.PretrainingData makes it, of random tokens."""
-    tokens = torch.randint(5, vocabulary, (examples, length))
-    masked_positions = torch.randperm(tokens.numel())[:int(0.15 * tokens.numel()) // 64 * 64]
-    segments = (torch.arange(length) >= length // 2).long().repeat(examples, 1)
-    attention_mask = torch.ones(examples, length, dtype=torch.bool)
-    labels, pair_labels = tokens.flatten()[masked_positions], torch.randint(0, 2, (examples,))
-    return data.Batch(tokens, segments, attention_mask, masked_positions, labels, pair_labels)
+    rows = examples * length                             # a multiple of 64
+    tokens, t = torch.randint(5, vocabulary, (rows,)), torch.arange(length)
+    masked_positions = torch.randperm(rows)[:int(0.15 * rows) // 64 * 64]
+    segments, positions = (t >= length // 2).long().repeat(examples), t.repeat(examples)
+    bounds = torch.tensor([*range(0, rows + 1, length), rows], dtype=torch.int32)
+    return data.Batch(tokens, segments, positions, masked_positions, tokens[masked_positions],
+                      bounds, torch.randint(0, 2, (examples,)), bounds.diff())
 
 
 class Method:
@@ -80,7 +81,7 @@ class Method:
     def step(self, batch):
         (self.reducer or self.optimizer).zero_grad()
         losses = (self.model if self.reducer else self.ddp)(batch)
-        (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / len(batch.tokens)).backward()
+        (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / len(batch.pair_labels)).backward()
         if self.reducer:
             self.reducer.finish()
             self.reducer.commit(True)

@@ -1,8 +1,10 @@
-"""bert.py against transformers and torch's own encoder layer, and through its file formats."""
+"""bert.py against transformers, a padded model and torch's own encoder layer, and through its file
+formats."""
 
 import io
 import json
 import resource
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,20 +28,49 @@ def make_model(dtype=torch.float32, seed=0, config=CONFIG):
     return model
 
 
-def make_batch(seed=0, B=3, T=16):
-    """A batch with padding in its second and third example and two masked tokens in each."""
+def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
+    """Examples of these lengths, in this order, as data.Batch has them, with as many masked tokens
+    in each; and the same with padding: padded_tokens, padded_segments, attention_mask (B, T)."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(5, 192, (B, T), generator=generator)
-    mask = torch.ones(B, T, dtype=torch.bool)
-    segments = torch.zeros(B, T, dtype=torch.long)
-    for b, (begin, end) in enumerate([(7, T), (4, 12), (3, 5)][:B]):
-        mask[b, end:] = False
-        segments[b, begin:end] = 1
-    positions = torch.tensor([b * T + t for b in range(B) for t in (1, 3)])
+    ragged = [torch.randint(5, vocabulary, (n,), generator=generator) for n in lengths]
+    segments = [(torch.arange(n) >= n // 2).long() for n in lengths]
+    positions = [torch.arange(n) for n in lengths]
+    rows = torch.tensor([*lengths, -sum(lengths) % 64])
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    tokens, segment_rows, positions = (
+        F.pad(torch.cat(parts), (0, int(rows[-1]))) for parts in (ragged, segments, positions))
+    bounds = F.pad(rows.cumsum(0), (1, 0)).int()
+    labels = torch.randint(5, vocabulary, (masked * len(lengths),), generator=generator)
     return SimpleNamespace(
-        tokens=tokens * mask, segments=segments, attention_mask=mask, masked_positions=positions,
-        labels=torch.randint(5, 192, (len(positions),), generator=generator),
-        pair_labels=torch.tensor([0, 1, 1])[:B])
+        tokens=tokens, segments=segment_rows, positions=positions, bounds=bounds, lengths=rows,
+        masked_positions=torch.cat([bounds[b] + 1 + 2 * torch.arange(masked)
+                                    for b in range(len(lengths))]).long(),
+        labels=labels, pair_labels=torch.arange(len(lengths)) % 2, padded_tokens=pad(ragged),
+        padded_segments=pad(segments), attention_mask=pad([torch.ones(n).bool() for n in lengths]))
+
+
+def encode(model, batch):
+    """The hidden states of the real tokens alone."""
+    return model.encode(batch.tokens, batch.segments, batch.positions, batch.bounds,
+                        batch.lengths)[:batch.bounds[-2]]
+
+
+def padded_losses(model, batch):
+    """The two sums of a model that computes all places of (B, T), its attention written out."""
+    e, mask = model.embeddings, batch.attention_mask
+    x = e.tokens(batch.padded_tokens) + e.segments(batch.padded_segments)
+    x = e.norm(x + e.positions.weight[:x.shape[1]])
+    for block in model.blocks:
+        q, k, v = block.qkv(x).unflatten(2, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask[:, None, None], -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = block.attention_norm(x + block.attention_out(mixed))
+        x = block.norm(x + block.down(F.gelu(block.up(x))))
+    logits = model.mlm_logits(x[mask][batch.masked_positions]), model.nsp(
+        torch.tanh(model.pooler(x[:, 0])))
+    return [F.cross_entropy(part.to(torch.promote_types(part.dtype, torch.float32)), labels,
+                            reduction="sum")
+            for part, labels in zip(logits, (batch.labels, batch.pair_labels))]
 
 
 def huggingface_model(folder, dtype):
@@ -62,14 +93,15 @@ def test_losses_and_gradients_are_transformers(saved):
     ours, batch = model.double(), make_batch()
     losses = ours(batch)
     (losses.mlm_sum / len(batch.labels) + losses.nsp_sum / 3).backward()
-    labels = torch.full_like(batch.tokens, -100).flatten()
+    labels = torch.full_like(batch.tokens, -100)
     labels[batch.masked_positions] = batch.labels
-    output = theirs.eval()(input_ids=batch.tokens, token_type_ids=batch.segments,
-                           attention_mask=batch.attention_mask.long(),
-                           labels=labels.view_as(batch.tokens),
+    padded_labels = torch.full_like(batch.padded_tokens, -100)
+    padded_labels[batch.attention_mask] = labels[:batch.bounds[-2]]
+    output = theirs.eval()(input_ids=batch.padded_tokens, token_type_ids=batch.padded_segments,
+                           attention_mask=batch.attention_mask.long(), labels=padded_labels,
                            next_sentence_label=batch.pair_labels)
     output.loss.backward()
-    mlm = F.cross_entropy(output.prediction_logits.flatten(0, 1), labels, ignore_index=-100)
+    mlm = F.cross_entropy(output.prediction_logits.transpose(1, 2), padded_labels)
     nsp = F.cross_entropy(output.seq_relationship_logits, batch.pair_labels)
     assert abs(losses.mlm_sum / len(batch.labels) - mlm) < 1e-8 * mlm
     assert abs(losses.nsp_sum / 3 - nsp) < 1e-8 * nsp
@@ -83,18 +115,40 @@ def test_saved_model_gives_the_same_logits_in_transformers(saved):
     model, folder = saved
     transformers, theirs = huggingface_model(folder, torch.float32)
     batch = make_batch()
-    parts = batch.tokens, batch.segments, batch.attention_mask
-    ours = model.eval().mlm_logits(model.encode(*parts))
-    inputs = dict(input_ids=batch.tokens, token_type_ids=batch.segments,
+    ours = model.eval().mlm_logits(encode(model, batch))
+    inputs = dict(input_ids=batch.padded_tokens, token_type_ids=batch.padded_segments,
                   attention_mask=batch.attention_mask.long())
     masked_lm = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
     for logits in (theirs.eval()(**inputs).prediction_logits, masked_lm(**inputs).logits):
-        assert (ours - logits)[batch.attention_mask].abs().max() < 1e-5 * ours.abs().max()
+        assert (ours - logits[batch.attention_mask]).abs().max() < 1e-5 * ours.abs().max()
     back = transformers.BertForPreTraining(theirs.config)
     back.save_pretrained(folder.parent / "theirs")
     model = bert.load_huggingface(folder.parent / "theirs").eval()
-    difference = model.mlm_logits(model.encode(*parts)) - back.eval()(**inputs).prediction_logits
-    assert difference[batch.attention_mask].abs().max() < 1e-5 * ours.abs().max()
+    logits = back.eval()(**inputs).prediction_logits[batch.attention_mask]
+    difference = model.mlm_logits(encode(model, batch)) - logits
+    assert difference.abs().max() < 1e-5 * ours.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [(5, 33, 33, 100, 512), (23,), (64, 64, 64)])
+def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
+    batch, results = make_batch(lengths=lengths), {}
+    for dtype in torch.float64, torch.float32, torch.bfloat16:
+        model = make_model().bfloat16().to(dtype)                 # the same weights in each
+        for name, of in ("ours", lambda batch: model(batch)[:2]), ("padded", partial(
+                padded_losses, model)):
+            model.zero_grad()
+            sums = of(batch)
+            sum(sums).backward()
+            results[name, dtype] = [*(part.detach().double() for part in sums),
+                                    *(p.grad.double() for p in model.parameters())]
+    for dtype, tolerance in (torch.float64, 1e-12), (torch.float32, 1e-6):
+        for ours, padded in zip(results["ours", dtype], results["padded", dtype]):
+            assert (ours - padded).norm() <= tolerance * max(padded.norm(), 1)
+    # In bf16 as near to the exact numbers as the padded model is
+    errors = [[(part - exact).norm() / exact.norm() for part, exact in zip(
+        results[name, torch.bfloat16], results["padded", torch.float64])]
+        for name in ("ours", "padded")]
+    assert sum(errors[0]) <= 1.2 * sum(errors[1])
 
 
 def test_a_block_is_torchs_encoder_layer():
@@ -110,9 +164,24 @@ def test_a_block_is_torchs_encoder_layer():
         layer.self_attn.in_proj_bias.copy_(block.qkv.bias)
         for name, module in theirs.items():
             module.load_state_dict(getattr(block, name).state_dict())
-    x, mask = torch.randn(3, 16, CONFIG.width, dtype=torch.float64), make_batch().attention_mask
-    ours, theirs = block(x, mask[:, None, None, :]), layer(x, src_key_padding_mask=~mask)
-    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-10, atol=1e-10)
+    batch, x = make_batch(), torch.randn(3, 16, CONFIG.width, dtype=torch.float64)
+    mask = batch.attention_mask
+    ours = block(x[mask], batch.bounds[:-1], batch.lengths[:-1])
+    theirs = layer(x, src_key_padding_mask=~mask)
+    torch.testing.assert_close(ours, theirs[mask], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
+def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
+    batch, results = make_batch(lengths=(5, 33, 33, 100, 512, 512)), []
+    values = torch.randn(len(batch.tokens), 3, 2, 64).to(dtype)
+    for qkv, bounds in (values.float(), batch.bounds), (values.cuda(), batch.bounds.cuda()):
+        mixed = bert.attention(qkv.requires_grad_(), bounds, batch.lengths, 0.0)
+        mixed.square().sum().backward()
+        results.append([part.detach().float().cpu() for part in (mixed, qkv.grad)])
+    for cpu, gpu in zip(*results):
+        assert (gpu - cpu).norm() < tolerance * cpu.norm()
 
 
 def test_a_tiny_model_learns_one_batch_by_heart():
@@ -130,35 +199,34 @@ def test_a_tiny_model_learns_one_batch_by_heart():
     assert losses.mlm_hits == 6 and losses.nsp_hits == 3
 
 
-def test_sums_do_not_depend_on_padding_or_on_how_a_batch_is_cut():
-    model = make_model(torch.float64)
-    whole = model(make_batch(T=16))
-    long, batch = make_batch(T=16), make_batch(T=16)
-    for name in ("tokens", "segments", "attention_mask"):
-        setattr(long, name, F.pad(getattr(batch, name), (0, 8)))
-    positions = batch.masked_positions
-    long.masked_positions = F.pad(positions // 16 * 24 + positions % 16, (0, 5))
-    long.labels = F.pad(batch.labels, (0, 5), value=-100)     # rows that do not count
-    torch.testing.assert_close(model(long), whole, rtol=1e-12, atol=0)
-    parts = [model(SimpleNamespace(
-        tokens=batch.tokens[b:b + 1], segments=batch.segments[b:b + 1],
-        attention_mask=batch.attention_mask[b:b + 1],
-        masked_positions=positions[2 * b:2 * b + 2] - 16 * b,
-        labels=batch.labels[2 * b:2 * b + 2], pair_labels=batch.pair_labels[b:b + 1]))
-        for b in range(3)]
+def test_sums_do_not_depend_on_how_a_batch_is_cut():
+    model, lengths = make_model(torch.float64), [16, 12, 5]
+    batch = make_batch()
+    whole = model(batch)
+    batch.masked_positions = F.pad(batch.masked_positions, (0, 5))
+    batch.labels = F.pad(batch.labels, (0, 5), value=-100)        # rows that do not count
+    torch.testing.assert_close(model(batch), whole, rtol=1e-12, atol=0)
+    parts = []
+    for b, begin in enumerate(batch.bounds[:3].tolist()):
+        rows = slice(begin, begin + lengths[b])
+        parts.append(model(SimpleNamespace(
+            tokens=batch.tokens[rows], segments=batch.segments[rows],
+            positions=batch.positions[rows], bounds=torch.tensor([0, lengths[b], lengths[b]]),
+            lengths=torch.tensor([lengths[b], 0]), labels=batch.labels[2 * b:2 * b + 2],
+            masked_positions=batch.masked_positions[2 * b:2 * b + 2] - begin,
+            pair_labels=batch.pair_labels[b:b + 1])))
     for part, total in zip(zip(*parts), whole):
         torch.testing.assert_close(sum(part), total, rtol=1e-12, atol=0)
 
 
 def test_flops_are_those_that_torch_counts():
     config = bert.BertConfig.preset("tiny", 192, dropout=0.0)
-    model, batch = bert.BertForPreTraining(config), make_batch(B=2)
-    batch.attention_mask[:] = True
+    model, batch = bert.BertForPreTraining(config), make_batch(lengths=[16] * 4)
     with FlopCounterMode(display=False) as counter:
         losses = model(batch)
         (losses.mlm_sum + losses.nsp_sum).backward()
-    ours = 2 * bert.flops_per_example(config, 16, 2)
-    attention = 3 * 2 * config.layers * 4 * 16 * 16 * config.width
+    ours = 4 * bert.flops_per_example(config, 16, 2)
+    attention = 3 * 4 * config.layers * 4 * 16 * 16 * config.width
     # Torch counts no attention of the CPU's fused kernel, or five products of its backward where we
     # count four.
     assert any(abs(counter.get_total_flops() - (ours - attention * fraction)) < 0.01 * ours

@@ -157,17 +157,19 @@ def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
     fresh = data.PretrainingData(shards, 45, 1, seed=5, **options)
     for part in np.array_split(np.sort(indices), 37):
         batch, at = fresh.batch(part.tolist()), 0
-        width = batch.tokens.shape[1]
-        lengths = [len(alone[i].tokens) for i in part.tolist()]
-        assert width % 8 == 0 and max(lengths) <= width < max(lengths) + 8
-        for b, i in enumerate(part.tolist()):
-            e, end = alone[i], len(alone[i].tokens)
-            assert same(batch.tokens[b, :end], e.tokens) and not batch.tokens[b, end:].any()
-            assert batch.attention_mask[b].tolist() == [True] * end + [False] * (width - end)
-            assert batch.segments[b].nonzero().flatten().tolist() == list(range(e.b_start, end))
+        part = sorted(part.tolist(), key=lambda i: len(alone[i].tokens))
+        ends = np.cumsum([len(alone[i].tokens) for i in part])
+        assert batch.bounds.tolist() == [0, *ends, len(batch.tokens)]
+        assert same(batch.lengths, batch.bounds.diff())
+        for b, i in enumerate(part):
+            e, rows = alone[i], slice(*batch.bounds[b:b + 2])
+            assert same(batch.tokens[rows], e.tokens)
+            assert batch.positions[rows].tolist() == [*range(len(e.tokens))]
+            assert same(batch.segments[rows], np.arange(len(e.tokens)) >= e.b_start)
             span = slice(at, at := at + len(e.labels))
-            assert same(batch.masked_positions[span] - b * width, e.masked_positions)
+            assert same(batch.masked_positions[span] - batch.bounds[b], e.masked_positions)
             assert same(batch.labels[span], e.labels) and batch.pair_labels[b] == e.pair_label
+        assert len(batch.tokens) % 64 == 0 and 0 <= batch.lengths[-1] < 64
         assert len(batch.labels) % 64 == 0 and 0 <= len(batch.labels) - at < 64
         assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_positions[at:].any()
 

@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -35,9 +36,9 @@ def metrics(out, kind="train"):
 def shrink(patch=setattr):
     """Makes all of this process's training so small that a CPU without bf16 instructions does not
     notice: a model of 2 x 64, half the lengths, few held-out examples."""
-    recipe = train.RECIPES["demo"]
+    recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(p, seq_len=p.seq_len // 2) for p in recipe.phases]
-    patch(train, "RECIPES", train.RECIPES | {"demo": recipe._replace(phases=short)})
+    patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe._replace(phases=short)})
     patch(train, "EVAL_EXAMPLES", 32)
     patch(bert, "PRESETS", bert.PRESETS | {"tiny": (2, 64)})
 
@@ -439,6 +440,42 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, o
     assert len(losses["fp16"]) == 10 and losses["fp16"] != losses["fp32"]
 
 
+def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatch):
+    """By a backend that calls no C++ compiler, which would take half a minute."""
+    shrink(monkeypatch.setattr)
+    ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
+        module, backend="aot_eager", **options))
+    batch = train.data.PretrainingData(shards, 32).batch([0, 1])
+    argv, found = f"--precision fp32 --data {shards} --out {tmp_path}/".split(), []
+    for flags in [], ["--compile"]:
+        argv[-1] += "out"                                    # another folder: the first is locked
+        plan = train.make_plan(train.parse_arguments([*argv, *flags]), dist.World())
+        model, reducer, *_ = train.build(plan, dist.World())
+        order.clear()
+        losses = model(batch)
+        (losses.mlm_sum + losses.nsp_sum).backward()
+        reducer.finish()
+        # What a layer is to the reducer: one stretch, with none of another layer in it
+        turns = [name for name, _ in itertools.groupby(order)]
+        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(reducer.buckets)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == found[0][1] and ["blocks", "1"] in found[0][1]
+    assert torch.allclose(found[1][2], found[0][2], rtol=1e-4, atol=1e-6)
+
+
+def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
+    plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
+    train.train(train.make_plan(plan, dist.World()), dist.World())
+    assert "aten::addmm" in (tmp_path / "out" / "profile-1.txt").read_text()
+    trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
+    assert 0 < sum(event["name"] == "aten::embedding" for event in trace) <= 5 * 3    # five steps
+
+
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, "--steps", 90, "--batch", 4,
                    "--precision", "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
@@ -643,7 +680,7 @@ def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
 def planned(size, *argv):
     """Returns the phases of a plan on `size` ranks."""
     plan = train.parse_arguments([*map(str, argv)])
-    recipe = train.RECIPES[plan.recipe]
+    recipe = optim.RECIPES[plan.recipe]
     plan.optimizer = plan.optimizer or recipe.optimizer
     plan.one_bit = plan.optimizer in train.ONE_BIT
     return train.plan_phases(plan, recipe.phases, dist.World(size=size))
@@ -657,7 +694,7 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
 
 
 def test_the_published_recipes():
-    nvidia, lans = train.RECIPES["nvlamb-64k"].phases, train.RECIPES["lans-96k"].phases
+    nvidia, lans = optim.RECIPES["nvlamb-64k"].phases, optim.RECIPES["lans-96k"].phases
     assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
         (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
@@ -780,7 +817,7 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
 def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path, monkeypatch):
     shrink(monkeypatch.setattr)
     fresh, out, model = tmp_path / "fresh", tmp_path / "second", tmp_path / "model"
-    run(shards, fresh, tmp_path, *EQUAL, "--steps", 4, 0)
+    run(shards, fresh, tmp_path, *EQUAL, "--steps", 4, 0, "--mask-fraction", 0.15)
     # A model that knows the first step's batch by heart
     trained = bert.load_huggingface(fresh / "model")
     batch = data.PretrainingData(shards, 32).batch(range(33))
@@ -792,7 +829,7 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
         loss.backward()
         optimizer.step()
     bert.save_huggingface(trained, shards / "tokenizer.model", model)
-    argv = *EQUAL, "--steps", 4, 0, "--init", model
+    argv = *EQUAL, "--steps", 4, 0, "--mask-fraction", 0.15, "--init", model
     run(shards, out, tmp_path, *argv, "--max-steps", 2, size=2)
     assert metrics(out)[0]["loss"] < 0.5 * metrics(fresh)[0]["loss"]
     assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
