@@ -355,9 +355,8 @@ def tokenizer_json(model):
             or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4, 5))]):
         raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
     vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
-    # lstrip: the space before a [MASK] belongs to the masked word, as in `encode_with_masks`
-    added = [{"id": i, "content": f"[{name}]", "lstrip": name == "MASK", "rstrip": False,
-              "normalized": False, "single_word": False, "special": True}
+    added = [{"id": i, "content": f"[{name}]", "special": True, "normalized": False,
+              "lstrip": False, "rstrip": False, "single_word": False}
              for i, name in enumerate(SPECIALS)]
     single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}},
               {"Sequence": {"id": "A", "type_id": 0}},
@@ -367,7 +366,8 @@ def tokenizer_json(model):
     template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {
         name: {"id": name, "ids": [i], "tokens": [name]}
         for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}}
-    # "first": what follows a [MASK] begins a word only after a space
+    # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
+    # word only after a space or if it is the first
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
     cleaning = [{"type": "Strip", "strip_left": False, "strip_right": True},
                 {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]

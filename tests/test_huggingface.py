@@ -201,6 +201,10 @@ def test_question_answering_learns_from_our_folder(documents, tokenizers):
         context = [of == 1 for of in features.sequence_ids(i)]
         separator = max(t for t, of in enumerate(context) if of) + 1     # belongs to the context
         assert types == [int(of or t == separator) for t, of in enumerate(context)]
+    for i, (start, end) in enumerate(labels.tolist()):         # of whole words, to the character
+        context, qa = questions[features["overflow_to_sample_mapping"][i]]
+        begin, end = features["offset_mapping"][i, start, 0], features["offset_mapping"][i, end, 1]
+        assert context[begin:end].lstrip() == qa["answers"][0]["text"] or end == 0
     torch.manual_seed(0)
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(
         folder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
