@@ -52,34 +52,20 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
 
-def run_ranks(
-    function,
-    size,
-    tmp_path,
-    *arguments,
-    local_size=None,
-    check=True,
-    gpu=False,
-    timeout=60,
-    store=None,
-):
+def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,
+              timeout=60, store=None):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
     the outcome of a rank that was killed. store: a file in tmp_path that ranks met in before.
     """
     store = tmp_path / (store or f"store-{uuid.uuid4().hex}")
-    ranks = [
-        CONTEXT.Process(
-            target=_main,
-            args=(function, rank, size, store, arguments, local_size, gpu, timeout),
-        )
-        for rank in range(size)
-    ]
+    ranks = [CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size,
+                                                 gpu, timeout)) for rank in range(size)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(2 * timeout)
         if process.is_alive():
             for other in ranks:
                 other.kill()
