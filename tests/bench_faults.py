@@ -327,7 +327,7 @@ CASES = {
                    else "removed"),
     "renamed": Case("a checkpoint renamed to a later step", "not believed, not removed",
                     before=damage("checkpoints/*20.pt", lambda path: path.rename(
-                        path.with_name("step-00000099.pt"))), says="renamed|step-00000099",
+                        path.with_name("step-00000099.pt"))), says="step-00000099.*renamed", most=2,
                     ends="goes on", again=False,
                     check=lambda run: "" if (run.out / "checkpoints/step-00000099.pt").exists()
                     else "removed"),
@@ -423,11 +423,14 @@ class Bench:
         start them again; disks: each with a disk of its own; links: in two network namespaces."""
         address = "10.86.76.1" if how == "links" else "127.0.0.1"
         meeting = [["--node_rank=0"], ["--node_rank=1"]] if how != "c10d" else [
-            ["--rdzv_backend=c10d", f"--rdzv_endpoint={address}:{PORT}", "--rdzv_id=faults"]] * 2
+            ["--rdzv_backend=c10d", f"--rdzv_endpoint={address}:{PORT}", "--rdzv_id=faults",
+             f"--rdzv_conf=is_host={host}"] for host in (1, 0)]
         if how != "c10d":
             meeting = [[*words, f"--master_addr={address}", f"--master_port={PORT}"]
                        for words in meeting]
         prefixes, folders = [(), ()], [ROOT, ROOT]
+        if how == "c10d":        # torch 2.13: without it a torchrun cannot join those that restart
+            prefixes = [("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")] * 2
         if how == "disks":
             folders = [folder / "disk0", folder / "disk1"]
         if how == "links":
