@@ -15,10 +15,13 @@ Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up
 64), T tokens of one example, D width, H heads, M masked tokens of the batch, V vocabulary.
 """
 import argparse
+import base64
 import hashlib
+import io
 import itertools
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +29,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 
 PRESETS = {             # layers, width
     "tiny": (2, 128),
@@ -110,11 +112,11 @@ class Block(nn.Module):
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
 
-@torch.compiler.disable              # else it would be compiled anew for each batch's lengths
 def attention(qkv, bounds, lengths, dropout):
     """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
     attention to one another. bounds, lengths: as in `data.Batch`."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
+        from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
         return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
     # Neighbours of the same length are a rectangle, which needs neither padding nor a mask
@@ -223,6 +225,8 @@ CONFIG = {               # our field -> theirs
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range",
 }
+SPECIALS = ["PAD", "UNK", "CLS", "SEP", "MASK"]    # as data.py's tokenizer has them
+PAD, UNK, CLS, SEP, MASK = range(5)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
           "BF16": torch.bfloat16, "I64": torch.int64}
 
@@ -239,11 +243,12 @@ def huggingface_names(name):
 
 
 def save_huggingface(model, tokenizer, folder):
-    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer` and SHA256SUMS,
-    the digests of the three, to a folder.
+    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer`, tokenizer.json
+    and its tokenizer_config.json, and SHA256SUMS, the digests of the five, to a folder.
 
-    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits. Each file is
-    written under a temporary name and renamed. Raises OSError, with the path, if it cannot be.
+    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
+    the same tokens. Each file is written under a temporary name and renamed. Raises OSError, with
+    the path, if it cannot be; ModelError as `tokenizer_json` does.
     """
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
     config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
@@ -254,8 +259,15 @@ def save_huggingface(model, tokenizer, folder):
         names = huggingface_names(name)
         # The one matrix of Q, K and V becomes their three
         tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
+    # Without this class transformers 5 makes a WordPiece tokenizer, as other BERTs have
+    about = {"tokenizer_class": "PreTrainedTokenizerFast",
+             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+             "model_max_length": model.config.max_positions,
+             **{f"{name.lower()}_token": f"[{name}]" for name in SPECIALS}}
     contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
+                "tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
+                "tokenizer_config.json": [json.dumps(about, indent=2).encode() + b"\n"],
                 "tokenizer.model": [Path(tokenizer).read_bytes()],
                 "SHA256SUMS": sha256_sums(folder)}       # as they lie there when it is their turn
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -272,7 +284,8 @@ def save_huggingface(model, tokenizer, folder):
 
 def sha256_sums(folder):
     """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
-    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model",
+                 "tokenizer_config.json"):
         digest = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
         yield f"{digest}  {name}\n".encode()
 
@@ -290,6 +303,67 @@ def safetensors(tensors):
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         yield tensor.numpy().tobytes()
+
+
+def tokenizer_json(model):
+    """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
+
+    Ids differ where two ways to cut a text are equally likely: Hugging Face's `tokenizers` adds
+    scores in fp64, SentencePiece in fp32. It also drops an accent that its letter cannot have. And
+    text can spell [MASK], as in all their tokenizers. Raises ModelError for models unlike data.py's
+    that would differ in more. Field numbers are those of sentencepiece_model.proto.
+    """
+    pieces = [dict(protobuf(value)) for part, value in protobuf(model) if part == 1]
+    trainer, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
+    # Its type; pieces that are neither normal, unknown nor control; what it does with spaces
+    if (trainer.get(3, 1) != 1 or {piece.get(3, 1) for piece in pieces} - {1, 2, 3}
+            or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4, 5))]):
+        raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
+    vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
+    # lstrip: the space before a [MASK] belongs to the masked word, as in `encode_with_masks`
+    added = [{"id": i, "content": f"[{name}]", "lstrip": name == "MASK", "rstrip": False,
+              "normalized": False, "single_word": False, "special": True}
+             for i, name in enumerate(SPECIALS)]
+    single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+              {"Sequence": {"id": "A", "type_id": 0}},
+              {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}},
+            {"SpecialToken": {"id": "[SEP]", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {
+        name: {"id": name, "ids": [i], "tokens": [name]}
+        for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}}
+    # "first": what follows a [MASK] begins a word only after a space
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    cleaning = [{"type": "Strip", "strip_left": False, "strip_right": True},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
+    if charsmap := normalizer.get(2):              # Unicode's rules; none where a model has none
+        cleaning.insert(0, {"type": "Precompiled",
+                            "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    unigram = {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False}
+    return json.dumps({
+        "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
+        "normalizer": {"type": "Sequence", "normalizers": cleaning}, "model": unigram,
+        "post_processor": template}).encode()
+
+
+def protobuf(message):
+    """Yields (number, value) of each field of a protobuf message (bytes); value is an int for a
+    varint, else the field's bytes (https://protobuf.dev/programming-guides/encoding)."""
+    stream = io.BytesIO(message)
+    while (tag := varint(stream)) is not None:
+        number, kind = tag >> 3, tag & 7
+        value = varint(stream) if kind in (0, 2) else stream.read({1: 8, 5: 4}[kind])
+        yield number, stream.read(value) if kind == 2 else value
+
+
+def varint(stream):
+    """Returns the next varint, seven bits a byte, lowest first; None at the end of the stream."""
+    number = shift = 0
+    while byte := stream.read(1):
+        number |= (byte[0] & 127) << shift
+        if byte[0] < 128:
+            return number
+        shift += 7
 
 
 def load_huggingface(folder):
@@ -378,7 +452,6 @@ def read_weights(folder):
 
 # ----- The program: fill in a [MASK] -----
 
-CLS, SEP, MASK = 2, 3, 4           # ids of the control symbols, as data.py's tokenizer has them
 STAND_IN = "\ue000"                # a private character in place of [MASK], which no text can spell
 
 

@@ -116,7 +116,7 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
-            lost = self.first_to_fail() and self._ask(self._silent)    # only this one is printed
+            lost = self.first_to_fail() and self._ask(lambda store: absent(store, "alive"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
                            f"resumes from the last checkpoint ({error!r:.160})") from error
 
@@ -134,10 +134,6 @@ class World:
         with contextlib.suppress(RuntimeError, TimeoutError, AttributeError):
             store = torch.distributed.group.WORLD.get_group_store()
             return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
-
-    def _silent(self, store):
-        time.sleep(1)                                  # `answer` needs a fifth of that
-        return absent(store, "alive", torch.distributed.get_world_size())
 
     def close(self):
         """Closes the groups: one left open aborts at exit. After RankLost it could wait for that
@@ -171,7 +167,7 @@ def init(timeout=600.0, init_method="env://"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(towards)[0])
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, None, limit, size, rank, store)
-        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+        threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         places = world.all_gather_object((local_rank, local_size, gpu))
         even = all(place[:2] == (r % local_size, local_size) for r, place in enumerate(places))
@@ -200,12 +196,14 @@ def meet(rank, size, init_method, limit):
         if store.check([f"here/{r}" for r in range(size)]):
             return store
         time.sleep(0.1)
-    raise RuntimeError(f"rank {absent(store, 'here', size)} did not come in time")
+    raise RuntimeError(f"rank {absent(store, 'here')} did not come in time")
 
 
-def absent(store, word, size):
-    """Returns the ranks that have not set `word` in a store, as "3, 5"."""
-    return ", ".join(str(r) for r in range(size) if not store.check([f"{word}/{r}"]))
+def absent(store, word):
+    """Returns the ranks that in a second from now have not set `word` in a store, as "3, 5"."""
+    time.sleep(1)                                      # `answer` needs a fifth of that
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    return ", ".join(str(r) for r in ranks if not store.check([f"{word}/{r}"]))
 
 
 def answer(rank):
@@ -213,9 +211,11 @@ def answer(rank):
     for minutes; a dead or stopped process has none."""
     with contextlib.suppress(RuntimeError):            # the store is gone
         store = torch.distributed.group.WORLD.get_group_store()
-        while torch.distributed.is_initialized() and not store.check(["failed"]):
+        # It ends before Python does, which would abort within a request of a daemon thread
+        while torch.distributed.is_initialized() and threading.main_thread().is_alive():
+            if store.check(["failed"]):
+                return store.set(f"alive/{rank}", "")
             time.sleep(0.2)
-        store.set(f"alive/{rank}", "")
 
 
 def interface_towards(address):

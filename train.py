@@ -86,6 +86,9 @@ def parse_arguments(argv=None):
     add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
     add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
         "(never), or from the newest in --out (auto)")
+    add("--init", metavar="DIR", help="begin with the weights of this model folder, ours or any "
+        "Hugging Face BERT's; for text its tokenizer.model is needed: --data shards that data.py "
+        "--tokenizer DIR/tokenizer.model made (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
@@ -98,7 +101,7 @@ def parse_arguments(argv=None):
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
     add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
         "whether A and B are in order, or masked tokens only (nsp)")
-    add("--mask-fraction", **X(0, 1), default=0.15, help="predict this fraction of tokens (0.15)")
+    add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
@@ -273,10 +276,14 @@ def build(plan, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
+    # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
+    world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and plan.init and initialise(model, plan))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    if plan.compile:                     # but what depends on each batch's lengths
+        bert.attention = torch.compiler.disable(bert.attention)
     for block in model.blocks if plan.compile else ():
         block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
@@ -295,6 +302,21 @@ def build(plan, world):
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
+
+
+def initialise(model, plan):
+    """Gives the model the weights of the folder --init, unless a checkpoint will; raises
+    ConfigError or bert.ModelError if they do not fit."""
+    if checkpoints_in(plan.out / "checkpoints"):
+        return
+    found, own = bert.load_huggingface(plan.init), Path(plan.init) / "tokenizer.model"
+    config = found.config._replace(dropout=plan.dropout, init_std=plan.config.init_std)
+    if differ := differences(plan.config._asdict(), config._asdict()):
+        raise ConfigError(f"--init {plan.init} does not fit the plan: {differ}")
+    if own.exists() and own.read_bytes() != (plan.data / "tokenizer.model").read_bytes():
+        raise ConfigError(f"{plan.data} has another tokenizer than --init {plan.init}; make shards "
+                          f"with data.py --tokenizer {own}")
+    model.load_state_dict(found.state_dict())
 
 
 def listen_to_signals(max_minutes):
@@ -325,7 +347,8 @@ def open_phase(plan, world, phase_index, step):
     phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
     phase = plan.phases[phase_index]
     first = step - plan.ends[phase_index] + phase.steps
-    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed, **plan.masks)
+    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
+                                    mask_fraction=plan.mask_fraction, **plan.masks)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
@@ -388,10 +411,11 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def evaluate(model, plan, phase, world):
     """Returns a dict of what the model does on the held-out documents, at a phase's length.
 
-    Examples and masks are the same at every evaluation, and the ranks share the work. Losses are in
-    nats. unigram_entropy is the loss on the same tokens of a predictor that knows only how often
-    the training text has each token: the line to beat. nsp_error is the standard error of
-    nsp_accuracy, which is None without pairs. Leaves the model in training mode.
+    Examples and masks are the same at every evaluation, 15 % of the tokens however many training
+    masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
+    tokens of a predictor that knows only how often the training text has each token: the line to
+    beat. nsp_error is the standard error of nsp_accuracy, which is None without pairs. Leaves the
+    model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
@@ -435,19 +459,21 @@ def make_plan(args, world):
     """
     plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
-    plan.optimizer = args.optimizer or recipe.optimizer
+    for field in ("optimizer", "dropout", "mask_fraction"):
+        if getattr(args, field) is None:
+            setattr(plan, field, getattr(recipe, field))
     plan.one_bit = plan.optimizer in ONE_BIT
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
     plan.out = Path(args.out or f"runs/{args.recipe}")
     plan.data = Path(args.data or data.default_folder(args.corpus))
     manifest = prepare_folders(plan, world)
-    plan.dropout = recipe.dropout if args.dropout is None else args.dropout
+    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
     plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.masks = {key: getattr(args, key) for key in ("pairs", "mask_fraction", "whole_words")}
+    plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
@@ -530,7 +556,7 @@ def same_run(plan, manifest):
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
-                                            "seed", "balance", *plan.masks)}
+                                            "mask_fraction", "seed", "balance", *plan.masks)}
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):

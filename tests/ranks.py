@@ -53,14 +53,22 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
 
 
 def run_ranks(
-    function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False, timeout=60
+    function,
+    size,
+    tmp_path,
+    *arguments,
+    local_size=None,
+    check=True,
+    gpu=False,
+    timeout=60,
+    store=None,
 ):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
-    the outcome of a rank that was killed.
+    the outcome of a rank that was killed. store: a file in tmp_path that ranks met in before.
     """
-    store = tmp_path / f"store-{uuid.uuid4().hex}"
+    store = tmp_path / (store or f"store-{uuid.uuid4().hex}")
     ranks = [
         CONTEXT.Process(
             target=_main,

@@ -1,6 +1,7 @@
 """bert.py against transformers, a padded model and torch's own encoder layer, and through its file
 formats."""
 
+import io
 import json
 import resource
 from functools import partial
@@ -79,12 +80,10 @@ def huggingface_model(folder, dtype):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path, shards):
     """(our model, the Hugging Face folder that it was saved to)"""
-    tokenizer = tmp_path / "some.model"
-    tokenizer.write_bytes(b"a tokenizer")
     model = make_model()
-    bert.save_huggingface(model, tokenizer, tmp_path / "folder")
+    bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "folder")
     return model, tmp_path / "folder"
 
 
@@ -250,13 +249,13 @@ def test_presets():
     assert sum(p.numel() for p in model.parameters()) == 336_232_258  # papers.md, 1.4
 
 
-def test_saved_weights_come_back_bit_for_bit(saved):
+def test_saved_weights_come_back_bit_for_bit(saved, shards):
     model, folder = saved
     again = bert.load_huggingface(folder)
     assert again.config == model.config
     for (name, p), q in zip(model.named_parameters(), again.parameters()):
         assert torch.equal(p, q), name
-    assert (folder / "tokenizer.model").read_bytes() == b"a tokenizer"
+    assert (folder / "tokenizer.model").read_bytes() == (shards / "tokenizer.model").read_bytes()
     assert not list(folder.glob("*.tmp"))
 
 
@@ -368,14 +367,14 @@ def test_our_folders_say_when_any_bit_is_another_one(saved):
         bert.load_huggingface(folder)
 
 
-def test_a_full_disk_is_named_and_the_old_file_stays(saved, tmp_path):
+def test_a_full_disk_is_named_and_the_old_file_stays(saved, shards):
     model, folder = saved
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))      # a write fails there
     try:
         with pytest.raises(OSError, match=f"{folder}/model.safetensors"):
-            bert.save_huggingface(model, tmp_path / "some.model", folder)
+            bert.save_huggingface(model, shards / "tokenizer.model", folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -403,3 +402,18 @@ def test_masks_stand_where_the_words_would(shards):
     assert bert.encode_with_masks(tokenizer, "[MASK]") == [2, 4, 3]
     assert bert.encode_with_masks(tokenizer, "[MASK] [MASK]") == [2, 4, 4, 3]
     assert [piece(s) for s in ("[CLS]", "[SEP]", "[MASK]")] == [bert.CLS, bert.SEP, bert.MASK]
+
+
+def test_tokenizer_json_has_the_pieces_or_is_refused(documents, shards, tmp_path):
+    model = (shards / "tokenizer.model").read_bytes()
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    theirs = json.loads(bert.tokenizer_json(model))["model"]["vocab"]
+    assert theirs == [[tokenizer.id_to_piece(i), tokenizer.get_score(i)] for i in range(320)]
+    for option in ({"model_type": "bpe"}, {"byte_fallback": True}, {"split_by_whitespace": False},
+                   {"add_dummy_prefix": False}, {"user_defined_symbols": ["<x>"]}):
+        other = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(documents), model_writer=other, vocab_size=400, minloglevel=2,
+            **option)
+        with pytest.raises(bert.ModelError, match="no plain unigram model"):
+            bert.tokenizer_json(other.getvalue())

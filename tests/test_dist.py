@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import re
+import signal
+import sys
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import dist
+from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
 LOSSY = ["int8", "onebit", "topk", "chunk", "powersgd"]
@@ -203,9 +206,21 @@ def test_seconds_of_the_thread_are_counted(alone):
 def test_an_unused_parameter_is_named(alone):
     model = Toy(unused=True)
     reducer = alone(model)
+    with reducer.accumulate():                                 # used here, but not in the last
+        (model(batch()) + model.spare.weight.sum()).backward()
     model(batch()).backward()
-    with pytest.raises(dist.DistError, match=r"no gradient for spare.bias, spare.weight"):
+    unused = r"no gradient for spare.bias, spare.weight in the step's last backward"
+    with pytest.raises(dist.DistError, match=unused):
         reducer.finish()
+
+
+def test_a_second_reducer_is_refused_until_the_first_is_closed(alone):
+    model = Toy()
+    first = alone(model)
+    with pytest.raises(dist.DistError, match="has a Reducer already: close"):
+        alone(model)
+    first.close()
+    alone(model)
 
 
 def test_the_next_step_is_right_after_all_that_can_happen(alone):
@@ -230,7 +245,7 @@ def test_the_next_step_is_right_after_all_that_can_happen(alone):
         model(batch()).backward()
         raise KeyError
     step()
-    reducer._buckets[0].average = lambda scale: time.sleep(0.1) or reducer.buckets[0].fill_(9.0)
+    reducer._buckets[0].average = lambda scale: time.sleep(0.5) or reducer.buckets[0].fill_(9.0)
     reducer.zero_grad()
     model(batch()).backward()                                  # and no finish: a job still runs
     del reducer._buckets[0].average
@@ -270,16 +285,64 @@ def test_unequal_nodes_are_refused_by_every_rank(tmp_path):
         assert type(outcome) is dist.DistError and "3 in all; set the same --np" in str(outcome)
 
 
-def dies(world):
-    if world.rank == 1:
+def lose_two_of_five(world):
+    pids = world.all_gather_object(os.getpid())
+    if world.rank == 2:
         os._exit(9)
-    return [world.sum([1]) for _ in range(3)]
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(4 * (world.rank == 1))                          # busy, but alive
+    try:
+        while True:
+            world.sum([1])
+    except dist.RankLost as error:
+        first = world.first_to_fail() and world.first_to_fail()
+        if first:
+            os.kill(pids[3], signal.SIGKILL)
+        raise dist.RankLost(f"{first}: {error}") from error
 
 
-def test_a_dead_rank_is_an_error_that_says_so(tmp_path):
-    outcome = run_ranks(dies, 2, tmp_path, check=False)[0]
-    assert isinstance(outcome, dist.RankLost) and "another rank died" in str(outcome)
-    assert "\n" not in str(outcome)
+def test_dead_and_stopped_ranks_are_named_once(tmp_path):
+    outcomes = run_ranks(lose_two_of_five, 5, tmp_path, timeout=2, check=False)
+    assert outcomes.pop(2) is outcomes.pop(2) is None
+    first, *others = sorted(map(str, outcomes), reverse=True)
+    assert first.startswith("True: rank 2, 3 died or did not answer in time; the same command")
+    assert all(other.startswith("False: ") for other in others) and "\n" not in first
+    assert dist.World().first_to_fail()
+
+
+def dies(world):
+    world.sum([1])
+    os._exit(9)
+
+
+def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)      # as torchrun keeps it
+    store.add("processes", 1)                                  # rank 1 came and died, ...
+    store.set("1/here/1", "")
+    assert run_ranks(dies, 2, tmp_path, store="store", check=False) == [None, None]
+    for _ in range(2):                                         # ... then both, and both again
+        assert run_ranks(collectives, 2, tmp_path, store="store")[1][2] == [0, 1]
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    began = time.monotonic()
+    with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*rank 1, 2 did not come"):
+        dist.init(1, f"file://{tmp_path}/store")
+    assert 1 <= time.monotonic() - began < 5
+
+
+def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for gpus in (8, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        dist.init()
+    assert taken == [torch.device("cuda", 3), torch.device("cuda", 0)]
 
 
 def test_an_error_of_our_own_gpu_is_not_a_dead_rank():
@@ -291,9 +354,8 @@ def test_an_error_of_our_own_gpu_is_not_a_dead_rank():
 
 
 def test_the_interface_is_the_one_that_reaches_the_master():
-    assert dist.interface_towards("127.0.0.1", 1) == "lo"
-    assert dist.interface_towards("127.0.0.1", 2) is None      # other nodes cannot reach it
-    assert dist.interface_towards("no such host", 1) is None
+    assert dist.interface_towards("127.0.0.1") == ("lo", "127.0.0.1")
+    assert dist.interface_towards("no such host") == ("", "")
 
 
 # ----- Lossy compression: what went out + the residual = what came in -----
@@ -473,6 +535,60 @@ def test_residuals_travel_to_other_ranks_and_buckets(tmp_path):
                 torch.testing.assert_close(state[name][key], value, rtol=1e-6, atol=1e-6)
 
 
+def six_steps(world, name, save_after=None, state=None, first=0):
+    """Returns (the gradients of the last step, the state saved after a step)."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48)
+    with contextlib.closing(dist.Reducer(model, world, compression=name)) as reducer:
+        if state:
+            reducer.load_state_dict(state)
+        for step in range(first, 6):
+            reducer.zero_grad()
+            model(gradient(world.rank, step)[:64]).square().sum().backward()
+            reducer.finish()
+            reducer.commit(True)
+            state = reducer.state_dict() if step + 1 == save_after else state
+        return torch.cat([flat.clone() for flat in reducer.buckets]), state
+
+
+def saving(world):
+    """{name: (resumed equals saved, saved equals never saved)}"""
+    found = {}
+    for name in LOSSY:
+        saved, state = six_steps(world, name, save_after=3)
+        state = {key: value.clone() for key, value in state.items()}
+        resumed, _ = six_steps(world, name, state=state, first=3)
+        found[name] = torch.equal(resumed, saved), torch.equal(saved, six_steps(world, name)[0])
+    return found
+
+
+def test_a_run_that_resumes_equals_the_one_that_saved_there(tmp_path):
+    for found in run_ranks(saving, 2, tmp_path):
+        assert found == {name: (True, False) for name in LOSSY}    # a save is seen in the bits
+
+
+def readme_program(world, program):
+    """The relative error of the mean of 300 equal steps of the README's program."""
+    model = nn.Linear(COUNT, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    exec(program, {"dist": dist, "world": world, "model": model, "steps": 300,
+                   "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+                   "micro_batches": [gradient(world.rank, 0) / 2] * 2,
+                   "nullcontext": contextlib.nullcontext})
+    exact = mean_gradient(world, 0)
+    mean = model.weight.detach().view(-1) / -(1e-3 * 300)
+    return ((mean - exact).norm() / exact.norm()).item()
+
+
+def test_the_readmes_program_has_error_feedback(tmp_path):
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    lines = [line[1:] for line in diff.splitlines() if line[0] != "-"]
+    program = "\n".join(lines).replace('"bf16"', '"topk"')
+    assert len(lines) == 8 and '"topk"' in program
+    for error in run_ranks(readme_program, 2, tmp_path, program):
+        assert error < 0.25                                    # 0.96 without
+
+
 def compressed_mean(world):
     """Means of tensors larger than a bucket of CompressedMean, twice, and what it did not send."""
     tensors = {"a": torch.randn(7_000_000), "b": torch.randn(300)}
@@ -503,10 +619,10 @@ def test_the_command_lines_text():
     assert dist.parse_compression("none") == dist.COMPRESSORS["none"]
     assert dist.parse_compression("topk")[:2] == (dist.topk, 0.01)
     assert dist.parse_compression("powersgd:2")[:2] == (dist.powersgd, 2)
-    with pytest.raises(dist.DistError, match="'zip'; known are none, fp16, bf16, int8, onebit, to"):
-        dist.parse_compression("zip")
-    for text in ("topk:0", "topk:nan", "chunk:2", "powersgd:0", "powersgd:x", "topk:", "onebit:1"):
-        with pytest.raises(dist.DistError, match=f"--compression {text} cannot work.*topk:0.01"):
+    for text in ("zip", "topk:0", "topk:nan", "topk:", "chunk:2", "powersgd:0", "powersgd:x",
+                 "onebit:1"):
+        with pytest.raises(dist.DistError, match=f"--compression {text} cannot work; known are "
+                           "none, fp16, bf16, int8, onebit, topk.* topk:0.01"):
             dist.parse_compression(text)
 
 
@@ -519,6 +635,14 @@ def test_the_program_measures_each_compressor(program):
     errors = {name: float(error) for name, error in rows}
     assert errors["none"] < 1e-6 and errors["fp16"] < 1e-3 and errors["int8"] < 0.03
     assert errors["onebit"] < errors["topk"] < 1
+
+
+def test_the_program_refuses_sizes_and_seconds_that_cannot_be(monkeypatch, capsys):
+    for flag in ("--mb=-1", "--mb=nan", "--timeout=nan", "--timeout=0"):
+        monkeypatch.setattr(sys, "argv", ["dist.py", flag])
+        with pytest.raises(SystemExit, match="2"):
+            dist.main()
+        assert re.fullmatch("dist.py: .* above 0 .*\n", capsys.readouterr().err)
 
 
 def average_on_gpu(world):

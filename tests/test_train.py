@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import bert
+import data
 import dist
 import optim
 import train
@@ -438,6 +440,42 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, o
     assert len(losses["fp16"]) == 10 and losses["fp16"] != losses["fp32"]
 
 
+def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatch):
+    """By a backend that calls no C++ compiler, which would take half a minute."""
+    shrink(monkeypatch.setattr)
+    ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
+        module, backend="aot_eager", **options))
+    batch = train.data.PretrainingData(shards, 32).batch([0, 1])
+    argv, found = f"--precision fp32 --data {shards} --out {tmp_path}/".split(), []
+    for flags in [], ["--compile"]:
+        argv[-1] += "out"                                    # another folder: the first is locked
+        plan = train.make_plan(train.parse_arguments([*argv, *flags]), dist.World())
+        model, reducer, *_ = train.build(plan, dist.World())
+        order.clear()
+        losses = model(batch)
+        (losses.mlm_sum + losses.nsp_sum).backward()
+        reducer.finish()
+        # What a layer is to the reducer: one stretch, with none of another layer in it
+        turns = [name for name, _ in itertools.groupby(order)]
+        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(reducer.buckets)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == found[0][1] and ["blocks", "1"] in found[0][1]
+    assert torch.allclose(found[1][2], found[0][2], rtol=1e-4, atol=1e-6)
+
+
+def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
+    plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
+    train.train(train.make_plan(plan, dist.World()), dist.World())
+    assert "aten::addmm" in (tmp_path / "out" / "profile-1.txt").read_text()
+    trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::embedding" for event in trace) == 5 * 3    # five steps
+
+
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, "--steps", 90, "--batch", 4,
                    "--precision", "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
@@ -774,6 +812,39 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
     (tmp_path / "my.txt").write_text("Another text.\n")
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 1 and "shards/my was prepared with another corpus" in run.stderr
+
+
+def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    fresh, out, model = tmp_path / "fresh", tmp_path / "second", tmp_path / "model"
+    run(shards, fresh, tmp_path, *EQUAL, "--steps", 4, 0)
+    # A model that knows the first step's batch by heart
+    trained = bert.load_huggingface(fresh / "model")
+    batch = data.PretrainingData(shards, 32).batch(range(33))
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        losses = trained(batch)
+        loss = losses.mlm_sum / (batch.labels != data.IGNORED).sum() + losses.nsp_sum / 33
+        loss.backward()
+        optimizer.step()
+    bert.save_huggingface(trained, shards / "tokenizer.model", model)
+    argv = *EQUAL, "--steps", 4, 0, "--init", model
+    run(shards, out, tmp_path, *argv, "--max-steps", 2, size=2)
+    assert metrics(out)[0]["loss"] < 0.5 * metrics(fresh)[0]["loss"]
+    assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
+    code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model, "--model",
+                         "mini")
+    assert code == 1 and "does not fit the plan: " in line and "layers 4 (not 2)" in line
+    data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
+    code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
+    assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
+    before = metrics(out)[0]["loss"]
+    shutil.rmtree(model)                  # a run that resumes does not need it
+    run(shards, out, tmp_path, *argv)
+    assert metrics(out)[0]["loss"] == before and metrics(out)[-1]["step"] == 4
+    code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model)
+    assert code == 1 and f"{model} is no model folder" in line
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT] * 2])
