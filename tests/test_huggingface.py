@@ -189,8 +189,17 @@ def f1(answer, truth):
     return 2 * same / (len(words[0]) + len(words[1])) if same else 0.0
 
 
+@pytest.fixture
+def one_thread():
+    """Models this small are slower on several threads, and much slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("tokenizers", ["uncased"], indirect=True)
-def test_question_answering_learns_from_our_folder(documents, tokenizers):
+def test_question_answering_learns_from_our_folder(documents, tokenizers, one_thread):
     _, tokenizer, folder = tokenizers
     squad = make_questions(documents, 30)
     questions = [(paragraph["context"], qa) for article in squad["data"]
