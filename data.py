@@ -30,6 +30,7 @@ import io
 import itertools
 import json
 import lzma
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import re
@@ -344,15 +345,29 @@ def in_workers(function, items, workers):
     could not read a file; any other exception of a worker comes with its traceback there."""
     context = worker_context() if workers else None
     try:
-        yield from torch.utils.data.DataLoader(
+        results = iter(torch.utils.data.DataLoader(
             Same(), batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
-            multiprocessing_context=context, worker_init_fn=set_up_worker)
-    except OSError as error:            # in a worker: the last line of the traceback has the path
-        raise DataError(str(error).rstrip().rpartition("\n")[2]) from None
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise DataError("a worker process died (memory?); set --workers lower") from None
+            multiprocessing_context=context, worker_init_fn=set_up_worker))
+        if workers:
+            # A worker that is killed amid a message would leave us reading for ever. Without our
+            # end for writing the pipe ends with the last worker, and they all end with the first
+            results._worker_result_queue._writer.close()
+            threading.Thread(target=end_together, args=[results._workers], daemon=True).start()
+        yield from results
+    except (RuntimeError, EOFError, OSError) as error:
+        signs = "DataLoader worker (pid", "got end of file during message"
+        if isinstance(error, EOFError) or any(sign in str(error) for sign in signs):
+            raise DataError("a worker process died (memory?); set --workers lower") from None
+        if isinstance(error, OSError):  # in a worker: the last line of the traceback has the path
+            raise DataError(str(error).rstrip().rpartition("\n")[2]) from None
+        raise
+
+
+def end_together(workers):
+    """Waits until one of the processes has ended, then ends the others."""
+    multiprocessing.connection.wait([worker.sentinel for worker in workers])
+    for worker in workers:
+        worker.kill()
 
 
 def worker_context():

@@ -62,7 +62,7 @@ DEMO_SENTENCES = [           # for the model that read this machine's documentat
 STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  "
              "lr {lr:.2e}  norm {grad_norm:6.2f}  scale {loss_scale:g}  "
              "{examples_per_second:6.0f} examples/s")
-ORPHAN = 1 << 30             # a reason to stop that outweighs the requests of all ranks
+SIGNALLED = 1 << 30          # a reason to stop that stands out of the sum over all ranks
 # torchrun's process, looked up before anything takes long: ranks must not train on without it
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -268,11 +268,11 @@ def train(plan, world):
     if step > saved:
         save(plan, world, log, step, examples, seconds, *parts)
     reducer.close()
-    if stop >= ORPHAN:                  # no success: the other nodes' torchrun shall start again
-        raise dist.DistError(f"a node's torchrun died; stopped with a checkpoint of step {step}")
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, step, last, stop_requests)
+    if stop >= SIGNALLED and TORCHRUN:   # no success: other nodes' torchrun would wait for this one
+        raise dist.DistError(f"stopped, with a checkpoint of step {step}; the same command resumes")
 
 
 # ----- What the loop is built of, in the order of its steps -----
@@ -348,9 +348,11 @@ def listen_to_signals(max_minutes):
 
 
 def asked_to_stop(stop_requests):
-    """Returns 1 if this rank was asked to stop; ORPHAN if its torchrun is dead, and none may train
-    on; else 0."""
-    return bool(stop_requests) if TORCHRUN in (None, os.getppid()) else ORPHAN
+    """Returns 0 if this rank is to go on; 1 if its time is up; SIGNALLED if it got a signal, or its
+    torchrun is dead: no rank trains on then."""
+    if set(stop_requests) - {"--max-minutes"} or TORCHRUN not in (None, os.getppid()):
+        return SIGNALLED
+    return len(stop_requests)
 
 
 def open_phase(plan, world, phase_index, step):
@@ -794,6 +796,7 @@ class Log:
 
     def __init__(self, folder, active):
         self.folder, self.active, self.metrics = folder, active, folder / "metrics.jsonl"
+        self.unwritten = {}                          # {path: bytes that found no room}
 
     def say(self, text):
         """Prints a line, above the progress bar, and adds it to log.txt."""
@@ -810,11 +813,14 @@ class Log:
             self._append(self.metrics, json.dumps({"kind": kind, **fields}))
 
     def _append(self, path, line):
+        lines = self.unwritten.pop(path, b"") + f"{line}\n".encode()
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with open(path, "ab", buffering=0) as file:
+                while lines:                         # a disk that fills up takes a part first
+                    lines = lines[file.write(lines):]
         except OSError as error:                     # a full disk must not end the training
             tqdm.write(f"warning: {path}: {error.strerror}")
+            self.unwritten[path] = lines
 
     def bytes(self):
         """Returns the length of metrics.jsonl."""
