@@ -781,9 +781,10 @@ def wire_bytes(compression, shapes, nodes):
     sizes = [math.prod(shape) for shape in shapes]
     if compressor is topk:
         return 8 * argument * sum(sizes) * (nodes - 1)
-    if compressor is powersgd:                     # two factors, or the tensor itself
-        sizes = [min(size, argument * sum(shape)) if len(shape) == 2 else size
-                 for size, shape in zip(sizes, shapes)]
+    if compressor is powersgd:                     # two factors of a matrix where that is less
+        factors = [argument * sum(shape) if len(shape) == 2 else size
+                   for size, shape in zip(sizes, shapes)]
+        sizes = [small if 2 * small < size else size for small, size in zip(factors, sizes)]
     each = {"fp16": 2, "bf16": 2, "int8": 260 / 256, "onebit": 68 / 512}.get(compression, 4)
     each *= argument + 1 / 1024 if compressor is chunk else 1     # and the norms of all chunks
     return 2 * (nodes - 1) / nodes * each * sum(sizes)

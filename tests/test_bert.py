@@ -233,6 +233,25 @@ def test_flops_are_those_that_torch_counts():
                for fraction in (1, 0, -1 / 6))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activation_bytes_are_about_what_autograd_keeps(dropout):
+    config = bert.BertConfig.preset("mini", 1024, dropout=dropout)
+    model, batch = bert.BertForPreTraining(config), make_batch(lengths=[64] * 4, masked=8)
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()        # held, or it is used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = model(batch)
+    assert losses.mlm_sum > 0
+    expected = bert.activation_bytes(config, 256, 32, 4)
+    assert sum(size for _, size in kept.values()) == pytest.approx(expected, rel=0.25)
+
+
 def test_initial_loss_is_that_of_guessing():
     torch.manual_seed(0)
     losses = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192))(make_batch())

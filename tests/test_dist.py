@@ -416,6 +416,18 @@ def bytes_of(name, n):
             "powersgd": ring(4 * (64 + 70)) + ring(4 * (48 + 30) + 37 + 15)}[name]
 
 
+@pytest.mark.parametrize("name", [*LOSSY, "none", "bf16"])
+def test_the_plans_bytes_are_what_a_large_bucket_sends(name):
+    """Where padding counts for little: the compressors' own arithmetic, nothing is sent."""
+    shapes = {"matrix": (512, 2048), "vector": (1 << 18,)}
+    class Unplugged(dist.World):
+        def _run(self, *_, **__):
+            pass
+    for nodes in 2, 4:
+        sent = dist.Bucket(shapes, Unplugged(size=nodes, nodes=nodes), name).average(1.0)
+        assert dist.wire_bytes(name, shapes.values(), nodes) == pytest.approx(sent, rel=0.01)
+
+
 @pytest.mark.parametrize("size,local_size", [(1, 1), (2, 2), (3, 3), (4, 2)])
 def test_what_went_out_and_the_residual_are_what_came_in(tmp_path, size, local_size):
     outcomes = run_ranks(fifty_steps_of_all, size, tmp_path, local_size=local_size)
