@@ -80,7 +80,8 @@ def disturb(run, what, moment, rng):
     asked = signum in (signal.SIGTERM, signal.SIGINT) and not startup and rank is None
     if last - newest > (0 if asked else 10):
         problems.append(f"{last - newest} steps lost")
-    if re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text()):
+    own = re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text())
+    if own and not (startup and "KeyboardInterrupt" in run.text()):      # amid Python's imports
         problems.append("a traceback")
     return (f"{when}  {what}: gone after {seconds:.1f} s, {max(0, last - newest)} steps lost, said "
             f"{'; '.join(said)[:150] or 'nothing'}"), ", ".join(problems)
