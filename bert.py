@@ -103,12 +103,14 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, bounds, lengths):
-        """Returns (N, D) for x (N, D); bounds and lengths say which rows are an example's, as in
-        `data.Batch`."""
+    def forward(self, x, bounds, lengths, rows=None):
+        """Returns (N, D) for x (N, D), or (R, D) for the rows (R,) alone; bounds and lengths say
+        which rows are an example's, as in `data.Batch`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)                        # (N, 3, H, D/H)
         dropout = self.dropout.p if self.training else 0.0       # torch does not ask for training
         mixed = attention(qkv, bounds, lengths, dropout).flatten(1)              # (N, D)
+        if rows is not None:
+            x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
         # Post-LayerNorm: the sum is normalised, not the branch's input as in later models
         x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
@@ -153,12 +155,13 @@ class BertForPreTraining(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def encode(self, tokens, segments, positions, bounds, lengths):
-        """Returns the hidden states (N, D) of tokens; all arguments as in `data.Batch`."""
+    def encode(self, rows, tokens, segments, positions, bounds, lengths):
+        """Returns the hidden states (R, D) of the rows (R,); other arguments as in `data.Batch`."""
         x = self.embeddings(tokens, segments, positions)
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             x = block(x, bounds, lengths)
-        return x
+        # No head reads the other rows, so the last block makes only their keys and values
+        return self.blocks[-1](x, bounds, lengths, rows)
 
     def mlm_logits(self, hidden):
         """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
@@ -167,13 +170,13 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch):
         """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
-        hidden = self.encode(batch.tokens, batch.segments, batch.positions, batch.bounds,
-                             batch.lengths)                                      # (N, D)
-        # The head sees masked positions only. The (N, V) logits of all tokens never exist, which
-        # is most of what makes small models fast.
-        mlm = self.mlm_logits(hidden.index_select(0, batch.masked_positions))    # (M, V)
-        first = hidden.index_select(0, batch.bounds[:-2])                        # (B, D), of [CLS]
-        nsp = self.nsp(torch.tanh(self.pooler(first)))                           # (B, 2)
+        # The heads see [CLS] and masked positions only. The (N, V) logits of all tokens never exist,
+        # which is most of what makes small models fast.
+        first = batch.bounds[:-2]                                                # (B,), of [CLS]
+        hidden = self.encode(torch.cat([first, batch.masked_positions]), batch.tokens,
+                             batch.segments, batch.positions, batch.bounds, batch.lengths)
+        nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
+        mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
         # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
         mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
@@ -189,13 +192,16 @@ def flops_per_example(config, length, masked):
     length: its tokens T; masked: its masked tokens M. A multiply-add counts as two operations,
     backward as twice the forward, and with D width, F feed-forward and L layers
 
-        forward = L * T * (8 D^2 + 4 D F + 4 T D) + M * (2 D^2 + 2 D V) + 2 D^2
+        forward = L * T * (6 D^2 + 4 T D) + ((L - 1) * T + M + 1) * (2 D^2 + 4 D F)
+                  + M * (2 D^2 + 2 D V) + 2 D^2
 
-    which is the matrix products of the layers, of the MLM head at masked tokens and of the pooler.
+    which is attention, the rest of the layers (the last one's at [CLS] and masked tokens only), the
+    MLM head at masked tokens, the pooler.
     """
-    D, T, V = config.width, length, config.vocab_size
-    layer = T * (8 * D * D + 4 * D * config.feed_forward + 4 * T * D)
-    return 3 * (config.layers * layer + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
+    D, F, T, V = config.width, config.feed_forward, length, config.vocab_size
+    layers = config.layers * T * (6 * D * D + 4 * T * D)
+    layers += ((config.layers - 1) * T + masked + 1) * (2 * D * D + 4 * D * F)
+    return 3 * (layers + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
 
 
 def activation_bytes(config, tokens, masked, size):
@@ -223,9 +229,8 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
         block(x, bounds, lengths).sum().backward()
         block.norm.bias.grad.sum().item()          # waits for a GPU
         seconds.append(time.perf_counter() - began)
-    one_layer = config._replace(layers=1)
-    operations = flops_per_example(one_layer, length, 0) - flops_per_example(one_layer, 0, 0)
-    return 1e-12 * examples * operations / min(seconds[1:])
+    one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
+    return 1e-12 * examples * (two - one) / min(seconds[1:])
 
 
 # ----- Hugging Face folders -----
@@ -506,8 +511,9 @@ def fill_mask(model, tokenizer, text, count=5):
     model.eval()
     with torch.no_grad():
         lengths, positions = torch.tensor([len(tokens)]), torch.arange(len(tokens))
-        hidden = model.encode(tokens, torch.zeros_like(tokens), positions, None, lengths)
-        logits = model.mlm_logits(hidden[masked]).float()
+        hidden = model.encode(masked.nonzero().flatten(), tokens, torch.zeros_like(tokens),
+                              positions, None, lengths)
+        logits = model.mlm_logits(hidden).float()
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
     return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"
