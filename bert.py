@@ -170,8 +170,8 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch):
         """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
-        # The heads see [CLS] and masked positions only. The (N, V) logits of all tokens never exist,
-        # which is most of what makes small models fast.
+        # The heads see [CLS] and masked positions only: the (N, V) logits of all tokens never
+        # exist, which is most of what makes small models fast
         first = batch.bounds[:-2]                                                # (B,), of [CLS]
         hidden = self.encode(torch.cat([first, batch.masked_positions]), batch.tokens,
                              batch.segments, batch.positions, batch.bounds, batch.lengths)
