@@ -69,7 +69,8 @@ def disturb(run, what, moment, rng):
     began, before = time.monotonic(), len(run.text())
     run.send(signum, kind, rank)
     if signum == signal.SIGSTOP:                             # torchrun would wait 30 s for it
-        run.wait(lambda: "did not answer" in run.text()[before:], 60)
+        lost = "did not answer", "did not come in time"      # amid training, or at the start
+        run.wait(lambda: any(words in run.text()[before:] for words in lost), 60)
         run.send(signal.SIGCONT, kind, rank)
     run.wait(lambda: False, 60)
     _, left = run.wait_until_gone(LIMIT)
