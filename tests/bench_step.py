@@ -8,15 +8,16 @@ Both take the same batches: theirs as a data collator makes them, padded to the 
 with labels of -100 where nothing is masked. In bf16 theirs runs under autocast, as its Trainer does
 it; ours with bf16 weights and fp32 masters. Both clip, and step with fused AdamW. Their steps take
 turns in one run; a time is the sum over batches of the median over rounds. With torchrun each rank
-has batches of its own, and theirs is in DistributedDataParallel.
+has batches of its own, theirs is in DistributedDataParallel, and the figures are of one rank.
 
 The table "real" has text of prepared shards, "full" random tokens without any padding. TFLOP/s are
-those of the real tokens; `of matrix` is the rate's fraction of that of a matrix product measured in
-between (2,048 x 2,048). MB is the peak of memory above what the imported packages take, each side
-in a process of its own.
+those of `bert.flops_per_example`; `of matrix` is their fraction of what a product of two matrices
+of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
+packages take, in a process of each side's own.
 """
 import argparse
 import contextlib
+import math
 import multiprocessing
 import resource
 import statistics
@@ -45,10 +46,9 @@ CASES = {                    # model: batches as (examples, tokens), vocabulary 
     "mini": ([(32, 128), (8, 512)], 30522),
     "base": ([(8, 128), (2, 512)], 30522),
     "large": ([(8, 128), (2, 512)], 30522)}
-WIDTHS = 22, 5, 8
-HEADER = (f"{'':<22}{'':>5}{'':>8}  {'---------------- ours ----------------':<40}  "
-          f"{'-- Hugging Face --':<18}\n{'batch':<22}{'':>5}{'dropout':>8}{'examples/s':>12}"
-          f"{'TFLOP/s':>9}{'of matrix':>11}{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}")
+HEADER = (f"{'':<37}{'---------------- ours ----------------':<44}-- Hugging Face --\n"
+          f"{'batch':<18}{'format':>8}{'dropout':>9}{'examples/s':>12}{'TFLOP/s':>9}{'of matrix':>11}"
+          f"{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}")
 
 
 class Ours:
@@ -178,8 +178,8 @@ def compare(world, config, precision, batches, rounds):
     flops = sum(bert.flops_per_example(config, n, masked_of(batch) / len(batch.pair_labels))
                 for batch in batches for n in batch.lengths[:-1].tolist()) / totals[0]
     with multiprocessing.get_context("forkserver").Pool(1, maxtasksperchild=1) as pool:
-        memory = [pool.apply(peak, (side, config, precision, batches)) if world.size == 1 else 0
-                  for side in sides]
+        memory = [pool.apply(peak, (side, config, precision, batches))
+                  if world.size == 1 else math.nan for side in sides]
     row = (f"{examples / totals[0]:>12.1f}{flops / 1e12:>9.3f}"
            f"{flops * statistics.median(products[1:]) / 2 / 2048 ** 3:>11.0%}{memory[0]:>8.0f}")
     if transformers:
@@ -224,7 +224,7 @@ def main():
                         batches = full_batches(vocabulary, examples, length, args.batches)
                     config = bert.BertConfig.preset(model, vocabulary, dropout=dropout)
                     row = compare(world, config, precision, batches, args.rounds)
-                    say(f"{f'{model}, {examples} x {length}':<22}{precision:>5}{dropout:>8g}{row}",
+                    say(f"{f'{model}, {examples} x {length}':<18}{precision:>8}{dropout:>9g}{row}",
                         flush=True)
 
 
