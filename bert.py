@@ -20,6 +20,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import struct
 import sys
@@ -30,6 +31,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 PRESETS = {             # layers, width
     "tiny": (2, 128),
@@ -139,6 +141,8 @@ def attention(qkv, bounds, lengths, dropout):
 class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
 
+    recompute = False       # activations of the blocks: less memory, a third more work
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -159,7 +163,9 @@ class BertForPreTraining(nn.Module):
         """Returns the hidden states (R, D) of the rows (R,); other arguments as in `data.Batch`."""
         x = self.embeddings(tokens, segments, positions)
         for block in self.blocks[:-1]:
-            x = block(x, bounds, lengths)
+            # Activation checkpointing (Chen et al., arXiv 1604.06174): backward runs it once more
+            x = (checkpoint(block, x, bounds, lengths, use_reentrant=False) if self.recompute
+                 else block(x, bounds, lengths))
         # No head reads the other rows, so the last block makes only their keys and values
         return self.blocks[-1](x, bounds, lengths, rows)
 
@@ -204,18 +210,35 @@ def flops_per_example(config, length, masked):
     return 3 * (layers + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
 
 
-def activation_bytes(config, tokens, masked, size):
+def activation_bytes(config, tokens, masked, size, recompute=False):
     """Returns the bytes that a forward pass keeps for backward, about.
 
     tokens, masked: how many there are in the micro-batch; size: bytes of an element. As Korthikanti
     et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
     (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
     (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
-    dropout three masks. A masked token leaves its V logits, in this format and twice in fp32.
+    dropout three masks; with `recompute` its input alone, but for the layer under way. A masked
+    token leaves its V logits, in this format and twice in fp32.
     """
-    D = config.width
+    D, L = config.width, config.layers
     layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
-    return config.layers * tokens * layer + masked * config.vocab_size * (size + 8)
+    layers = layer + (L - 1) * size * D if recompute else L * layer
+    return tokens * layers + masked * config.vocab_size * (size + 8)
+
+
+def state_gigabytes(config, size, lossy):
+    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
+    whether compression keeps residuals. An optimizer has two moments, in fp32."""
+    elements = sum(map(math.prod, parameter_shapes(config)))
+    parts = {"weights": size, "masters": 4 * (size < 4), "gradients": 4, "moments": 8,
+             "residuals": 8 * lossy}
+    return {part: 1e-9 * elements * each for part, each in parts.items()}
+
+
+def parameter_shapes(config):
+    """Returns the shapes of all parameters, a list; no memory is taken."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in BertForPreTraining(config).parameters()]
 
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
@@ -442,6 +465,19 @@ def load_huggingface(folder):
     return model
 
 
+def copy_weights(folder, model, tokenizer):
+    """Gives a model the weights of a folder; raises ModelError if its shape is another, or if its
+    tokenizer.model, where it has one, is not the file `tokenizer`."""
+    found, own = load_huggingface(folder), Path(folder) / "tokenizer.model"
+    if own.exists() and own.read_bytes() != Path(tokenizer).read_bytes():
+        raise ModelError(f"{tokenizer} is not that of {folder}; make shards with data.py "
+                         f"--tokenizer {own}")
+    try:
+        model.load_state_dict(found.state_dict())
+    except RuntimeError as error:                  # torch lists the tensors, a line each
+        raise ModelError(f"{folder} has another shape: {str(error).splitlines()[1]}") from None
+
+
 def _modern(name):
     """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
     """
@@ -498,10 +534,10 @@ STAND_IN = "\ue000"                # a private character in place of [MASK], whi
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Leaves the model in evaluation mode. Raises ModelError if there is no [MASK] or the text is
-    longer than the model's positions.
+    Raises ModelError if there is no [MASK] or the text is longer than the model's positions.
     """
-    tokens = torch.tensor(encode_with_masks(tokenizer, text))                    # (T,)
+    device, training = model.mlm_bias.device, model.training
+    tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
     if len(tokens) > model.config.max_positions:
         raise ModelError(f"the text has {len(tokens)} tokens, the model reads "
                          f"{model.config.max_positions}; shorten it")
@@ -510,10 +546,12 @@ def fill_mask(model, tokenizer, text, count=5):
         raise ModelError("the text has no [MASK] to fill in")
     model.eval()
     with torch.no_grad():
-        lengths, positions = torch.tensor([len(tokens)]), torch.arange(len(tokens))
+        bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
         hidden = model.encode(masked.nonzero().flatten(), tokens, torch.zeros_like(tokens),
-                              positions, None, lengths)
+                              torch.arange(len(tokens), device=device), bounds,
+                              torch.tensor([len(tokens)]))
         logits = model.mlm_logits(hidden).float()
+    model.train(training)
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
     return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"

@@ -394,15 +394,8 @@ def kill_workers():
 
 
 def set_up_worker(_):
-    """Makes a worker process end with its parent, however that ends."""
+    """Makes a worker process leave SIGTERM to its parent, with which it ends within seconds."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    """Waits for the end of the parent process, then ends this one."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
@@ -859,11 +852,12 @@ def show(folder):
     return report.replace("▁", " ")
 
 
-def number(kind, low, high):
-    """Returns what argparse needs to know of a flag that takes a number from `low` to `high`."""
+def number(kind, low, high=1 << 63):
+    """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
-        if not low <= (value := kind(text)) <= high:         # so that NaN is refused as well
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high:,}, not {text}")
+        if not low <= (value := kind(text)) < high:          # so that NaN is refused as well
+            bounds = f"at least {low}" + (f" and below {high:,}" if high < 1 << 63 else "")
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
         return value
     return {"type": number, "metavar": "N" if kind is int else "X"}
 
@@ -876,7 +870,7 @@ def main():
     add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
-    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out a part; default: 0.01")
+    add("--held-out", **number(float, 0, 1), default=0.01, help="hold out a part; default: 0.01")
     add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
     add("--workers", **number(int, 0, 1024), help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")

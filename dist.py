@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -246,6 +247,39 @@ def two_levels(world, limit):
         group, _ = torch.distributed.new_subgroups_by_enumeration(teams, limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
+
+
+# ----- Requests to stop -----
+
+SIGNALLED = 1 << 30          # a reason to stop that stands out of the sum over all ranks
+# torchrun's process, looked up before anything takes long: ranks must not train on without it
+TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def listen_to_signals(max_minutes):
+    """Returns a list that SIGTERM, Ctrl-C and the end of max_minutes add their names to, so that
+    training can stop with a checkpoint. A second Ctrl-C ends the process at once."""
+    requests = []
+
+    def request(signum, _):
+        requests.append(signal.Signals(signum).name)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, request)
+    if max_minutes is not None:
+        timer = threading.Timer(60 * max_minutes, requests.append, ["--max-minutes"])
+        timer.daemon = True                                  # it must not outlive the training
+        timer.start()
+    return requests
+
+
+def asked_to_stop(stop_requests):
+    """Returns 0 if this rank is to go on; 1 if its time is up; SIGNALLED if it got a signal, or its
+    torchrun is dead: no rank trains on then."""
+    if set(stop_requests) - {"--max-minutes"} or TORCHRUN not in (None, os.getppid()):
+        return SIGNALLED
+    return len(stop_requests)
 
 
 # ----- The reducer: gradients averaged while backward runs -----

@@ -6,6 +6,10 @@ w are weights, g gradients, m and v moments: lists of fp32 tensors, one for each
 `torch._foreach_*` computes on a whole list, on a GPU in a few kernels.
 """
 import dataclasses
+import hashlib
+import io
+import os
+import pickle
 import sys
 from typing import NamedTuple
 
@@ -518,3 +522,58 @@ def variance_interval(t, updates):
 def agreement_interval(t, steps):
     """Returns j at step t = 1, 2, ... of a stage: 1 for `steps` steps, 2 for as many, up to 16."""
     return 1 << min(4, (t - 1) // steps)
+
+
+# ----- Checkpoint files: one a step, its digest at the end -----
+
+class CheckpointError(ValueError):
+    """A file that is not the checkpoint that its name says; the message says which."""
+
+
+def write_checkpoint(folder, state, keep):
+    """Writes `state` (tensors, numbers, strings, plain containers) to the folder, whole or not at
+    all; then removes older checkpoints, but for the one before and those of the steps in `keep`.
+
+    The file is what torch.save writes and the 64 hexadecimal digits of its SHA-256. It is built in
+    memory, which holds the state twice meanwhile. Raises OSError on a full disk.
+    """
+    path, content = folder / f"step-{state['step']:08d}.pt", io.BytesIO()
+    torch.save(state, content)
+    # One name for all: what a killed run has left of its own is overwritten here
+    temporary, digest = folder / "unfinished", hashlib.sha256(content.getbuffer()).hexdigest()
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines([content.getbuffer(), digest.encode()])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)                                 # the name is on the disk too
+        os.close(descriptor)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # A later one can only be damaged, and counts for nothing
+    older = {step: old for step, old in checkpoints_in(folder).items() if step < state["step"]}
+    for step in set(sorted(older)[:-1]) - keep:
+        older[step].unlink()
+
+
+def checkpoints_in(folder):
+    """Returns {step: path} of a folder's checkpoints; a file of any other name is not ours."""
+    return {int(path.stem[5:]): path for path in folder.glob(f"step-{'[0-9]' * 8}.pt")}
+
+
+def read_checkpoint(path, step=None):
+    """Returns what write_checkpoint wrote, on the CPU; raises CheckpointError if the file is
+    damaged, or not of the given step."""
+    try:
+        content = memoryview(path.read_bytes())
+        if hashlib.sha256(content[:-64]).hexdigest().encode() != bytes(content[-64:]):
+            raise CheckpointError(f"{path} is cut or damaged: its digest does not match")
+        # weights_only: a pickle could run any code
+        state = torch.load(io.BytesIO(content[:-64]), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+    if step not in (None, state["step"]):
+        raise CheckpointError(f"{path} is of step {state['step']}: it was renamed")
+    return state

@@ -96,7 +96,7 @@ def change_json(rng, content):
 
 def load_checkpoint(path):
     content = io.BytesIO()
-    torch.save(train.read_checkpoint(path, int(path.stem[5:])), content)
+    torch.save(optim.read_checkpoint(path, int(path.stem[5:])), content)
     return content.getvalue()
 
 

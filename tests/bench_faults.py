@@ -121,7 +121,7 @@ class Evil:
 def make_evil(path):
     for old in path.parent.iterdir():
         old.unlink()
-    train.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
+    optim.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
 
 
 def free_disk(run):
@@ -149,7 +149,7 @@ def losses_differ(run):
 
 
 def no_checkpoint_of_it(run):
-    kept = train.checkpoints_in(run.out / "checkpoints")
+    kept = optim.checkpoints_in(run.out / "checkpoints")
     return "" if 0 < run.last_step() in kept else f"step {run.last_step()}, checkpoints {[*kept]}"
 
 
@@ -254,7 +254,7 @@ CASES = {
     "raise-evaluation": Case("an exception in evaluation, on rank 1", GONE, lost=12,
                              inject="raise 1 1 train.evaluate", says=ERROR, trace=True),
     "raise-save": Case("an exception in a checkpoint, on rank 0", GONE, lost=10,
-                       inject="raise 0 2 train.write_checkpoint", says=ERROR, trace=True),
+                       inject="raise 0 2 optim.write_checkpoint", says=ERROR, trace=True),
     "memory": Case("out of memory on rank 1", "names the flag to lower; " + GONE,
                    f"memory 1 5 {FORWARD} 40", argv="--batch 512 --micro-batch 128",
                    says="--micro-batch"),
@@ -549,7 +549,7 @@ class Bench:
     def difference(self, case, out):
         """Returns the largest difference of a weight at the end from the undisturbed run's."""
         reference = self.reference(min(case.ranks, 2), case.argv)
-        whole, other = (train.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
+        whole, other = (optim.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
                         for folder in (reference, out))
         return max(float((whole[name] - other[name]).detach().abs().max()) for name in whole)
 

@@ -46,7 +46,7 @@ def fill_and_free(run):
 
 
 def newest_checkpoint(out):
-    return max(train.checkpoints_in(out / "checkpoints"), default=0)
+    return max(optim.checkpoints_in(out / "checkpoints"), default=0)
 
 
 def disturb(run, what, moment, rng):
@@ -91,7 +91,7 @@ def disturb(run, what, moment, rng):
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
     wrong = []
-    states = [train.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
+    states = [optim.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
               for folder in (whole, out)]
     if not all(torch.equal(states[0]["weights"][name], weight)
                for name, weight in states[1]["weights"].items()):

@@ -62,11 +62,11 @@ def run(shards, out, tmp_path, *argv, size=1, sabotage=None, check=True, gpu=Fal
 
 
 def steps_kept(out):
-    return sorted(train.checkpoints_in(out / "checkpoints"))
+    return sorted(optim.checkpoints_in(out / "checkpoints"))
 
 
 def last_state(out):
-    return train.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
+    return optim.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
 
 
 def assert_same(a, b, where=""):
@@ -180,14 +180,14 @@ def kill_after_update(world, rank, step):
 
 def kill_after_checkpoint(world, step):
     """kill -9 right after the checkpoint of a step."""
-    write = train.write_checkpoint
+    write = optim.write_checkpoint
 
     def patched(folder, state, keep):
         write(folder, state, keep)
         if state["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train.write_checkpoint = patched
+    optim.write_checkpoint = patched
 
 
 def assert_killed_runs_end_alike(shards, tmp_path, argv, size, kills):
@@ -266,7 +266,7 @@ def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
 def stop_in_mid_step(world, calls):
     """One rank is asked to stop, at its so-and-so-many-th look; a step of SHORT looks twice."""
     looks = []
-    train.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
+    dist.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
 
 
 def test_a_stop_leaves_the_step_undone_on_all_ranks(shards, tmp_path):
@@ -311,16 +311,16 @@ def some_state(step=7):
 
 
 def test_a_checkpoint_is_whole_or_is_not_there(tmp_path):
-    train.write_checkpoint(tmp_path, some_state(), keep=set())
+    optim.write_checkpoint(tmp_path, some_state(), keep=set())
     path = tmp_path / "step-00000007.pt"
-    assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
+    assert torch.equal(optim.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
     assert torch.load(path, weights_only=True)["step"] == 7    # an ordinary torch file too
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room in (0, 100, 20000):                  # a full disk: at once, or half-way
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             with pytest.raises(OSError):
-                train.write_checkpoint(tmp_path, some_state(9), keep=set())
+                optim.write_checkpoint(tmp_path, some_state(9), keep=set())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -343,7 +343,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     folder, log = tmp_path / "checkpoints", Silent()
     folder.mkdir()
     for step in (5, 6):
-        train.write_checkpoint(folder, some_state(step), keep=set())
+        optim.write_checkpoint(folder, some_state(step), keep=set())
     newest = folder / "step-00000006.pt"
     content = bytearray(newest.read_bytes())
     if how == "renamed":
@@ -356,11 +356,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     assert find(tmp_path, log=log)["step"] == 5
     assert len(log.said) == 1 and newest.name in log.said[0]
     for step in (6, 7, 8):                        # the damaged one never pushes out a whole one
-        train.write_checkpoint(folder, some_state(step), keep=set())
+        optim.write_checkpoint(folder, some_state(step), keep=set())
         assert find(tmp_path)["step"] == step
     assert not (folder / "unfinished").exists()
     assert (folder / "step-00000008-backup.pt").exists()
-    for path in train.checkpoints_in(folder).values():
+    for path in optim.checkpoints_in(folder).values():
         path.write_bytes(b"x" * 100)
     with pytest.raises(train.ConfigError, match="no checkpoint in .* is whole"):
         find(tmp_path)
@@ -373,9 +373,9 @@ class Evil:
 
 def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train.write_checkpoint(tmp_path, {"step": 1, "x": Evil()}, keep=set())
+    optim.write_checkpoint(tmp_path, {"step": 1, "x": Evil()}, keep=set())
     with pytest.raises(train.ConfigError, match="not one of our checkpoints"):
-        train.read_checkpoint(tmp_path / "step-00000001.pt")
+        optim.read_checkpoint(tmp_path / "step-00000001.pt")
     assert not (tmp_path / "evil").exists()
 
 
