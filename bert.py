@@ -24,13 +24,13 @@ import math
 import os
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 PRESETS = {             # layers, width
@@ -246,14 +246,24 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
     block = Block(config).to(device, dtype)
     lengths = torch.tensor([length] * examples + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    x, seconds = torch.randn(examples * length, config.width, device=device, dtype=dtype), []
-    for _ in range(4):                             # the first one warms up
-        began = time.perf_counter()
-        block(x, bounds, lengths).sum().backward()
-        block.norm.bias.grad.sum().item()          # waits for a GPU
-        seconds.append(time.perf_counter() - began)
+    x = torch.randn(examples * length, config.width, device=device, dtype=dtype)
+    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
+                  num_threads=torch.get_num_threads())               # it waits for a GPU
     one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
-    return 1e-12 * examples * (two - one) / min(seconds[1:])
+    return 1e-12 * examples * (two - one) / timer.blocked_autorange(min_run_time=1).median
+
+
+def profiled(batches, path):
+    """Yields from an iterator over steps; traces five of them, from the sixth to the eleventh item:
+    PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt."""
+    yield from itertools.islice(batches, 5)                  # the first ones are not typical
+    with torch.profiler.profile() as profiler:
+        yield from itertools.islice(batches, 5)
+    profiler.export_chrome_trace(f"{path}.json")
+    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
+    Path(f"{path}.txt").write_text(table)
+    yield from batches
 
 
 # ----- Hugging Face folders -----
@@ -470,12 +480,10 @@ def copy_weights(folder, model, tokenizer):
     tokenizer.model, where it has one, is not the file `tokenizer`."""
     found, own = load_huggingface(folder), Path(folder) / "tokenizer.model"
     if own.exists() and own.read_bytes() != Path(tokenizer).read_bytes():
-        raise ModelError(f"{tokenizer} is not that of {folder}; make shards with data.py "
-                         f"--tokenizer {own}")
-    try:
-        model.load_state_dict(found.state_dict())
-    except RuntimeError as error:                  # torch lists the tensors, a line each
-        raise ModelError(f"{folder} has another shape: {str(error).splitlines()[1]}") from None
+        raise ModelError(f"{tokenizer} is not {own}; make shards with data.py --tokenizer {own}")
+    if found.config[:6] != model.config[:6]:
+        raise ModelError(f"{folder} has another shape: {found.config} (not {model.config})")
+    model.load_state_dict(found.state_dict())
 
 
 def _modern(name):

@@ -852,6 +852,14 @@ def show(folder):
     return report.replace("▁", " ")
 
 
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, printed once a node."""
+
+    def error(self, message):
+        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
+        self.exit(2, f"{self.prog}: {message}\n" if said else "")
+
+
 def number(kind, low, high=1 << 63):
     """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
@@ -864,8 +872,7 @@ def number(kind, low, high=1 << 63):
 
 def main():
     """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
-    # Without a usage an error is one line
-    parser = argparse.ArgumentParser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
+    parser = Parser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
     add = parser.add_argument_group("text in, shards out").add_argument
     add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")

@@ -86,6 +86,12 @@ class World:
             raise expected[0](problems[0])
         return result
 
+    def check_same(self, settings):
+        """Raises DistError, on every rank, if this dict is not the same on all."""
+        for rank, other in enumerate(everyone := self.all_gather_object(settings)):
+            if differ := differences(other, everyone[0]):
+                raise DistError(f"rank {rank} was started differently: {differ}")
+
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(torch.distributed.all_reduce, tensor)
@@ -247,6 +253,12 @@ def two_levels(world, limit):
         group, _ = torch.distributed.new_subgroups_by_enumeration(teams, limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
+
+
+def differences(one, other):
+    """Returns the keys in which two dicts differ, as text: "seed 1 (not 0)"."""
+    return ", ".join(f"{key} {one.get(key)} (not {other.get(key)})"
+                     for key in sorted({*one, *other}) if one.get(key) != other.get(key))
 
 
 # ----- Requests to stop -----

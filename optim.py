@@ -6,6 +6,7 @@ w are weights, g gradients, m and v moments: lists of fp32 tensors, one for each
 `torch._foreach_*` computes on a whole list, on a GPU in a few kernels.
 """
 import dataclasses
+import functools
 import hashlib
 import io
 import os
@@ -524,6 +525,34 @@ def agreement_interval(t, steps):
     return 1 << min(4, (t - 1) // steps)
 
 
+OPTIMIZERS = {               # each from parameter groups and betas
+    "lamb": LAMB,
+    "nvlamb": functools.partial(LAMB, adapt_all=True),
+    "lans": LANS,
+    "adamw": functools.partial(AdamW, eps=1e-6, fused=True),
+    "onebit-adam": OneBitAdam,
+    "onebit-lamb": OneBitLAMB,
+    "zeroone-adam": ZeroOneAdam,
+}
+ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
+WEIGHT_DECAY = 0.01
+
+
+def make_optimizer(name, masters, betas, steps, compressed_mean):
+    """Returns the optimizer of this name for master weights, {name: tensor}.
+
+    steps: of the whole run; compressed_mean: makes what the 1-bit optimizers need, of a list of
+    (name, tensor).
+    """
+    groups = parameter_groups(masters, WEIGHT_DECAY)
+    pairs = [pair for part, _ in groups for pair in part.items()]
+    options = {"compressed_mean": compressed_mean(pairs)} if name in ONE_BIT else {}
+    if name == "zeroone-adam":                     # the published 32,678 steps of 125,000
+        options["interval_steps"] = max(1, steps * 32678 // 125000)
+    return OPTIMIZERS[name]([{"params": [*part.values()], "weight_decay": decay}
+                             for part, decay in groups], betas=betas, **options)
+
+
 # ----- Checkpoint files: one a step, its digest at the end -----
 
 class CheckpointError(ValueError):
@@ -547,9 +576,6 @@ def write_checkpoint(folder, state, keep):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)                                 # the name is on the disk too
-        os.close(descriptor)
     finally:
         temporary.unlink(missing_ok=True)
     # A later one can only be damaged, and counts for nothing

@@ -16,7 +16,6 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -37,17 +36,6 @@ import dist
 import optim
 
 
-OPTIMIZERS = {               # each from parameter groups and betas
-    "lamb": optim.LAMB,
-    "nvlamb": functools.partial(optim.LAMB, adapt_all=True),
-    "lans": optim.LANS,
-    "adamw": functools.partial(optim.AdamW, eps=1e-6, fused=True),
-    "onebit-adam": optim.OneBitAdam,
-    "onebit-lamb": optim.OneBitLAMB,
-    "zeroone-adam": optim.ZeroOneAdam,
-}
-ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
-WEIGHT_DECAY = 0.01
 LOCAL = "data", "corpus", "out", "workers", "timeout", "log_every"    # a node may have its own
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
@@ -59,7 +47,6 @@ DEMO_SENTENCES = [           # for the model that read this machine's documentat
 STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  {pairs} {nsp_loss:.3f}  "
              "lr {lr:.1e}  norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} "
              "examples/s  {memory_gb:.1f} GB  {minutes_left:.0f} min left")
-
 
 
 class ConfigError(ValueError):
@@ -74,7 +61,7 @@ EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.
 
 def parse_arguments(argv=None):
     """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
-    parser = Parser(description="BERT pre-training. In brackets: the default.", allow_abbrev=False)
+    parser = data.Parser(description="BERT pre-training. (The default.)", allow_abbrev=False)
     add = parser.add_argument_group("text and results").add_argument
     add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
@@ -82,13 +69,12 @@ def parse_arguments(argv=None):
     add("--out", metavar="DIR", help="write results here (runs/ and the text's name)")
     add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
         "(never), or from the newest in --out (auto)")
-    add("--init", metavar="DIR", help="begin with the weights of this model folder, ours or any "
-        "Hugging Face BERT's; for text its tokenizer.model is needed: --data shards that data.py "
-        "--tokenizer DIR/tokenizer.model made (random weights)")
+    add("--init", metavar="DIR", help="begin with the weights of this Hugging Face BERT; --data: "
+        "shards of data.py --tokenizer DIR/tokenizer.model (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
-    add("--optimizer", choices=OPTIMIZERS, help="take this one (the recipe's)")
+    add("--optimizer", choices=optim.OPTIMIZERS, help="take this one (the recipe's)")
     add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
         "phase's steps (0.2, or the warm-up where that is longer)")
     add("--steps", **N(0), nargs="+", help="take N steps in each phase; one number, or one a phase")
@@ -130,14 +116,6 @@ def parse_arguments(argv=None):
     add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
     add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill (0)")
     return parser.parse_args(argv)
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed once a node."""
-
-    def error(self, message):
-        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
-        self.exit(2, f"{self.prog}: {message}\n" if said else "")
 
 
 N, X = functools.partial(data.number, int), functools.partial(data.number, float)
@@ -288,15 +266,8 @@ def build(plan, world):
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]        # the bucket's view: nothing is copied
-    groups = optim.parameter_groups(masters, WEIGHT_DECAY)
-    options = {"betas": plan.betas}
-    if plan.one_bit:
-        order = [pair for part, _ in groups for pair in part.items()]
-        options["compressed_mean"] = dist.CompressedMean(order, world)
-    if plan.optimizer == "zeroone-adam":             # the published 32,678 steps of 125,000
-        options["interval_steps"] = max(1, plan.ends[-1] * 32678 // 125000)
-    optimizer = OPTIMIZERS[plan.optimizer](
-        [{"params": [*part.values()], "weight_decay": decay} for part, decay in groups], **options)
+    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas, plan.ends[-1],
+                                     lambda named: dist.CompressedMean(named, world))
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
@@ -315,35 +286,21 @@ def open_phase(plan, world, phase_index, step):
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
     if plan.profile and world.rank == 0:
-        batches = profiled(batches, plan.out / f"profile-{phase_index + 1}")
+        batches = bert.profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
                disable=True if world.rank else None, dynamic_ncols=True)
     return batches, all_have, bar
 
 
-def profiled(batches, path):
-    """Yields from an iterator; between its sixth and eleventh item, five steps, it writes the
-    trace PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt.
-    """
-    yield from itertools.islice(batches, 5)                  # the first ones are not typical
-    with torch.profiler.profile() as profiler:
-        yield from itertools.islice(batches, 5)
-    profiler.export_chrome_trace(f"{path}.json")
-    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
-    Path(f"{path}.txt").write_text(table)
-    yield from batches
-
-
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
     predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
-    tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
+    own = sum(int(batch.bounds[-2]) for batch in micro_batches)
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     slots = sum(len(batch.tokens) for batch in micro_batches)
+    tokens = [own * (rank == world.rank) for rank in range(world.size)]
     return world.sum([masked, slots, *wishes, *tokens])
 
 
@@ -368,10 +325,10 @@ def outlook(plan, step, seconds):
     """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
     GPU's, and the minutes left at the mean speed of the `seconds` until now."""
     work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
-    kilobyte = 1e-9 if sys.platform == "darwin" else 1e-6    # macOS counts bytes
-    memory = (1e-9 * torch.cuda.max_memory_allocated() if torch.cuda.is_available()
-              else kilobyte * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return {"memory_gb": memory, "minutes_left": seconds / 60 * sum(work[step:]) / sum(work[:step])}
+    unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
+    memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory_gb": torch.cuda.max_memory_allocated() / 1e9 or memory,
+            "minutes_left": seconds / 60 * sum(work[step:]) / sum(work[:step])}
 
 
 # ----- Evaluation -----
@@ -392,8 +349,8 @@ def evaluate(model, plan, phase, world):
     total = torch.zeros(6, dtype=torch.float64, device=world.device)
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
-        labels = batch.labels[batch.labels != data.IGNORED]
-        parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels)).to(world.device)
+        predicted = batch.labels != data.IGNORED
+        parts = *model(batch), unigrams[batch.labels[predicted]].sum(), predicted.sum()
         total += torch.stack([part.double() for part in parts])
     model.train()
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(total.tolist())
@@ -407,9 +364,8 @@ def evaluate(model, plan, phase, world):
 def log_evaluation(result, plan, log, model, figures):
     """Logs an evaluation, after a step with these figures; of the demo also how the model fills in
     its three sentences."""
-    step, phase = figures["step"], figures["phase"]
-    log.metric("eval", step=step, phase=phase, **result)
-    log.say(f"step {step:>6}/{plan.ends[-1]}  held out: {describe(result, plan)}")
+    log.metric("eval", step=figures["step"], phase=figures["phase"], **result)
+    log.say(f"step {figures['step']:>6}/{plan.ends[-1]}  held out: {describe(result, plan)}")
     if plan.reads_docs and log.active:
         log.say("    [MASK] of the three sentences: " + "; ".join(fill_in_demo(plan, model)))
 
@@ -424,7 +380,7 @@ def describe(result, plan):
 def fill_in_demo(plan, model):
     """Returns the three likeliest words for the [MASK] of each DEMO_SENTENCES, a list of str."""
     tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
-    return [bert.fill_mask(model, tokenizer, sentence, 3)[0] for sentence in DEMO_SENTENCES]
+    return [words for text in DEMO_SENTENCES for words in bert.fill_mask(model, tokenizer, text, 3)]
 
 
 # ----- The plan: the arguments, with all that they leave open filled in -----
@@ -441,11 +397,8 @@ def make_plan(args, world):
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
-    told = plan.same_run | {flag: value for flag, value in vars(args).items() if flag not in LOCAL}
-    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
-    for rank, other in enumerate(everyone := world.all_gather_object(told)):
-        if differ := differences(other, everyone[0]):
-            raise ConfigError(f"rank {rank} was started differently: {differ}")
+    told = {flag: value for flag, value in vars(args).items() if flag not in LOCAL} | plan.same_run
+    world.check_same(told | {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()})
     return plan
 
 
@@ -458,15 +411,15 @@ def fill_in(args, world):
     for field in ("optimizer", "dropout", "mask_fraction"):
         if getattr(args, field) is None:
             setattr(plan, field, getattr(recipe, field))
-    plan.one_bit = plan.optimizer in ONE_BIT
+    plan.one_bit = plan.optimizer in optim.ONE_BIT
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
     plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.data = Path(args.data or data.default_folder(args.corpus))
     plan.reads_docs = not args.data and not args.corpus
     plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
-    prepared = (plan.data / "manifest.json").exists()
-    vocabulary = data.load_manifest(plan.data)["vocab_size"] if prepared else args.vocab_size
+    known = (plan.data / "manifest.json").exists()
+    vocabulary = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size
     plan.config = bert.BertConfig.preset(args.model, vocabulary, dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     if world.device.type == "cuda" and not args.gpu_memory:  # the smallest card decides for all
@@ -545,15 +498,9 @@ def same_run(plan, manifest):
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
-        run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
-        del run[f"phase{number}.micro_batch"]
+        run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()
+                if key != "micro_batch"}
     return run
-
-
-def differences(run, found):
-    """Returns the fields in which two descriptions of a run differ, as text: "seed 1 (not 0)"."""
-    return ", ".join(f"{key} {run.get(key)} (not {found.get(key)})"
-                     for key in sorted({*run, *found}) if run.get(key) != found.get(key))
 
 
 # ----- Checkpoints: all that the next step depends on, one file each, its digest at the end -----
@@ -637,7 +584,7 @@ def find_checkpoint(plan, log):
         raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
     if not auto and max(found, default=0) > (state["step"] if state else 0):
         raise ConfigError(f"{folder} holds step {max(found)}; move it away or take another --out")
-    if state and (differ := differences(plan.same_run, state["run"])):
+    if state and (differ := dist.differences(plan.same_run, state["run"])):
         raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
     return state
 
@@ -669,9 +616,9 @@ def print_plan(args):
         share = phase.global_batch / (nodes * args.gpus_per_node)
         flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
         compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
-        wire = 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
-        exchange = wire + packing[compression] * (nodes > 1)
-        late = exchange * config.vocab_size * config.width / elements
+        exchange = packing[compression] * (nodes > 1)
+        exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
+        late = exchange * math.prod(shapes[0]) / elements
         backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
         return compute, exchange, compute + max(late, exchange - backward)
 
@@ -681,15 +628,14 @@ def print_plan(args):
 
     print(f"{args.model}: {elements:,} parameters; {args.plan} node(s) of {args.gpus_per_node} "
           f"GPU(s) of {tflops:.3g} TFLOP/s, {args.gbps:g} Gb/s, compression {args.compression}")
-    state = memory(plan, plan.phases[0])[0]
-    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in state.items()))
     for number, phase in enumerate(plan.phases, 1):
-        _, each, most = memory(plan, phase)
+        state, each, most = memory(plan, phase)
         compute, exchange, step = seconds(phase, args.compression, args.plan, args.gbps)
         print(f"phase {number}: micro-batch {phase.micro_batch}, {each * phase.micro_batch:.2f} GB "
               f"({most} fit {args.gpu_memory:g}); a step computes {compute:.3g} s, exchanges "
               f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden: "
               f"{phase.steps * step / 86400:.3g} days")
+    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in state.items()))
     nodes = [1 << k for k in range(7)]
     print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
     for gbps in 1, 10, 25, 100:
@@ -762,21 +708,13 @@ class Log:
         if self.bytes() > length:
             os.truncate(self.metrics, length)
 
-    def read(self):
-        """Returns the lines of metrics.jsonl, a list of dicts; those that are damaged are left out.
-        """
-        lines = []
-        for line in self.metrics.read_text(errors="replace").splitlines() if self.bytes() else []:
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
-        return lines
-
 
 def log_plan(plan, world, log, model, step):
     """Says what is about to run, and writes it as the first line of metrics.jsonl."""
     parameters = sum(p.numel() for p in model.parameters())
     if not log.bytes():
-        log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=git_commit(),
+        commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty")
+        log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=commit,
                    python=sys.version, torch=torch.__version__, numpy=np.__version__,
                    world=world.size, nodes=world.nodes, device=str(world.device),
                    threads=torch.get_num_threads(), parameters=parameters)
@@ -794,50 +732,40 @@ def log_plan(plan, world, log, model, step):
         log.say(f"resuming from the checkpoint of step {step}")
 
 
-def git_commit():
-    """Returns the commit that this file is of, "-dirty" after it if it was changed; or None."""
-    return subprocess.run("git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
-                          text=True, capture_output=True).stdout.strip() or None
-
-
 def report(plan, log, model, step, stop_requests):
     """Says what came out: the curve of held-out losses, the last evaluation of each phase; for the
     demo, sentences filled in."""
-    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
-        lines = log.read()
+    with contextlib.suppress(LookupError, TypeError, ValueError):        # metrics.jsonl was damaged
+        lines = [json.loads(line) for line in open(log.metrics)]
         evaluations = [line for line in lines if line["kind"] == "eval"]
-        log.say("\nHeld-out MLM loss over steps, in phase 1 and 2; ---: guessing by word frequency")
-        log.say(curve(evaluations))
+        log.say(f"\nHeld-out MLM loss in phase 1 and 2; -: by word frequency\n{curve(evaluations)}")
         for index, result in sorted({line["phase"]: line for line in evaluations}.items()):
             log.say(f"\nphase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
                     f"{result['step']}: {describe(result, plan)}")
-            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                          for key in ("padding", "imbalance", "data_share"))
+            padding, imbalance, waited = np.mean([
+                [line["padding"], line["imbalance"], line["data_share"]] for line in lines
+                if line["kind"] == "train" and line["phase"] == index], axis=0)
             log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
                     f"the mean tokens, waiting for data {waited:.1%} of the time")
     if plan.reads_docs:
         for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, model)):
             log.say(f"\n{sentence}\n    {words}")
     ended = "Done" if step == plan.ends[-1] else " by ".join(["Stopped", *stop_requests[:1]])
-    log.say(f"\n{ended} after step {step} of {plan.ends[-1]}. The same command "
-            f"{'goes on' if step < plan.ends[-1] else 'trains no further'}; to start over, remove "
-            f"{plan.out}. Fill in your own:\n"
-            f'    python bert.py {plan.out}/model "Returns the [MASK] of the list."')
+    log.say(f"\n{ended} after step {step} of {plan.ends[-1]}; to start over, remove {plan.out}. "
+            f'Fill in your own:\n    python bert.py {plan.out}/model "Returns the [MASK] of it."')
 
 
 def curve(evaluations, width=64, height=10):
-    """Returns a drawing of evaluations, lines of text: the loss of each, over its step, as the
+    """Returns a drawing of evaluations, lines of text: the loss of each over its step, as the
     number of its phase, and the unigram loss as dashes."""
-    points = [(line["step"], line[key], sign) for key in ("unigram_entropy", "mlm_loss")
-              for line in evaluations if (sign := str(line["phase"]) if key == "mlm_loss" else "-")]
-    low, high = (function(loss for _, loss, _ in points) for function in (min, max))
+    losses = [line[key] for line in evaluations for key in ("mlm_loss", "unigram_entropy")]
+    low, step = min(losses), (max(losses) - min(losses)) / height or 1.0
     rows = [[" "] * (width + 1) for _ in range(height + 1)]
-    for step, loss, sign in points:
-        row = round((high - loss) / max(high - low, 1e-9) * height)
-        rows[row][round(step / evaluations[-1]["step"] * width)] = sign
-    return "\n".join(f"{high - k / height * (high - low):7.3f} |{''.join(row)}"
-                     for k, row in enumerate(rows))
+    for line in evaluations:
+        column = round(line["step"] / evaluations[-1]["step"] * width)
+        rows[round((line["unigram_entropy"] - low) / step)][column] = "-"
+        rows[round((line["mlm_loss"] - low) / step)][column] = str(line["phase"])
+    return "\n".join(f"{low + k * step:7.3f} |{''.join(rows[k])}" for k in range(height, -1, -1))
 
 
 def main():

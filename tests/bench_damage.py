@@ -115,11 +115,11 @@ def load_model(path):
 
 
 def load_log(path):
-    log = train.Log(path.parent, True)
+    plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, ends=STEPS, reads_docs=False,
+                                 tensorboard=False, out=path.parent)
+    log = train.Log(plan, True)
     log.say = lambda text: None
-    plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, corpus="my.txt",
-                                 out=path.parent)
-    train.report(plan, log, STEPS[-1], STEPS[-1], [])
+    train.report(plan, log, None, STEPS[-1], [])
     return None                                  # a log may lose lines, but stop nothing
 
 

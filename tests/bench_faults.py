@@ -28,10 +28,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
+import optim  # noqa: E402
 import train  # noqa: E402
 from tests import soak  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
-from tests.faulty import Run, temporary_files  # noqa: E402
+from tests.faulty import Run, lines_of, temporary_files  # noqa: E402
 
 BASE = ("--steps 24 0 --batch 64 --micro-batch 8 --precision fp32 --checkpoint-every 5 "
         "--eval-every 12 --log-every 1 --timeout 10").split()
@@ -135,14 +136,14 @@ def steps_missing(run):
 
 
 def one_step_skipped(run):
-    skipped = [line["skipped"] for line in train.Log(run.out, True).read()
+    skipped = [line["skipped"] for line in lines_of(run.out)
                if line["kind"] == "train"]
     return "" if skipped == [0] * 6 + [1] * 18 else f"skipped steps: {skipped}"
 
 
 def losses_differ(run):
     """Compares the losses with those of another number of ranks."""
-    lines = [train.Log(out, True).read() for out in (run.out, run.out.parent.parent / "reference")]
+    lines = [lines_of(out) for out in (run.out, run.out.parent.parent / "reference")]
     a, b = ([line["loss"] for line in some if line["kind"] == "train"] for some in lines)
     worst = max((abs(x / y - 1) for x, y in zip(a, b)), default=1)
     return "" if len(a) == len(b) and worst < 1e-4 else f"{len(a)} losses, off by {worst:.1g}"

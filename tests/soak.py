@@ -16,8 +16,9 @@ import time
 
 import torch
 
+import optim
 import train
-from tests.faulty import Run, fill_disk, temporary_files
+from tests.faulty import Run, fill_disk, lines_of, temporary_files
 
 ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "
         "--eval-every 50 --log-every 10 --timeout 5").split()
@@ -99,8 +100,8 @@ def compare(whole, out):
     models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
         wrong.append("another model.safetensors")
-    logs = [[(line["step"], line["examples"], line["loss"]) for line in train.Log(
-        folder, True).read() if line["kind"] == "train"] for folder in (whole, out)]
+    logs = [[(line["step"], line["examples"], line["loss"]) for line in lines_of(folder)
+             if line["kind"] == "train"] for folder in (whole, out)]
     if [line[:2] for line in logs[1]] != [(step, 32 * step) for step in range(1, STEPS + 1)]:
         steps = [line[0] for line in logs[1]]
         wrong.append(f"missing steps {sorted(set(range(1, STEPS + 1)) - set(steps))}, repeated "

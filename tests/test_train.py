@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -421,12 +422,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precisi
     assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
 def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, optimizer):
     """With accumulation, through both stages of two phases; fp16 with its loss scale."""
     shrink(monkeypatch.setattr)
     argv = f"--steps 6 4 --batch 4 --micro-batch 2 --workers 0 --data {shards} --lr-scale 0.03"
-    argv += f" --optimizer {optimizer}" + " --freeze 0.5" * (optimizer in train.ONE_BIT)
+    argv += f" --optimizer {optimizer}" + " --freeze 0.5" * (optimizer in optim.ONE_BIT)
     losses, world = {}, dist.World()
     for precision in ("fp32", "bf16", "fp16"):
         out = tmp_path / precision
@@ -653,7 +654,8 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path)
 def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    with train.lock(out / "log.txt"):
+    with open(out / "log.txt", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
         outcome, = run(shards, out, tmp_path, *SHORT, check=False)
         assert f"another run writes to {out}" in str(outcome)
     run(shards, out, tmp_path, *SHORT, "--max-steps", 1)
@@ -682,7 +684,7 @@ def planned(size, *argv):
     plan = train.parse_arguments([*map(str, argv)])
     recipe = optim.RECIPES[plan.recipe]
     plan.optimizer = plan.optimizer or recipe.optimizer
-    plan.one_bit = plan.optimizer in train.ONE_BIT
+    plan.one_bit = plan.optimizer in optim.ONE_BIT
     return train.plan_phases(plan, recipe.phases, dist.World(size=size))
 
 
