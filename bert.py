@@ -183,13 +183,30 @@ class BertForPreTraining(nn.Module):
                              batch.segments, batch.positions, batch.bounds, batch.lengths)
         nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
         mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
-        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
-        mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
-        sums = [F.cross_entropy(logits, labels, reduction="sum") for logits, labels in pairs]
+        sums = [CrossEntropy.apply(logits, labels) for logits, labels in pairs]
         if self.training:
             return Losses(*sums)
         return Losses(*sums, *((logits.argmax(-1) == labels).sum() for logits, labels in pairs))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. The
+    gradient is written over the log-softmax: torch's own takes two more arrays of that size."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
+        logs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+        ctx.save_for_backward(logs, labels)
+        return F.nll_loss(logs, labels, reduction="sum")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logs, labels = ctx.saved_tensors
+        counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1)
+        change = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
+        return change.mul_(gradient * counts), None
 
 
 def flops_per_example(config, length, masked):
@@ -218,12 +235,12 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
     (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
     dropout three masks; with `recompute` its input alone, but for the layer under way. A masked
-    token leaves its V logits, in this format and twice in fp32.
+    token leaves V numbers in fp32, and V gradients in this format.
     """
     D, L = config.width, config.layers
     layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
     layers = layer + (L - 1) * size * D if recompute else L * layer
-    return tokens * layers + masked * config.vocab_size * (size + 8)
+    return tokens * layers + masked * config.vocab_size * (size + 4)
 
 
 def state_gigabytes(config, size, lossy):

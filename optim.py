@@ -208,13 +208,6 @@ def copy_to_model(masters, model):
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-def parameter_groups(masters, weight_decay):
-    """Returns the master weights in two, [({name: tensor}, weight_decay), ({name: tensor}, 0.0)].
-    Without decay are those of one dimension: biases, and all of LayerNorm."""
-    return [({name: p for name, p in masters.items() if p.dim() > 1}, weight_decay),
-            ({name: p for name, p in masters.items() if p.dim() <= 1}, 0.0)]
-
-
 # ----- Recipes: batches and learning rates over the steps -----
 
 @dataclasses.dataclass(frozen=True)
@@ -539,18 +532,20 @@ WEIGHT_DECAY = 0.01
 
 
 def make_optimizer(name, masters, betas, steps, compressed_mean):
-    """Returns the optimizer of this name for master weights, {name: tensor}.
+    """Returns the optimizer of this name for master weights, {name: tensor}. Tensors of one
+    dimension, biases and all of LayerNorm, have no weight decay.
 
     steps: of the whole run; compressed_mean: makes what the 1-bit optimizers need, of a list of
     (name, tensor).
     """
-    groups = parameter_groups(masters, WEIGHT_DECAY)
-    pairs = [pair for part, _ in groups for pair in part.items()]
-    options = {"compressed_mean": compressed_mean(pairs)} if name in ONE_BIT else {}
+    decayed, rest = ([pair for pair in masters.items() if (pair[1].dim() > 1) == is_matrix]
+                     for is_matrix in (True, False))
+    groups = [{"params": [p for _, p in decayed], "weight_decay": WEIGHT_DECAY},
+              {"params": [p for _, p in rest], "weight_decay": 0.0}]
+    options = {"compressed_mean": compressed_mean(decayed + rest)} if name in ONE_BIT else {}
     if name == "zeroone-adam":                     # the published 32,678 steps of 125,000
         options["interval_steps"] = max(1, steps * 32678 // 125000)
-    return OPTIMIZERS[name]([{"params": [*part.values()], "weight_decay": decay}
-                             for part, decay in groups], betas=betas, **options)
+    return OPTIMIZERS[name](groups, betas=betas, **options)
 
 
 # ----- Checkpoint files: one a step, its digest at the end -----
