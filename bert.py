@@ -413,14 +413,6 @@ def tokenizer_json(model):
     added = [{"id": i, "content": f"[{name}]", "special": True, "normalized": False,
               "lstrip": False, "rstrip": False, "single_word": False}
              for i, name in enumerate(SPECIALS)]
-    single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-              {"Sequence": {"id": "A", "type_id": 0}},
-              {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
-    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}},
-            {"SpecialToken": {"id": "[SEP]", "type_id": 1}}]
-    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {
-        name: {"id": name, "ids": [i], "tokens": [name]}
-        for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}}
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
     # word only after a space or if it is the first
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
@@ -433,7 +425,8 @@ def tokenizer_json(model):
     return json.dumps({
         "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
         "normalizer": {"type": "Sequence", "normalizers": cleaning}, "model": unigram,
-        "post_processor": template}).encode()
+        "post_processor": {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}
+    }).encode()
 
 
 def protobuf(message):
