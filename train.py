@@ -250,8 +250,9 @@ def build(plan, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
-    # The reducer sends rank 0's weights to the others
-    world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and plan.init and bert.copy_weights(
+    # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
+    anew = plan.init and world.rank == 0 and not optim.checkpoints_in(plan.out / "checkpoints")
+    world.on_all_ranks(EXPECTED, lambda: anew and bert.copy_weights(
         plan.init, model, plan.data / "tokenizer.model"))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):

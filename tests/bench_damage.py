@@ -36,7 +36,7 @@ import optim  # noqa: E402
 import train  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 
-REFUSED = train.ConfigError, data.DataError, bert.ModelError
+REFUSED = train.ConfigError, optim.CheckpointError, data.DataError, bert.ModelError
 STEPS = 2, 4                                     # of which there are checkpoints
 VALUES = [None, True, -1, 0, 1, 2.5, 1e300, 10 ** 9, 10 ** 30, float("nan"), "", "1", [], [1], {}]
 

@@ -375,7 +375,7 @@ class Evil:
 def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     optim.write_checkpoint(tmp_path, {"step": 1, "x": Evil()}, keep=set())
-    with pytest.raises(train.ConfigError, match="not one of our checkpoints"):
+    with pytest.raises(optim.CheckpointError, match="no checkpoint of ours"):
         optim.read_checkpoint(tmp_path / "step-00000001.pt")
     assert not (tmp_path / "evil").exists()
 
@@ -514,7 +514,7 @@ def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
                    sabotage=(spoil_moments, 1), check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 1: weights or moments of rank 1 are not finite" in str(outcomes[0])
+    assert "step 1: rank 1 has weights that are not finite" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
@@ -522,7 +522,7 @@ def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(drift, 1),
                    check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 3: rank 1 has other weights than rank 0" in str(outcomes[0])
+    assert "step 3: rank 1 has weights unlike those of rank 0" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
@@ -621,7 +621,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
         assert isinstance(outcome, train.ConfigError) and "/nowhere.pt" in str(outcome)
     for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
                        sabotage=(start_differently,)):
-        assert isinstance(outcome, train.ConfigError)
+        assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
         assert "lr_scale 2.0 (not 1.0), max_steps" in str(outcome)
     for flag in ("bucket_mb 5.0 (not None)", "checkpoint_every 2 (not 3)", "max_steps 9 (not None)",
@@ -681,11 +681,7 @@ def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
 
 def planned(size, *argv):
     """Returns the phases of a plan on `size` ranks."""
-    plan = train.parse_arguments([*map(str, argv)])
-    recipe = optim.RECIPES[plan.recipe]
-    plan.optimizer = plan.optimizer or recipe.optimizer
-    plan.one_bit = plan.optimizer in optim.ONE_BIT
-    return train.plan_phases(plan, recipe.phases, dist.World(size=size))
+    return train.fill_in(train.parse_arguments([*map(str, argv)]), dist.World(size=size)).phases
 
 
 def test_micro_batches_are_equal_parts_of_about_8192_tokens():
@@ -693,6 +689,19 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
         assert planned(size, "--batch", batch)[0].micro_batch == micro
     assert [p.micro_batch for p in planned(3, "--batch", 90, "--micro-batch", 8, 4)] == [8, 4]
     assert planned(4, "--micro-batch", 100)[1].micro_batch == 8    # no more than a rank's share
+
+
+def test_a_gpus_memory_decides_its_micro_batch():
+    argv = "--model base --precision bf16 --vocab-size 30522 --recipe nvlamb-64k".split()
+    few, many, most = (planned(8, *argv, "--gpu-memory", gb, *more)[0].micro_batch
+                       for gb, more in ((8, ()), (16, ()), (16, ["--recompute"])))
+    # 110 million parameters take 18 bytes each; 8192 examples a rank in equal parts
+    config = bert.BertConfig.preset("base", 30522)
+    one = bert.activation_bytes(config, 128, 0.15 * 128, 2)
+    for gb, found in (8, few), (16, many):
+        fit = (0.8e9 * gb - 18 * 110e6) / one
+        assert 0.9 * fit < found <= fit
+    assert most > 4 * many
 
 
 def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
@@ -766,6 +775,8 @@ def test_python_train_py(shards, tmp_path, program):
     assert first.returncode == 0, first.stderr
     lines, results = metrics(out), metrics(out, "eval")
     assert lines[0]["mlm_loss"] == pytest.approx(results[0]["unigram_entropy"], abs=0.3)
+    assert lines[-1]["minutes_left"] == 0 and 0.05 < lines[0]["memory_gb"] < 20
+    assert lines[0]["minutes_left"] == pytest.approx(lines[0]["seconds"] / 60 * (3 + 4), rel=1e-6)
     fields = ("step phase seq_len loss mlm_loss nsp_loss lr grad_norm loss_scale skipped examples "
               "seconds examples_per_second tflops bytes_sent wait_seconds")
     assert set(fields.split()) <= set(lines[0])
@@ -784,6 +795,47 @@ def test_python_train_py(shards, tmp_path, program):
     again = program(*arguments)
     assert again.returncode == 0 and "Done after step 6 of 6" in again.stdout
     assert metrics(out) == lines
+
+
+def test_the_demo_fills_in_its_sentences_and_draws_its_losses(
+        documents, shards, tmp_path, monkeypatch, capsys):
+    shrink(monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "docs").symlink_to(shards)
+    argv = "--steps 2 2 --batch 4 --workers 0 --precision fp32 --eval-every 1".split()
+    train.train(train.make_plan(train.parse_arguments(argv), dist.World()), dist.World())
+    printed = capsys.readouterr().out
+    words = re.findall(r"\[MASK\] of the three sentences: (.*)", printed)
+    assert len(words) == 4 and all(line.count(";") == 2 and line.count("%") == 9 for line in words)
+    assert all(sentence in printed for sentence in train.DEMO_SENTENCES)
+    evals = metrics(tmp_path / "runs" / "demo", "eval")
+    rows = [line for line in printed.splitlines() if re.match(r" *\d\.\d{3} \|", line)]
+    losses = [line["mlm_loss"] for line in evals] + [line["unigram_entropy"] for line in evals]
+    assert float(rows[0].split("|")[0]) == pytest.approx(max(losses), abs=1e-3)
+    assert float(rows[-1].split("|")[0]) == pytest.approx(min(losses), abs=1e-3)
+    drawn = "".join(rows)
+    assert drawn.count("1") - "".join(row.split("|")[0] for row in rows).count("1") == 2
+
+
+def test_curve_puts_each_loss_on_its_row():
+    evaluations = [{"step": step, "phase": phase, "mlm_loss": loss, "unigram_entropy": 6.0}
+                   for step, phase, loss in ((10, 1, 5.5), (20, 1, 5.0), (30, 2, 5.25))]
+    assert train.curve(evaluations, width=3, height=4).splitlines() == [
+        "  6.000 | ---", "  5.750 |    ", "  5.500 | 1  ", "  5.250 |   2", "  5.000 |  1 "]
+
+
+def test_tensorboard_gets_every_number_or_says_what_is_missing(tmp_path, monkeypatch):
+    scalars = []
+    board = type("Board", (), {"__init__": lambda self, folder: scalars.append(folder),
+                               "add_scalar": lambda self, *scalar: scalars.append(scalar)})
+    plan = train.argparse.Namespace(out=tmp_path, tensorboard=True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        train.argparse.Namespace(SummaryWriter=board))
+    train.Log(plan, True).metric("train", step=3, loss=1.5, name="x")
+    assert scalars == [tmp_path, ("train/step", 3, 3), ("train/loss", 1.5, 3)]
+    assert train.explain(ModuleNotFoundError("No module named 'tensorboard'")) == (
+        "No module named 'tensorboard'")
 
 
 def test_torchrun_train_py(shards, tmp_path, program):
@@ -826,11 +878,13 @@ def test_the_rank_that_fails_says_why_and_all_end(shards, tmp_path, program):
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
     (tmp_path / "my.txt").write_text("\n\n".join(documents))
-    arguments = [ROOT / "train.py", *"--corpus my.txt --out runs/mine --vocab-size 300".split()]
+    arguments = [ROOT / "train.py", *"--corpus my.txt --pairs sop --vocab-size 300".split()]
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "shards" / "my" / "manifest.json").exists()
-    assert (tmp_path / "runs" / "mine" / "model" / "config.json").exists()
+    assert (tmp_path / "runs" / "my" / "model" / "config.json").exists()
+    assert "SOP accuracy" in run.stdout and not re.search("NSP|three sentences", run.stdout)
+    assert "to start over, remove runs/my" in run.stdout
     (tmp_path / "my.txt").write_text("Another text.\n")
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 1 and "shards/my was prepared with another corpus" in run.stderr
@@ -857,7 +911,7 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
     assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
     code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model, "--model",
                          "mini")
-    assert code == 1 and "does not fit the plan: " in line and "layers 4 (not 2)" in line
+    assert code == 1 and "has a model of 2 x 64, 320 tokens and not of 4 x 256" in line
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
