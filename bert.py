@@ -559,8 +559,7 @@ def fill_mask(model, tokenizer, text, count=5):
     device, training = model.mlm_bias.device, model.training
     tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
     if len(tokens) > model.config.max_positions:
-        raise ModelError(f"the text has {len(tokens)} tokens, the model reads "
-                         f"{model.config.max_positions}; shorten it")
+        raise ModelError(f"{len(tokens)} tokens; the model reads {model.config.max_positions}")
     masked = tokens == MASK
     if not masked.any():
         raise ModelError("the text has no [MASK] to fill in")

@@ -155,8 +155,7 @@ class LossScaler:
         if self.scale < self.smallest:
             broken = [name for name, g in gradients.items() if not g.isfinite().all()]
             raise TrainingStopped(f"step {step}: the gradient of {[*broken, 'another rank'][0]} is "
-                                  f"not finite at the loss scale's floor of {2 * self.scale:g}; "
-                                  "resume from an earlier checkpoint, maybe at a lower --lr-scale")
+                                  "not finite at the loss scale's floor; lower --lr-scale")
         return not overflow
 
     state_dict = dataclasses.asdict    # what a checkpoint keeps

@@ -67,30 +67,26 @@ def parse_arguments(argv=None):
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
     add("--vocab-size", **N(16), default=8192, help="make a tokenizer of N pieces for it (8192)")
     add("--out", metavar="DIR", help="write results here (runs/ and the text's name)")
-    add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
-        "(never), or from the newest in --out (auto)")
+    add("--resume", default="auto", metavar="PATH", help="this checkpoint, or never (auto: newest)")
     add("--init", metavar="DIR", help="begin with the weights of this Hugging Face BERT; --data: "
         "shards of data.py --tokenizer DIR/tokenizer.model (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
     add("--optimizer", choices=optim.OPTIMIZERS, help="take this one (the recipe's)")
-    add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
-        "phase's steps (0.2, or the warm-up where that is longer)")
+    add("--freeze", **X(0, 1), help="1-bit optimizers freeze at this part of a phase (0.2)")
     add("--steps", **N(0), nargs="+", help="take N steps in each phase; one number, or one a phase")
     add("--batch", **N(1), nargs="+", help="take N examples a step over all ranks; likewise")
     add("--lr-scale", **X(0), default=1.0, help="multiply all learning rates by X (1)")
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
-    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
-        "whether A and B are in order, or masked tokens only (nsp)")
+    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B "
+        "follows A, whether A and B are in order, or masked tokens only (nsp)")
     add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
-    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="multiply in this "
-        "format (auto: the fastest of the hardware)")
-    add("--micro-batch", **N(1), nargs="+", help="a rank takes N examples at a time; one number, "
-        "or one a phase (about 8,192 tokens; on a GPU what fits)")
+    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="(the fastest)")
+    add("--micro-batch", **N(1), nargs="+", help="N at a time (8,192 tokens; on a GPU what fits)")
     add("--compression", default="none", metavar="NAME[:X]", help="send gradients as "
         f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
     add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
@@ -438,8 +434,7 @@ def plan_phases(plan, phases, world):
     if plan.freeze is not None and not plan.one_bit:
         raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
     if plan.one_bit and plan.compression not in ("none", "fp16", "bf16"):
-        raise ConfigError(f"--compression {plan.compression} would spoil the variance that "
-                          f"{plan.optimizer} learns; take none, fp16 or bf16")
+        raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
     given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
         raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
@@ -463,8 +458,7 @@ def plan_phase(plan, world, phase, steps, batch, micro_batch):
     if plan.one_bit and steps:
         freeze = round(steps * (max(0.2, phase.warmup) if plan.freeze is None else plan.freeze))
         if not 0 < freeze < steps:
-            raise ConfigError(f"{plan.optimizer} cannot freeze its variance after {freeze} of "
-                              f"{steps} steps; change --freeze or --steps")
+            raise ConfigError(f"no freeze after {freeze} of {steps} steps; change --freeze")
     return dataclasses.replace(phase, steps=steps, global_batch=batch, lr=phase.lr * plan.lr_scale,
                                micro_batch=micro_batch, freeze=freeze)
 
@@ -560,9 +554,8 @@ def compare_weights(masters, optimizer, world, step):
     told = world.all_gather_object((math.isfinite(norm), bits))
     for rank, (is_finite, _) in enumerate(told):
         if not is_finite or told[rank] != told[0]:
-            what = "weights unlike those of rank 0" if is_finite else "weights that are not finite"
-            raise optim.TrainingStopped(f"step {step}: rank {rank} has {what}; they are not saved: "
-                                        "have its memory checked, and resume")
+            what = "unlike those of rank 0" if is_finite else "that are not finite"
+            raise optim.TrainingStopped(f"step {step}: rank {rank} has weights {what}; resume")
 
 
 def find_checkpoint(plan, log):
