@@ -236,7 +236,7 @@ RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, 0.3, [
         Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
+        Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1)]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, 0.15, [
         Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
