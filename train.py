@@ -592,8 +592,9 @@ def print_plan(args):
         step = compute + max(late, exchange - backward)
 
     backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
-    hides; all but `late`, that of the embeddings, which are ready at its end. Not counted: what
-    happens inside a node, the optimizer, padding (examples count as full), loading, evaluation.
+    hides; all but `late`, that of the embeddings, which are ready at its end. To compress counts
+    where it can be measured: without --tflops. Not counted: what happens inside a node, the
+    optimizer, padding (examples count as full), loading, evaluation.
     """
     args.gpu_memory = args.gpu_memory or 16
     here = dist.init()
@@ -603,7 +604,8 @@ def print_plan(args):
     precision = optim.PRECISIONS[plan.precision]
     tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
     names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
-    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
+    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] * (not args.tflops)
+               for name in names}
 
     def seconds(phase, compression, nodes, gbps):
         """Returns those of compute, of exchange, and of a step in which they overlap."""
