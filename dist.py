@@ -112,7 +112,7 @@ class World:
 
     def _run(self, collective, *arguments, **options):
         try:
-            if self.size > 1:
+            if self.size > 1 and self.device.type != "meta":       # see `wire_bytes`
                 collective(*arguments, group=self.group, **options)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
@@ -628,7 +628,7 @@ def largest(x, k):
     On a CPU, a sample of 1 in 97 gives a threshold that a little more than k elements should pass,
     and only those are sorted (as Deep Gradient Compression does, section 3.4, but exact).
     """
-    if x.is_cuda:
+    if not x.is_cpu:
         return x.abs().topk(k, sorted=False).indices
     a = np.abs(x.numpy())
     sample = np.sort(a[::97])
@@ -719,9 +719,9 @@ def encode_onebit(blocks, sizes, scratch):
     (Karimireddy et al., arXiv 1901.09847).
     """
     scales = torch.abs(blocks, out=scratch).sum(-1, keepdim=True).div_(sizes)
-    if blocks.is_cuda:
-        shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=blocks.device)
-        packed = ((blocks < 0).unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
+    if not blocks.is_cpu:
+        powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=blocks.device).byte()
+        packed = ((blocks < 0).unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
     else:                                          # NumPy packs several times faster than torch
         packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     wire = torch.cat([packed, scales.view(torch.uint8)], -1)
@@ -732,7 +732,7 @@ def encode_onebit(blocks, sizes, scratch):
 def decode_onebit(wire, out):
     """Writes the blocks (..., 512) of bytes (..., 68) to `out` and returns them."""
     packed, eights = wire[..., :-4], out.unflatten(-1, (-1, 8))
-    if wire.is_cuda:
+    if not wire.is_cpu:
         eights.copy_(SIGNS.to(wire.device)[packed.int()])
     else:
         np.take(SIGNS.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
@@ -808,20 +808,10 @@ def is_lossy(compression):
 
 
 def wire_bytes(compression, shapes, nodes):
-    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes: what
-    `Reducer.bytes_sent` is, but for padding. A ring sends each part of a tensor twice, once to sum
-    it and once to spread it; topk sends all to all."""
-    compressor, argument, _ = parse_compression(compression)
-    sizes = [math.prod(shape) for shape in shapes]
-    if compressor is topk:
-        return 8 * argument * sum(sizes) * (nodes - 1)
-    if compressor is powersgd:                     # two factors of a matrix where that is less
-        factors = [argument * sum(shape) if len(shape) == 2 else size
-                   for size, shape in zip(sizes, shapes)]
-        sizes = [small if 2 * small < size else size for small, size in zip(factors, sizes)]
-    each = {"fp16": 2, "bf16": 2, "int8": 260 / 256, "onebit": 68 / 512}.get(compression, 4)
-    each *= argument + 1 / 1024 if compressor is chunk else 1     # and the norms of all chunks
-    return 2 * (nodes - 1) / nodes * each * sum(sizes)
+    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes, as one
+    bucket of them counts: `Reducer.bytes_sent` is a little more, for the padding of many."""
+    world = World(size=nodes, device=torch.device("meta"))       # tensors without memory
+    return Bucket(dict(enumerate(shapes)), world, compression).average(1.0)
 
 
 def measure(world, name, megabytes, rounds=5):
