@@ -177,8 +177,7 @@ def init(timeout=600.0, init_method="env://"):
                             "set the same --nproc_per_node on every node, on GPUs one for each")
         return two_levels(world, limit) if nodes > 1 and local_size > 1 else world
     except (RuntimeError, ValueError) as error:
-        raise RankLost(f"rank {rank} of {size} could not meet the others: "
-                       f"{error!r:.200}") from error
+        raise RankLost(f"rank {rank} of {size} could not meet others: {error!r:.200}") from error
 
 
 def meet(rank, size, init_method, limit):
@@ -365,8 +364,7 @@ class Reducer:
             p.grad = view if p.dtype == torch.float32 else None
         if self.synchronising:
             if name not in bucket.missing:
-                raise DistError(f"the gradient of {name} was ready twice in one step; wrap every "
-                                "backward but the last in accumulate(), and call zero_grad()")
+                raise DistError(f"gradient of {name} ready twice; see accumulate(), zero_grad()")
             bucket.missing.remove(name)
             self._launch()
 
