@@ -515,8 +515,6 @@ class Bucket:
         self.flat = self.padded[:n]
         self.leader = number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
-        if self.keeps_residual:
-            self.residual, self.pending = (torch.zeros_like(self.padded) for _ in range(2))
         self.restart()
 
     def views(self, flat):
@@ -571,7 +569,7 @@ class Bucket:
         # step the old dict is still right
         self.state, self.pending_state = {"shapes": list(self.shapes.values())}, None
         if self.keeps_residual:
-            self.residual.zero_()
+            self.residual, self.pending = (torch.zeros_like(self.padded) for _ in range(2))
             for name, view in self.views(self.residual).items() if residual else ():
                 view.copy_(residual[name])
 
