@@ -325,12 +325,10 @@ class Reducer:
         bucket_mb = bucket_mb or min(25.0, max(1.0, total / 12))
         self._buckets = fill_buckets(order_of_readiness(module), bucket_mb, world, compression)
         self.buckets = [bucket.flat for bucket in self._buckets]
-        self.gradients, self.hooks = {}, []
-        for bucket in self._buckets:
-            self.gradients |= bucket.views(bucket.flat)
-            for name in bucket.shapes:
-                ready = functools.partial(self._ready, bucket, name)
-                self.hooks.append(self.parameters[name].register_post_accumulate_grad_hook(ready))
+        self.gradients = {name: view for bucket in self._buckets
+                          for name, view in bucket.views(bucket.flat).items()}
+        self.hooks = [p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
+                      for name, p in self.parameters.items()]
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "communication")
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.jobs, self.world = [], world
@@ -342,9 +340,8 @@ class Reducer:
         concurrent.futures.wait(self.jobs)         # after an error some may still be running
         self.jobs, self.scale, self.synchronising = [], scale, True
         self.bytes_sent, self.wait_seconds, self.bucket_seconds = 0, 0.0, []
-        for bucket in self._buckets:
-            bucket.flat.zero_()                    # autograd adds to it in place
-            bucket.missing = set(bucket.shapes)
+        self.missing = set(self.parameters)        # whose gradients are not yet ready
+        torch._foreach_zero_(self.buckets)         # autograd adds to them in place
         for name, p in self.parameters.items():
             p.grad = self.gradients[name] if p.dtype == torch.float32 else None
 
@@ -357,15 +354,15 @@ class Reducer:
 
     # 2. Ready: autograd calls this with the parameter, not with its gradient
 
-    def _ready(self, bucket, name, p):
+    def _ready(self, name, p):
         view = self.gradients[name]
         if p.grad is not view:             # 16-bit, or an optimizer's zero_grad() dropped the view
             view.add_(p.grad)
             p.grad = view if p.dtype == torch.float32 else None
         if self.synchronising:
-            if name not in bucket.missing:
+            if name not in self.missing:
                 raise DistError(f"gradient of {name} ready twice; see accumulate(), zero_grad()")
-            bucket.missing.remove(name)
+            self.missing.remove(name)
             self._launch()
 
     # 3. Launch
@@ -374,7 +371,8 @@ class Reducer:
         # Collectives of different ranks meet by their order alone, so buckets start in the order
         # of their numbers on every rank, whatever order they are complete in. The embedding that
         # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
-        for bucket in itertools.takewhile(lambda b: not b.missing, self._buckets[len(self.jobs):]):
+        waiting = self._buckets[len(self.jobs):]
+        for bucket in itertools.takewhile(lambda b: self.missing.isdisjoint(b.shapes), waiting):
             event = torch.cuda.Event(blocking=True) if self.stream else torch.cpu.Event()
             event.record()                 # after what backward has queued on a GPU until now
             self.jobs.append(self.thread.submit(self._average, bucket, event, self.jobs[-1:]))
@@ -396,7 +394,7 @@ class Reducer:
     def finish(self):
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, as
         RankLost; DistError if a parameter took no part in the loss, naming it."""
-        if unused := sorted(name for bucket in self._buckets for name in bucket.missing):
+        if unused := sorted(self.missing):
             raise DistError(f"no gradient for {', '.join(unused)} in the step's last backward: "
                             "each must take part in that loss, or have requires_grad=False")
         if self.stream:
@@ -507,7 +505,7 @@ class Bucket:
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
-        self.shapes, self.missing, self.lossy = shapes, set(), self.compressor is not dense
+        self.shapes, self.lossy = shapes, self.compressor is not dense
         two = world.levels and (self.lossy or world.device.type == "cpu")     # NCCL has its own
         self.inner, self.outer = world.levels if two else (World(), world)
         n, multiple = sum(map(math.prod, shapes.values())), padding(self.outer.size)
