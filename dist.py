@@ -77,11 +77,10 @@ class World:
         """Returns job(), called on every rank. If it raises one of the exceptions `expected` on a
         rank, all raise the first of these classes with its words: the others would wait for the
         failed rank in their next collective."""
-        result = problem = None
         try:
-            result = job()
+            result, problem = job(), ""
         except expected as error:
-            problem = str(error)
+            result, problem = None, str(error)
         if problems := [words for words in self.all_gather_object(problem) if words]:
             raise expected[0](problems[0])
         return result
