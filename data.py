@@ -749,17 +749,13 @@ def files_of(manifest, rank, size):
 
 def verify(folder, rank=0, size=1, everything=False):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads, or of
-    all files. Raises DataError that names the first file that is missing or damaged; if missing,
-    also the ranks that would find all of theirs."""
+    all files. Raises DataError that names the first file that is missing or damaged."""
     manifest = load_manifest(folder)
     for name in manifest["files"] if everything else files_of(manifest, rank, size):
         path = Path(folder) / name
         if not path.exists():
-            here = {file.name for file in Path(folder).iterdir()}
-            ranks = [r for r in range(size) if here.issuperset(files_of(manifest, r, size))]
-            hint = f"; here is what ranks {ranks} read: start this node with their --node_rank"
             raise DataError(f"{path} is missing; rank {rank} of {size} on {os.uname().nodename} "
-                            "reads it" + hint * (ranks != [] and rank not in ranks))
+                            "reads it: is its --node_rank that of these shards?")
         if sha256_of(path) != manifest["files"][name]["sha256"]:
             raise DataError(f"{path} is damaged; copy it again or prepare the folder again")
     return manifest

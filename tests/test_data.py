@@ -670,8 +670,8 @@ def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path, monkeypatch, c
         with pytest.raises(data.DataError) as caught:
             data.verify(path, other, 4)
         assert str(caught.value).endswith(
-            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it; here is what ranks "
-            f"{own} read: start this node with their --node_rank")
+            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it: is its --node_rank "
+            "that of these shards?")
     with pytest.raises(data.DataError, match="wiki-node-0 exists"):
         data.split_folder(tmp_path / "wiki", 2)
     data.split_folder(shutil.copytree(shards, tmp_path / "x"), 3)
