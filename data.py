@@ -766,15 +766,15 @@ def sha256_of(path):
 
 def split_folder(folder, nodes, ranks_per_node=1):
     """Writes, for each of `nodes`, the folder of what its ranks read: FOLDER-node-0 and so on.
-    Returns their paths; a line on stderr says if nodes need more than an equal part. Raises
-    DataError where a file is missing or damaged, or a folder of such a name is there already."""
+    Prints a line for each; one on stderr if nodes need more than an equal part. Raises DataError
+    where a file is missing or damaged, or a folder of such a name is there already."""
     folder, manifest = Path(os.path.abspath(folder)), verify(folder)
     shards, size = manifest["shards"], nodes * ranks_per_node
     if nodes > 1 and shards % size:
         print(f"{size} ranks do not divide {shards} shards: nodes need the same ones, or all; "
               f"--shards {-(-shards // size) * size} would give each its own", file=sys.stderr)
-    targets = [folder.with_name(f"{folder.name}-node-{node}") for node in range(nodes)]
-    for node, target in enumerate(targets):
+    for node in range(nodes):
+        target = folder.with_name(f"{folder.name}-node-{node}")
         if target.exists():
             raise DataError(f"{target} exists; remove it or give the shards another name")
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
@@ -782,7 +782,7 @@ def split_folder(folder, nodes, ranks_per_node=1):
         with replaced(target) as temporary:
             for name in [*names, "manifest.json"]:
                 shutil.copyfile(folder / name, temporary / name)
-    return targets
+        print(f"{target}: {folder} of the node with --node_rank={node} --master_addr=...")
 
 
 # ----- The corpus without a download: documentation that is on this machine already -----
@@ -881,8 +881,7 @@ def main():
         if args.show:
             print(show(args.show))
         elif args.split:
-            for k, target in enumerate(split_folder(args.split, args.nodes, args.ranks_per_node)):
-                print(f"{target}: {args.split} of the node with --node_rank={k} --master_addr=...")
+            split_folder(args.split, args.nodes, args.ranks_per_node)
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                     args.held_out, args.tokenizer, args.workers, args.sentences)
