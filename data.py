@@ -355,8 +355,7 @@ def in_workers(function, items, workers):
             threading.Thread(target=end_together, args=[results._workers], daemon=True).start()
         yield from results
     except (RuntimeError, EOFError, OSError) as error:
-        signs = "DataLoader worker (pid", "got end of file during message"
-        if isinstance(error, EOFError) or any(sign in str(error) for sign in signs):
+        if re.search(r"EOFError|DataLoader worker \(pid|end of file during message", repr(error)):
             raise DataError("a worker process died (memory?); set --workers lower") from None
         if isinstance(error, OSError):  # in a worker: the last line of the traceback has the path
             raise DataError(str(error).rstrip().rpartition("\n")[2]) from None
