@@ -332,21 +332,15 @@ def make_step(dataset, deal, step):
     return [dataset.arrays(indices) for indices in deal(step)]
 
 
-class Same(torch.utils.data.Dataset):
-    """The dataset whose item x is x: a DataLoader over it applies its collate_fn to x."""
-
-    def __getitem__(self, x):
-        return x
-
-
 def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed in `workers` processes at most two
     items each ahead; in this process if there are none. Raises DataError where a worker died or
     could not read a file; any other exception of a worker comes with its traceback there."""
     context = worker_context() if workers else None
     try:
+        # np.s_[item] is item itself: so what is computed is collate_fn(item)
         results = iter(torch.utils.data.DataLoader(
-            Same(), batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
+            np.s_, batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
             multiprocessing_context=context, worker_init_fn=set_up_worker))
         if workers:
             # A worker that is killed amid a message would leave us reading for ever. Without our
