@@ -150,7 +150,7 @@ class PretrainingData:
         each new shape takes kernels and memory of its own (in bf16 1,280 MB after 400 steps, 315
         so). More would be computed for nothing: 64 for M costs 3 % of a small model's step.
         """
-        layout, indices = np.array(self.layout(indices)), np.asarray(indices)
+        layout, indices = self.layout(indices), np.asarray(indices)
         order = (layout @ [0, -1, 1, -1, 1, 0]).argsort(kind="stable")     # by tokens of A and B
         layout, indices = layout[order], indices[order]
         _, a, a_end, b, b_end, pair_labels = layout.T                              # (B,) each
@@ -173,17 +173,16 @@ class PretrainingData:
 
     def lengths(self, indices):
         """Returns (n,) how many tokens these examples have, special symbols included."""
-        return self.seq_len - self.body + np.array(
-            [a_end - a + b_end - b for _, a, a_end, b, b_end, _ in self.layout(indices)])
+        return self.layout(indices) @ [0, -1, 1, -1, 1, 0] + self.seq_len - self.body
 
     def layout(self, indices):
-        """Returns what examples are made of: [n] tuples (shard, where A begins and ends, where B
-        does, pair_label); begins and ends are offsets into the shard's tokens."""
+        """Returns (n, 6) int64, what examples are made of: shard, where A begins and ends, where B
+        does, pair_label; begins and ends are offsets into the shard's tokens."""
         chances = uniform(np.asarray(indices)[:, None] * 5 + np.arange(5), self.keys[0])    # (n, 5)
-        return [self.cut(int(i), *chance) for i, chance in zip(indices, chances.tolist())]
+        return np.array([self.cut(int(i), *row) for i, row in zip(indices, chances.tolist())])
 
     def cut(self, i, short, fraction, place, replace, other):
-        """Returns `layout`'s tuple of example i; the other arguments are random numbers in [0, 1).
+        """Returns `layout`'s row of example i; the other arguments are random numbers in [0, 1).
 
         A turn is a place in the order of an epoch; documents and windows are counted in the shard.
         """
