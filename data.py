@@ -433,7 +433,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
         (temporary / "tokenizer.model").write_bytes(model)
         tokenizer = load_tokenizer(temporary / "tokenizer.model")
         encoder = functools.partial(encode, tokenizer, prose, held_out, shards)
-        counts = write_shards(in_workers(encoder, blocks(corpus), workers), temporary, settings)
+        parts = in_workers(encoder, blocks(corpus, identity["documents"]), workers)
+        counts = write_shards(parts, temporary, settings)
         files = {path.name: {"sha256": sha256_of(path)} for path in sorted(temporary.iterdir())}
         manifest = {**settings, **counts, "files": files}
         manifest["sha256"] = manifest_digest(manifest)
@@ -460,9 +461,10 @@ def survey(corpus):
     return {"documents": documents, "bytes": size, "sha256": digest.hexdigest()}, sample
 
 
-def blocks(corpus):
-    """Yields lists of documents, about a megabyte of text each."""
-    documents, again = itertools.tee(corpus)
+def blocks(corpus, total=None):
+    """Yields lists of documents, about a megabyte of text each, with a bar of the `total` ones."""
+    bar = tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None)
+    documents, again = itertools.tee(bar)
     ends = itertools.accumulate(map(len, again))
     # A document belongs to the megabyte of the corpus in which it ends
     for _, block in itertools.groupby(documents, lambda _: next(ends) // BLOCK):
@@ -508,7 +510,7 @@ def default_folder(paths):
 
 
 class TextFiles:
-    """The documents of text files; can be iterated again and again, with a bar of the bytes read.
+    """The documents of text files; can be iterated again and again.
 
     Of a folder all files are taken that are not hidden. A file is text with blank lines between
     documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. White space around
@@ -519,21 +521,16 @@ class TextFiles:
     def __init__(self, paths):
         self.files = []
         for path in map(Path, paths):
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise DataError(f"{path} is a pipe or a device; text is read twice: give a file")
+            if not (path.is_file() or path.is_dir()):
+                raise DataError(f"{path} is not there, or a pipe; text is read twice: give a file")
             inside = [file for file in sorted(path.rglob("*"))
                       if file.is_file() and "/." not in f"/{file.relative_to(path)}"]
             self.files += inside if path.is_dir() else [path]
 
     def __iter__(self):
-        sizes = [file.stat().st_size for file in self.files]            # compressed as they are
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, leave=False, disable=None) as bar:
-            for path, before in zip(self.files, itertools.accumulate(sizes, initial=0)):
-                with open(path, "rb") as raw:
-                    file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
-                    for document in documents_in(lines_in(path, file)):
-                        bar.update(before + raw.tell() - bar.n)
-                        yield document
+        for path in self.files:
+            with self.OPENERS.get(path.suffix, open)(path, "rb") as file:
+                yield from documents_in(lines_in(path, io.BufferedReader(file)))
 
 
 def documents_in(lines):
