@@ -476,11 +476,10 @@ def replaced(folder):
     """Yields a temporary folder beside `folder` that takes its name at the end, if no exception
     comes; removes what a run that was killed on this machine left of its own."""
     mine = f"{folder.name}.partial-{os.uname().nodename}@"
-    alive = {path.name for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())}
-    for rest in folder.parent.glob(f"{mine}*") if alive else ():
-        if rest.name.removeprefix(mine) not in alive:
-            shutil.rmtree(rest)
     temporary = folder.with_name(f"{mine}{os.getpid()}")
+    for rest in folder.parent.glob(f"{mine}*") if os.path.exists("/proc/self") else ():
+        if rest == temporary or not os.path.exists(f"/proc/{rest.name.removeprefix(mine)}"):
+            shutil.rmtree(rest)
     temporary.mkdir(parents=True)
     try:
         yield temporary
