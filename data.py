@@ -833,12 +833,11 @@ def show(folder):
     return report.replace("▁", " ")
 
 
-def number(kind, low, high=1 << 63):
+def number(kind, low, high=1e18):
     """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
         if not low <= (value := kind(text)) < high:          # so that NaN is refused as well
-            bounds = f"at least {low}" + (f" and below {high:,}" if high < 1 << 63 else "")
-            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be at least {low} and below {high:g}")
         return value
     return {"type": number, "metavar": "N" if kind is int else "X"}
 
