@@ -20,7 +20,6 @@ Masks and pairs are made on the fly, so both phases, at any length, read the sam
 Shapes: B examples, T tokens, M masked tokens of a whole batch, n indices of examples.
 """
 import argparse
-import atexit
 import bz2
 import contextlib
 import functools
@@ -30,8 +29,6 @@ import io
 import itertools
 import json
 import lzma
-import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import re
 import shutil
@@ -40,6 +37,7 @@ import sys
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import NamedTuple
 
@@ -345,7 +343,7 @@ def in_workers(function, items, workers):
             # A worker that is killed amid a message would leave us reading for ever. Without our
             # end for writing the pipe ends with the last worker, and they all end with the first
             results._worker_result_queue._writer.close()
-            threading.Thread(target=end_together, args=[results._workers], daemon=True).start()
+            threading.Thread(target=end_together, args=[results._workers]).start()
         yield from results
     except (RuntimeError, EOFError, OSError) as error:
         if re.search(r"EOFError|DataLoader worker \(pid|end of file during message", repr(error)):
@@ -356,8 +354,11 @@ def in_workers(function, items, workers):
 
 
 def end_together(workers):
-    """Waits until one of the processes has ended, then ends the others."""
-    multiprocessing.connection.wait([worker.sentinel for worker in workers])
+    """Waits until one of these processes, or this program, has ended, then ends all of them: before
+    Python, at its own end, sends them a SIGTERM, which they ignore, and waits."""
+    ends = [worker.sentinel for worker in workers]
+    while threading.main_thread().is_alive() and not connection.wait(ends, 0.2):
+        pass
     for worker in workers:
         worker.kill()
 
@@ -371,18 +372,10 @@ def worker_context():
     # parent still needs its workers then, to finish the step and save it. They inherit what the
     # server that forks them ignores from its beginning.
     before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)}
-    multiprocessing.forkserver.ensure_running()
+    forkserver.ensure_running()
     for signum, handler in before.items():
         signal.signal(signum, handler)
     return context
-
-
-@atexit.register
-def kill_workers():
-    """Ends the workers that are still there when this process ends: before Python sends them a
-    SIGTERM, which they ignore, and waits."""
-    for process in multiprocessing.active_children():
-        process.kill()
 
 
 def set_up_worker(_):

@@ -281,7 +281,7 @@ def test_what_fails_in_a_worker_is_said(function, item, kind, message):
 
 
 LOOP = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 import data
 
 if __name__ == "__main__":
@@ -290,7 +290,7 @@ if __name__ == "__main__":
     loader = data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)    # alive to the end
     for number, batches in enumerate(loader):
         if number == 20:
-            print(*(p.pid for p in data.multiprocessing.active_children()), flush=True)
+            print(*(p.pid for p in multiprocessing.active_children()), flush=True)
             {then}
 """
 SIGTERM_FIRST = """os.killpg(0, signal.SIGTERM)
