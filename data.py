@@ -513,8 +513,8 @@ class TextFiles:
     def __init__(self, paths):
         self.files = []
         for path in map(Path, paths):
-            if not (path.is_file() or path.is_dir()):
-                raise DataError(f"{path} is not there, or a pipe; text is read twice: give a file")
+            if path.stat() and not (path.is_file() or path.is_dir()):   # stat: is it there at all?
+                raise DataError(f"{path} is a pipe or a device; text is read twice: give a file")
             inside = [file for file in sorted(path.rglob("*"))
                       if file.is_file() and "/." not in f"/{file.relative_to(path)}"]
             self.files += inside if path.is_dir() else [path]
@@ -830,7 +830,7 @@ def number(kind, low, high=1e18):
     """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
         if not low <= (value := kind(text)) < high:          # so that NaN is refused as well
-            raise argparse.ArgumentTypeError(f"must be at least {low} and below {high:g}")
+            raise argparse.ArgumentTypeError(f"must be at least {low} and below {high:g}, not {text}")
         return value
     return {"type": number, "metavar": "N" if kind is int else "X"}
 
