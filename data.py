@@ -333,12 +333,13 @@ def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed in `workers` processes at most two
     items each ahead; in this process if there are none. Raises DataError where a worker died or
     could not read a file; any other exception of a worker comes with its traceback there."""
-    context = worker_context() if workers else None
+    if workers:
+        start_server()
     try:
         # np.s_[item] is item itself: so what is computed is collate_fn(item)
         results = iter(torch.utils.data.DataLoader(
             np.s_, batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
-            multiprocessing_context=context, worker_init_fn=set_up_worker))
+            multiprocessing_context="forkserver" if workers else None, worker_init_fn=set_up_worker))
         if workers:
             # A worker that is killed amid a message would leave us reading for ever. Without our
             # end for writing the pipe ends with the last worker, and they all end with the first
@@ -363,11 +364,10 @@ def end_together(workers):
         worker.kill()
 
 
-def worker_context():
-    """Returns the context that worker processes are started in: forkserver, since a plain fork can
+def start_server():
+    """Starts the server that worker processes are forked from, if there is none: a plain fork can
     hang (it copies locks that other threads hold), and a spawn imports torch anew each time."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+    forkserver.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C, to all processes of a run. The
     # parent still needs its workers then, to finish the step and save it. They inherit what the
     # server that forks them ignores from its beginning.
@@ -375,7 +375,6 @@ def worker_context():
     forkserver.ensure_running()
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    return context
 
 
 def set_up_worker(_):
@@ -406,7 +405,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
     vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size
-    worker_context()                    # its server imports torch while the corpus is surveyed
+    start_server()                      # which imports torch while the corpus is surveyed
     prose = split == "prose" if split else is_prose(corpus)
     identity, sample = survey(corpus)
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,
