@@ -338,8 +338,8 @@ def in_workers(function, items, workers):
     try:
         # np.s_[item] is item itself: so what is computed is collate_fn(item)
         results = iter(torch.utils.data.DataLoader(
-            np.s_, batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
-            multiprocessing_context="forkserver" if workers else None, worker_init_fn=set_up_worker))
+            np.s_, batch_size=None, sampler=items, collate_fn=function, worker_init_fn=set_up_worker,
+            num_workers=workers, multiprocessing_context="forkserver" if workers else None))
         if workers:
             # A worker that is killed amid a message would leave us reading for ever. Without our
             # end for writing the pipe ends with the last worker, and they all end with the first
@@ -829,7 +829,7 @@ def number(kind, low, high=1e18):
     """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
         if not low <= (value := kind(text)) < high:          # so that NaN is refused as well
-            raise argparse.ArgumentTypeError(f"must be at least {low} and below {high:g}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be at least {low} and below {high:g}: {text}")
         return value
     return {"type": number, "metavar": "N" if kind is int else "X"}
 
