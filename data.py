@@ -37,7 +37,7 @@ import sys
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -338,7 +338,7 @@ def in_workers(function, items, workers):
     try:
         # np.s_[item] is item itself: so what is computed is collate_fn(item)
         results = iter(torch.utils.data.DataLoader(
-            np.s_, batch_size=None, sampler=items, collate_fn=function, worker_init_fn=set_up_worker,
+            np.s_, None, sampler=items, collate_fn=function, worker_init_fn=set_up_worker,
             num_workers=workers, multiprocessing_context="forkserver" if workers else None))
         if workers:
             # A worker that is killed amid a message would leave us reading for ever. Without our
@@ -378,8 +378,15 @@ def start_server():
 
 
 def set_up_worker(_):
-    """Makes a worker process leave SIGTERM to its parent, with which it ends within seconds."""
+    """Makes a worker process leave SIGTERM to its parent, and end with it, however that ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Waits for the end of the parent process, then ends this one."""
+    parent_process().join()
+    os._exit(1)
 
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
