@@ -492,9 +492,7 @@ def copy_weights(folder, model, tokenizer):
     if own.exists() and own.read_bytes() != Path(tokenizer).read_bytes():
         raise ModelError(f"{tokenizer} is not {own}; make shards with data.py --tokenizer {own}")
     if found.config[:6] != model.config[:6]:
-        shapes = [f"{config.layers} x {config.width}, {config.vocab_size} tokens"
-                  for config in (found.config, model.config)]
-        raise ModelError(f"{folder} has a model of {' and not of '.join(shapes)}")
+        raise ModelError(f"{folder} is {found.config[:6]}, the plan {model.config[:6]}")
     model.load_state_dict(found.state_dict())
 
 

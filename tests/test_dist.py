@@ -649,8 +649,8 @@ def test_the_program_measures_each_compressor(program):
     assert errors["onebit"] < errors["topk"] < 1
 
 
-def test_the_program_refuses_sizes_and_seconds_that_cannot_be(monkeypatch, capsys):
-    for flag in ("--mb=-1", "--mb=nan", "--timeout=nan", "--timeout=0"):
+def test_the_program_refuses_sizes_that_cannot_be(monkeypatch, capsys):
+    for flag in ("--mb=-1", "--mb=nan"):
         monkeypatch.setattr(sys, "argv", ["dist.py", flag])
         with pytest.raises(SystemExit, match="2"):
             dist.main()

@@ -140,8 +140,10 @@ def take_share(world, folder, nodes):
 
 
 def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_rank):
-    shutil.copytree(shards, tmp_path / "wiki")
-    train.data.split_folder(tmp_path / "wiki", nodes=2)
+    for node in range(2):
+        (tmp_path / f"wiki-node-{node}").mkdir()
+        for name in data.node_files(shards, node, 2):
+            shutil.copy(shards / name, tmp_path / f"wiki-node-{node}")
     share = take_share, tmp_path / "wiki", 2
     argv = *EQUAL, *PHASES[1]
     run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=share)
@@ -445,8 +447,8 @@ def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatc
     """By a backend that calls no C++ compiler, which would take half a minute."""
     shrink(monkeypatch.setattr)
     ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
-    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
-        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, name, p)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
         module, backend="aot_eager", **options))
     batch = train.data.PretrainingData(shards, 32).batch([0, 1])
@@ -911,7 +913,7 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
     assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
     code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model, "--model",
                          "mini")
-    assert code == 1 and "has a model of 2 x 64, 320 tokens and not of 4 x 256" in line
+    assert code == 1 and "is (2, 64, 1, 256, 320, 512), the plan (4, 256" in line
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
