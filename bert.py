@@ -33,14 +33,8 @@ from torch import nn
 from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
-PRESETS = {             # layers, width
-    "tiny": (2, 128),
-    "mini": (4, 256),
-    "small": (4, 512),
-    "medium": (8, 512),
-    "base": (12, 768),
-    "large": (24, 1024),
-}
+PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
+           "base": (12, 768), "large": (24, 1024)}           # layers, width
 
 
 class ModelError(ValueError):
@@ -305,16 +299,10 @@ INNER = {
     "norm": "output.LayerNorm",
 }
 CONFIG = {               # our field -> theirs
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "feed_forward": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "dropout": "hidden_dropout_prob",
-    "layer_norm_eps": "layer_norm_eps",
-    "init_std": "initializer_range",
-}
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size", "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings", "dropout": "hidden_dropout_prob",
+    "layer_norm_eps": "layer_norm_eps", "init_std": "initializer_range"}
 SPECIALS = ["PAD", "UNK", "CLS", "SEP", "MASK"]    # as data.py's tokenizer has them
 PAD, UNK, CLS, SEP, MASK = range(5)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,

@@ -800,8 +800,8 @@ def describe(manifest):
     """Returns a report on prepared shards, two lines of text."""
     corpus, train, heldout = (manifest[part] for part in ("corpus", "train", "heldout"))
     tokens, sentences, documents = (train[array] + heldout[array] for array in ARRAYS)
-    return (f"{corpus['documents']:,} documents, {corpus['documents'] - documents:,} of less than "
-            f"two tokens left out; {corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
+    return (f"{documents:,} of {corpus['documents']:,} documents have two tokens or more; "
+            f"{corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
             f"{tokens:,} tokens, {tokens / documents:.0f} a document, {manifest['vocab_size']:,} "
             f"pieces, {manifest['unknown_tokens'] / train['tokens']:.2%} [UNK]; "
             f"{manifest['shards']} shards, {heldout['documents']:,} documents held out")

@@ -365,7 +365,7 @@ class OneBitAdam(Optimizer):
         travel as one, and elements of several share a scale (1-bit LAMB, section 4.2)."""
         for p, norm in zip(self.params, norms(*self._state(self.params, "exp_avg")).tolist()):
             self.state[p]["magnitude"] = p.numel() ** 0.5 / norm if norm > 0 else 1.0
-        self.compressed_mean.reset()                     # its errors are in the former units
+        self.compressed_mean.load_state_dict(None)       # its errors are in the former units
 
     def _average(self, tensors):
         """Replaces tensors, one for each parameter, in place by compressed means over the ranks."""
@@ -518,14 +518,9 @@ def agreement_interval(t, steps):
 
 
 OPTIMIZERS = {               # each from parameter groups and betas
-    "lamb": LAMB,
-    "nvlamb": functools.partial(LAMB, adapt_all=True),
-    "lans": LANS,
+    "lamb": LAMB, "nvlamb": functools.partial(LAMB, adapt_all=True), "lans": LANS,
     "adamw": functools.partial(AdamW, eps=1e-6, fused=True),
-    "onebit-adam": OneBitAdam,
-    "onebit-lamb": OneBitLAMB,
-    "zeroone-adam": ZeroOneAdam,
-}
+    "onebit-adam": OneBitAdam, "onebit-lamb": OneBitLAMB, "zeroone-adam": ZeroOneAdam}
 ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
 WEIGHT_DECAY = 0.01
 

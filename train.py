@@ -162,7 +162,7 @@ def train(plan, world):
                     break
                 # Dropout's seed is a function of the step, so that no generator's state has to be
                 # saved, and another one for each micro-batch and rank
-                seed_dropout(plan.seed, step, k, world.rank)
+                torch.manual_seed(hash((plan.seed, step, k, world.rank)))
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
                     losses = model(batch.to(world.device))
@@ -301,11 +301,6 @@ def step_totals(micro_batches, wishes, world):
     return world.sum([masked, slots, *wishes, *tokens])
 
 
-def seed_dropout(*numbers):
-    """Seeds torch's generators, of CPU and GPU, by a tuple of numbers."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
 def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
     """Returns the log's fields that follow from a step's sums over all ranks: `sums` of the two
     losses, and what `step_totals` returns. imbalance: the most tokens of a rank over the mean;
@@ -395,7 +390,8 @@ def make_plan(args, world):
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
     code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
     told = {flag: value for flag, value in vars(args).items() if flag not in LOCAL} | plan.same_run
-    world.check_same(told | {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()})
+    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
+    world.check_same(told, "was started differently")
     return plan
 
 
@@ -439,10 +435,7 @@ def plan_phases(plan, phases, world):
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
         raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
     given = zip(*(numbers * len(phases) for numbers in given))           # zip ends with phases
-    phases = [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
-    if not any(phase.steps for phase in phases):
-        raise ConfigError("no steps are left to do; raise --steps")
-    return phases
+    return [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
 
 
 def plan_phase(plan, world, phase, steps, batch, micro_batch):
@@ -546,16 +539,14 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
 
 @torch.no_grad()
 def compare_weights(masters, optimizer, world, step):
-    """Raises optim.TrainingStopped, on all ranks, if weights or moments are not finite on one, or
-    the weights not the same bits on all."""
+    """Raises optim.TrainingStopped if weights or moments of a rank are not finite, dist.DistError
+    if weights are not the same bits on all; either on all ranks."""
     moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     norm = float(optim.global_norm([*masters.values(), *moments]))
+    if world.sum([not math.isfinite(norm)])[0]:
+        raise optim.TrainingStopped(f"step {step}: weights are not finite; they are not saved")
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
-    told = world.all_gather_object((math.isfinite(norm), bits))
-    for rank, (is_finite, _) in enumerate(told):
-        if not is_finite or told[rank] != told[0]:
-            what = "unlike those of rank 0" if is_finite else "that are not finite"
-            raise optim.TrainingStopped(f"step {step}: rank {rank} has weights {what}; resume")
+    world.check_same({"sum of bits": bits}, f"has other weights after step {step} (bad memory?)")
 
 
 def find_checkpoint(plan, log):

@@ -271,7 +271,7 @@ CASES = {
     "nan-weights-1": Case("NaN in a weight of rank 1", "stops; no such checkpoint", lost=10,
                           inject="nan-weight 1 8 optim.copy_to_model", says="not finite"),
     "drift": Case("a weight of rank 1 drifts", "found at the next save", lost=10,
-                  inject="drift 1 8 optim.copy_to_model", says="rank 1 has weights unlike"),
+                  inject="drift 1 8 optim.copy_to_model", says="rank 1 has other weights"),
     "clock": Case("a clock that jumps by days", "nothing depends on it", "clock * 1 train.build",
                   ends="goes on", again=False),
     # Other arguments and data on one rank

@@ -615,7 +615,7 @@ def compressed_mean(world):
     for a, tensor, mean in zip(total, tensors.values(), rest.values()):
         world.all_reduce(tensor)
         error = max(error, float((2 * tensor / world.size - a - mean).abs().max()))
-    means.reset()
+    means.load_state_dict(None)
     return error, sent, not any(tensor.any() for tensor in means.state_dict().values())
 
 

@@ -388,7 +388,7 @@ def real_means(world):
         tensors = [torch.tensor(rng.normal(size=s), dtype=torch.float32) for s in shapes.values()]
         sent = mean(tensors)
         if step == 2:
-            mean.reset()
+            mean.load_state_dict(None)
         means.append([tensor.numpy() for tensor in tensors])
     return means, sent
 

@@ -516,7 +516,7 @@ def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
                    sabotage=(spoil_moments, 1), check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 1: rank 1 has weights that are not finite" in str(outcomes[0])
+    assert "step 1: weights are not finite" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
@@ -524,7 +524,7 @@ def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(drift, 1),
                    check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 3: rank 1 has weights unlike those of rank 0" in str(outcomes[0])
+    assert "rank 1 has other weights after step 3" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
@@ -560,7 +560,6 @@ WRONG = [
     ("--dropout 1.5", 2, "--dropout: must be at least 0 and below 1"),
     ("--bucket-mb -1", 2, "--bucket-mb: must be at least"),
     ("--steps 1 2 3", 1, "--steps, --batch, --micro-batch: give one number, or 2"),
-    ("--steps 0", 1, "no steps are left"),
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--freeze 0.5", 1, "--freeze means nothing to lamb"),
     ("--optimizer onebit-lamb --steps 9 2", 1, "after 0 of 2 steps; change --freeze or --steps"),
