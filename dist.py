@@ -322,11 +322,15 @@ class Reducer:
         yield
         self.synchronising = True                  # after an exception, zero_grad sets it
 
-    # 2. Ready: autograd calls this with the parameter, not with its gradient
+    # 2. Ready
 
     def _ready(self, bucket, name, p):
+        """Autograd calls this when p.grad, of the parameter `name`, is complete in a backward. Adds
+        it to its view, where autograd has not: in 16 bits, or where an optimizer's zero_grad() has
+        dropped the view. But for `accumulate`, takes the name off the bucket's `missing` and tries
+        to launch. Raises DistError where a second backward comes without `accumulate`."""
         view = self.gradients[name]
-        if p.grad is not view:             # 16-bit, or an optimizer's zero_grad() dropped the view
+        if p.grad is not view:
             view.add_(p.grad)
             p.grad = view if p.dtype == torch.float32 else None
         if self.synchronising:
@@ -339,6 +343,8 @@ class Reducer:
     # 3. Launch
 
     def _launch(self):
+        """Hands `_average` of each bucket that may start now to the thread, with a recorded event
+        and the job before it (a list, empty for the first), and adds the job to `jobs`."""
         # Collectives of different ranks meet by their order alone, so buckets start in the order
         # of their numbers on every rank, whatever order they are complete in. The embedding that
         # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
@@ -496,14 +502,17 @@ class Bucket:
         other nodes where there are several."""
         if self.inner.size > 1:
             self.inner.reduce(self.flat.div_(self.inner.size), self.leader)
-        sent = self._compress(scale) if self.inner.rank == self.leader else 0
+        sent = 0
+        if self.inner.rank == self.leader:
+            sent = self._send(scale) if self.lossy else dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         # In NCCL's ring through all ranks only one rank of each node sends to another node
         return sent // self.outer.local_size if self.outer.nodes > 1 else sent
 
-    def _compress(self, scale):
-        if not self.lossy:
-            return dense(self.outer, self.flat, self.argument)
+    def _send(self, scale):
+        """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
+        sent. The compressor gets a copy of `state`; its copy and the rest become `pending_state`
+        and `pending`, for `commit`. Where that was not called, the step before counts as taken."""
         self.commit(True)
         n, value, state = len(self.flat), self.pending, dict(self.state)
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])      # v

@@ -71,6 +71,7 @@ class LAMB(Optimizer):
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
     def _update(self, group, w, g, m, v):
+        """Applies the equations to tensors of one group, in place; group["step"] is t - 1."""
         (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
         # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         move_moments(m, v, g, b1, b2)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,18 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
     assert len(set(losses)) == 20 and len(set(sums)) == 1
     assert losses[0] == pytest.approx(one_rank[phase][0], rel=1e-6)
     assert losses == pytest.approx(one_rank[phase], rel=1e-4)
+
+
+def test_the_divisor_is_that_of_the_whole_step(shards):
+    """As rank 1 of 2 in a world where every sum is ten times this rank's own number."""
+    world = SimpleNamespace(rank=1, size=2, sum=lambda values: [10 * value for value in values])
+    batches = [data.PretrainingData(shards, 32).batch(indices) for indices in ([0, 1, 2], [3])]
+    labels = torch.cat([batch.labels for batch in batches])
+    tokens = sum(int(batch.lengths[:-1].sum()) for batch in batches)
+    slots = sum(len(batch.tokens) for batch in batches)
+    assert (labels == data.IGNORED).any() and slots > tokens
+    expected = (labels != data.IGNORED).sum(), slots, 2, True, 0, tokens
+    assert train.step_totals(batches, (2, True), world) == [10 * int(x) for x in expected]
 
 
 @pytest.mark.parametrize("size", [1, 3])
