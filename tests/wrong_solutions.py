@@ -28,7 +28,8 @@ WRONG = {
             ("last - first if token >= first else 0", "0")),
         "labels the wrong way round": (
             "data.PretrainingData.cut",
-            ("replace >= 0.5", "replace < 0.5")),
+            ("middle, middle, end, 0", "middle, middle, end, 1"),
+            ("last), 1", "last), 0")),
         "A ends anywhere": (
             "data.PretrainingData.cut",
             ("sentences[low + int(place * (high - low))] if low < high else (start + end) // 2",
