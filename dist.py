@@ -511,8 +511,10 @@ class Bucket:
 
     def _send(self, scale):
         """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
-        sent. The compressor gets a copy of `state`; its copy and the rest become `pending_state`
-        and `pending`, for `commit`. Where that was not called, the step before counts as taken."""
+        sent. The compressor (its arguments: see Compressors below) gets v in `pending`, zeros after
+        it; `padded`, which begins with `flat`, for the mean; and a copy of `state`. What it leaves
+        there waits, as `pending` and `pending_state`, for `commit`. Where that was not called, the
+        step before counts as taken."""
         self.commit(True)
         n, value, state = len(self.flat), self.pending, dict(self.state)
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])      # v
@@ -570,8 +572,9 @@ def dense(world, value, dtype=torch.float32):
     """none, fp16 and bf16: averages by one all-reduce in this format, in place.
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
-    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. So does each addition. A ring
-    sends each of the `size` parts of a tensor once to sum it and once to spread it.
+    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. So does each addition. Returns
+    the bytes of a ring: each rank sends all `size` parts of the tensor but one to sum them, and as
+    many to spread the sums.
     """
     wire = value.div_(world.size).to(dtype)        # before the sum, which might overflow fp16
     world.all_reduce(wire)
@@ -719,13 +722,13 @@ def powersgd(world, value, mean, state, rank):
 
         P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       q = P Q^T
 
-    Q is the next step's start. Vectors, and matrices a x b with 2 r (a + b) >= a b, go dense and
+    Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and matrices a x b with 2 r (a + b) >= a b, go dense and
     leave nothing. Factors are rows, (r, a) and (r, b): products with them read the matrix once.
     Every rank computes the QR, whose bits are equal on equal machines only.
     """
     low, rest = [], []
     for v, m in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
-        gain = v.dim() == 2 and rank <= min(v.shape) and 2 * rank * sum(v.shape) < v.numel()
+        gain = v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel()
         (low if gain else rest).append((v, m))
     generator = torch.Generator().manual_seed(0)           # the first Q is the same on every rank
     factors = state.get("factors") or [

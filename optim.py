@@ -254,8 +254,9 @@ RECIPES = {
 
 
 def learning_rate(phase_step, phase):
-    """Returns the learning rate of step 0, 1, ... of a phase. x is the fraction of the phase that
-    is done; so are w = phase.warmup and d = phase.decay_from:
+    """Returns the learning rate of step 0, 1, ... of a phase of n steps. x is the fraction of the
+    phase that is done, from 1 / (n + 1) to n / (n + 1), so that neither the first rate nor the last
+    one is 0; w = phase.warmup and d = phase.decay_from are fractions too:
 
         lr x / w                                for x < w
         lr min(1, (1 - x) / (1 - d))^power      from there on
@@ -263,7 +264,7 @@ def learning_rate(phase_step, phase):
     d = w + hold: warm-up, hold, decay to 0 (LANS, arXiv 2006.13484, section 3.3, with power 1).
     d = 0: NVIDIA's PolyWarmUp, where the rate drops from lr to lr (1 - w)^power after the warm-up.
     """
-    x = (phase_step + 1) / (phase.steps + 1)   # neither the first nor the last rate is 0
+    x = (phase_step + 1) / (phase.steps + 1)
     if x < phase.warmup:
         return phase.lr * x / phase.warmup
     return phase.lr * min(1.0, (1 - x) / (1 - phase.decay_from)) ** phase.power

@@ -47,6 +47,9 @@ WRONG = {
             "bert.attention",
             (".permute(2, 0, 3, 1, 4)", ".permute(2, 0, 1, 3, 4)"),
             ("out.transpose(1, 2).flatten(0, 1)", "out.flatten(0, 1)")),
+        "no dropout": (
+            "bert.attention",
+            ("dropout_p=dropout", "")),
         "no scale": (
             "bert.attention",
             ("dropout_p=dropout", "dropout_p=dropout, scale=1.0")),
@@ -113,7 +116,7 @@ WRONG = {
         "each rank's own divisor": (
             "train.step_totals",
             ("return world.sum([masked, slots, *wishes, *tokens])",
-             "return [masked, *world.sum([slots, *wishes, *tokens])]")),
+             "return [masked * world.size, *world.sum([slots, *wishes, *tokens])]")),
     },
     "buckets": {
         "divides after the sum": (
