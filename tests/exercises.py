@@ -12,38 +12,46 @@ Each exercise needs those before it, and none after it: a copy for students is d
 The docstrings of a function and of its class are the specification. This file needs Python's
 standard library alone, the checks what requirements.txt names.
 
-Six experiments for a report. Each takes under ten minutes on two cores; make the figure from
-runs/*/metrics.jsonl, say beforehand what you expect, and compare with the tables of RESULTS.md.
-RUN2 stands for `torchrun --standalone --nproc_per_node=2 train.py`.
+Six experiments for a report, each under ten minutes on two cores. Say beforehand what you expect,
+make the figure from runs/*/metrics.jsonl, and compare with the tables in RESULTS.md. Change the one
+line named, run the same command again with another --out, and change it back. First of all:
+    export RUN="torchrun --standalone --nproc_per_node"
 
-1. The divisor of the loss. In `train.step_totals`, return [masked * world.size,
-   *world.sum([slots, *wishes, *tokens])]: each rank divides by its own masked tokens. Rate 0 keeps
-   the weights, so that steps compare. Figure: how far off grad_norm is, over the batch.
-       for B in 2 4 8 16 32; do RUN2 --steps 20 0 --lr-scale 0 --batch $B --out runs/divisor-$B; done
-   Expected: an error that falls as batches grow; with 32 examples nobody notices.
-2. The size of buckets over a slow link, 100 Mb/s, in a network namespace. Figure: seconds of a step
-   and wait_seconds over the size.
-       sudo unshare -n bash -c 'ip link set lo up; tc qdisc add dev lo root tbf rate 100mbit \\
-           burst 128kb latency 100ms; for MB in 0.3 1 2 8 32; do RUN2 --model mini --steps 12 0 \\
-           --batch 32 --precision fp32 --bucket-mb $MB --out runs/bucket-$MB; done'
-   Expected: one bucket hides nothing, small ones hide all but the tied embedding's, a third here.
-3. `--balance`. Figure: the imbalance of each step, a histogram; the mean over the ranks.
-       for N in 2 4; do for FLAG in "" --balance; do torchrun --standalone --nproc_per_node=$N \\
-           train.py --steps 0 60 --out runs/balance-$N$FLAG $FLAG; done; done
-   Expected: an imbalance that grows with the ranks, and hardly any with the flag.
-4. Growing batches, the same 36,800 examples, the rate by the square root. Figure: the held-out loss
-   over the batch; then find a better rate for the largest.
-       for K in 1 2 4 8; do python train.py --batch $((32 * K)) --steps $((1150 / K)) 0 \\
-           --lr-scale $(python -c "print($K ** 0.5)") --out runs/batch-$K; done
-   Expected: a loss that rises with the batch, since a small model needs many steps.
-5. The bound of 1-bit LAMB. Put `return` before the first line of `optim.bound`. Figure: both losses.
+1. The divisor of the loss. `train.step_totals` returns [masked * world.size, *world.sum([slots,
+   *wishes, *tokens])]: each rank divides by its own masked tokens. With a rate of 0 the weights
+   stay, and steps compare. Figure: how far off grad_norm is, over the batch.
+       for B in 2 4 8 16 32; do
+           $RUN=2 train.py --steps 20 0 --lr-scale 0 --precision fp32 --batch $B --out runs/own-$B
+       done
+   Expected: less and less; at 32 examples a step nobody notices.
+2. The size of buckets over a slow link: 100 Mb/s, in a network namespace (Linux, iproute2). Figure:
+   the seconds of a step and its wait_seconds, over the size.
+       sudo -E unshare -n bash -c 'ip link set lo up
+           tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
+           for MB in 0.3 1 2 8 32; do
+               $RUN=2 train.py --model mini --steps 12 0 --bucket-mb $MB --out runs/bucket-$MB
+           done'
+   Expected: one bucket hides nothing; small ones hide all but the embeddings', ready last.
+3. `--balance`. Figure: the imbalance of each step, a histogram.
+       for N in 2 4; do for FLAG in "" --balance; do
+           $RUN=$N train.py --steps 0 60 $FLAG --out runs/deal-$N$FLAG
+       done; done
+   Expected: more with more ranks, and hardly any with the flag.
+4. Growing batches: as many examples, the rate grows with the square root. Figure: the held-out loss
+   over the batch. Then look for a better rate for the largest.
+       for S in 1 2 3 4; do
+           python train.py --batch $((32*S*S)) --steps $((1150/S/S)) 0 --lr-scale $S --out runs/b$S
+       done
+   Expected: a higher loss with each, since so short a training needs its steps.
+5. The bound of 1-bit LAMB. `optim.bound` begins with `return`. Figure: both losses, step by step.
        python train.py --optimizer onebit-lamb --steps 1150 0 --out runs/bound
-   Expected: without the bound the loss jumps after the freeze, by rows of rare tokens.
-6. Error feedback off. In `dist.Bucket._send`, put `self.residual.zero_()` after the commit. Figure:
-   the losses of all six.
-       for C in none onebit topk; do RUN2 --compression $C --steps 600 0 --out runs/feedback-$C; done
-   Expected: none is the same; onebit loses some, and topk most: what is never among the largest
-   is never learned.
+   Expected: without it the loss leaps after the freeze, by the rows of tokens that come rarely.
+6. Error feedback off. In `dist.Bucket._send`, self.residual.zero_() after the commit. Figure: the
+   six losses, step by step.
+       for C in none onebit topk; do
+           $RUN=2 train.py --compression $C --steps 600 0 --out runs/$C
+       done
+   Expected: none is the same; topk loses most, since what is never large is never learned.
 """
 import argparse
 import ast

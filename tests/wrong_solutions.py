@@ -139,14 +139,16 @@ WRONG = {
     },
     "overlap": {
         "all at the end": (
-            "dist.Reducer._launch",
-            ("self._buckets[len(self.jobs):])",
-             "[] if any(b.missing for b in self._buckets) else self._buckets)")),
+            "dist.Reducer._ready",
+            ("            self._launch()\n",
+             '            self.count = vars(self).get("count", 0) + 1\n'
+             "            if self.count % len(self.gradients) == 0:\n"
+             "                self._launch()\n")),
         "in any order": (
             "dist.Reducer._launch",
-            ("itertools.takewhile(lambda b: not b.missing, self._buckets[len(self.jobs):])",
-             'filter(lambda b: not b.missing and vars(b).get("begun") is not self.jobs, '
-             "self._buckets)"),
+            ("itertools.takewhile(", "filter("),
+            ("self._buckets[len(self.jobs):]",
+             '[b for b in self._buckets if vars(b).get("begun") is not self.jobs]'),
             ("event.record()", "event.record()\n            bucket.begun = self.jobs")),
         "the last micro-batch alone": (
             "dist.Reducer._ready",
