@@ -29,7 +29,7 @@ line named, run the same command again with another --out, and change it back. F
        sudo -E unshare -n bash -c 'ip link set lo up
            tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
            for MB in 0.3 1 2 8 32; do
-               $RUN=2 train.py --model mini --steps 12 0 --bucket-mb $MB --out runs/bucket-$MB
+               $RUN=2 train.py --model mini --steps 8 0 --batch 256 --bucket-mb $MB --out runs/mb$MB
            done'
    Expected: one bucket hides nothing; small ones hide all but the embeddings', ready last.
 3. `--balance`. Figure: the imbalance of each step, a histogram.
