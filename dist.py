@@ -325,10 +325,10 @@ class Reducer:
     # 2. Ready
 
     def _ready(self, bucket, name, p):
-        """Autograd calls this when p.grad, of the parameter `name`, is complete in a backward. Adds
-        it to its view, where autograd has not: in 16 bits, or where an optimizer's zero_grad() has
-        dropped the view. But for `accumulate`, takes the name off the bucket's `missing` and tries
-        to launch. Raises DistError where a second backward comes without `accumulate`."""
+        """Adds a gradient to its view, where autograd has not: in 16 bits, or where an optimizer's
+        zero_grad() has dropped the view. Autograd calls this with the parameter, not the gradient,
+        when p.grad is complete. Outside of `accumulate`, takes the name off the bucket's `missing`
+        and tries to launch; raises DistError where that is the second time in a step."""
         view = self.gradients[name]
         if p.grad is not view:
             view.add_(p.grad)

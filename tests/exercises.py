@@ -247,7 +247,8 @@ def find(source, function):
     """Returns the syntax tree of a function, as "Bucket.average", in a file's text."""
     node = parse(source)
     for part in function.split("."):
-        node = next(child for child in node.body if getattr(child, "name", None) == part)
+        found = [child for child in node.body if getattr(child, "name", None) == part]
+        node = found[0] if found else sys.exit(f"{function} is not where EXERCISES has it")
     return node
 
 
