@@ -114,7 +114,9 @@ class Block(nn.Module):
 
 def attention(qkv, bounds, lengths, dropout):
     """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
-    attention to one another. bounds, lengths: as in `data.Batch`."""
+    attention to one another, softmax(Q K^T / sqrt(D/H)) V in each head, and to no other example's.
+    bounds, lengths: as in `data.Batch`, the rows that only fill up N last, as one more example (of
+    length 0 if there are none). dropout: of the attention weights. 16 bits in, 16 bits out."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
         from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
@@ -125,8 +127,7 @@ def attention(qkv, bounds, lengths, dropout):
     runs = [[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]
     mixed = []
     for rows, run in zip(values.split([*map(sum, runs)]), runs):
-        rows = rows.unflatten(0, (len(run), run[0])).unbind(2)               # 3 x (b, T, H, D/H)
-        q, k, v = (part.transpose(1, 2) for part in rows)
+        q, k, v = rows.unflatten(0, (len(run), run[0])).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)     # (b, H, T, D/H)
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).to(qkv.dtype)
@@ -288,16 +289,14 @@ OUTER = {
     "pooler": "bert.pooler.dense",
     "nsp": "cls.seq_relationship",
     "mlm_transform": "cls.predictions.transform.dense",
-    "mlm_norm": "cls.predictions.transform.LayerNorm",
-}
+    "mlm_norm": "cls.predictions.transform.LayerNorm"}
 INNER = {
     "qkv": "attention.self.query attention.self.key attention.self.value",       # three of theirs
     "attention_out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "up": "intermediate.dense",
     "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
+    "norm": "output.LayerNorm"}
 CONFIG = {               # our field -> theirs
     "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
     "feed_forward": "intermediate_size", "vocab_size": "vocab_size",

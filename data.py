@@ -177,10 +177,12 @@ class PretrainingData:
         """Returns (n, 6) int64, what examples are made of: shard, where A begins and ends, where B
         does, pair_label; begins and ends are offsets into the shard's tokens."""
         chances = uniform(np.asarray(indices)[:, None] * 5 + np.arange(5), self.keys[0])    # (n, 5)
-        return np.array([self.cut(int(i), *row) for i, row in zip(indices, chances.tolist())])
+        return np.array([self.cut(*self.locate(int(i), short, fraction), *chance)
+                         for i, (short, fraction, *chance) in zip(indices, chances.tolist())])
 
-    def cut(self, i, short, fraction, place, replace, other):
-        """Returns `layout`'s row of example i; the other arguments are random numbers in [0, 1).
+    def locate(self, i, short, fraction):
+        """Returns the text of example i: (shard, where its document begins and ends, where the text
+        does). short, fraction: random numbers in [0, 1).
 
         A turn is a place in the order of an epoch; documents and windows are counted in the shard.
         """
@@ -194,7 +196,18 @@ class PretrainingData:
         token = first + int((window - windows[document] + 0.618 * epoch % 1) * self.body)
         start = segment_start(sentences, token, first, last, self.body)
         length = 2 + int(fraction * (self.body - 1)) if short < SHORT_FRACTION else self.body
-        end = min(start + length, last)
+        return s, first, last, start, min(start + length, last)
+
+    def cut(self, s, first, last, start, end, place, replace, other):
+        """Returns `layout`'s row of the text [start, end) in the document [first, last) of shard
+        s. place, replace, other: random numbers in [0, 1).
+
+        A ends where a sentence does, `place` tells at which; in the middle if none ends inside. By
+        `replace` half of the pairs are true, B being the rest of the text. In the others B is as
+        long, or as its document allows: `other` draws a token from all other documents of the
+        shard, and B holds it (`segment_start`). For "sop" and "none" see the class.
+        """
+        _, sentences, documents, _ = self.shard(s)
         if self.pairs == "none":
             return s, start, end, end, end, IGNORED
         # A ends where a sentence does; in the middle if none does in between
@@ -282,11 +295,9 @@ def segment_start(sentences, token, first, last, length):
     """Returns where a segment of about `length` tokens begins that holds a token of the document
     [first, last): at the token's sentence if that is at most length / 2 before it, else at the
     token; near the end of the document it moves back to fit."""
-    latest = max(first, last - length)
-    if token >= latest:
-        return latest
     sentence = sentences[bisect_right(sentences, token) - 1]
-    return sentence if token - sentence <= length // 2 else token
+    start = sentence if token - sentence <= length // 2 else token
+    return start if token < last - length else max(first, last - length)
 
 
 # ----- Batches: dealt to the ranks, made ahead in worker processes -----
@@ -380,13 +391,7 @@ def start_server():
 def set_up_worker(_):
     """Makes a worker process leave SIGTERM to its parent, and end with it, however that ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    """Waits for the end of the parent process, then ends this one."""
-    parent_process().join()
-    os._exit(1)
+    threading.Thread(target=lambda: parent_process().join() or os._exit(1), daemon=True).start()
 
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----

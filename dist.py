@@ -360,11 +360,15 @@ class Reducer:
         yield
         self.synchronising = True                  # after an exception, zero_grad sets it
 
-    # 2. Ready: autograd calls this with the parameter, not with its gradient
+    # 2. Ready
 
     def _ready(self, name, p):
+        """Adds a gradient to its view, where autograd has not: in 16 bits, or where an optimizer's
+        zero_grad() has dropped the view. Autograd calls this with the parameter, not the gradient,
+        when p.grad is complete. Outside of `accumulate`, takes the name off `missing` and tries to
+        launch; raises DistError where that is the second time in a step."""
         view = self.gradients[name]
-        if p.grad is not view:             # 16-bit, or an optimizer's zero_grad() dropped the view
+        if p.grad is not view:
             view.add_(p.grad)
             p.grad = view if p.dtype == torch.float32 else None
         if self.synchronising:
@@ -376,6 +380,8 @@ class Reducer:
     # 3. Launch
 
     def _launch(self):
+        """Hands `_average` of each bucket that may start now to the thread, with a recorded event
+        and the job before it (a list, empty for the first), and adds the job to `jobs`."""
         # Collectives of different ranks meet by their order alone, so buckets start in the order
         # of their numbers on every rank, whatever order they are complete in. The embedding that
         # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
@@ -528,14 +534,19 @@ class Bucket:
         other nodes where there are several."""
         if self.inner.size > 1:
             self.inner.reduce(self.flat.div_(self.inner.size), self.leader)
-        sent = self._compress(scale) if self.inner.rank == self.leader else 0
+        sent = 0
+        if self.inner.rank == self.leader:
+            sent = self._send(scale) if self.lossy else dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         # In NCCL's ring through all ranks only one rank of each node sends to another node
         return sent // self.outer.local_size if self.outer.nodes > 1 else sent
 
-    def _compress(self, scale):
-        if not self.lossy:
-            return dense(self.outer, self.flat, self.argument)
+    def _send(self, scale):
+        """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
+        sent. The compressor (its arguments: see Compressors below) gets v in `pending`, zeros after
+        it; `padded`, which begins with `flat`, for the mean; and a copy of `state`. What it leaves
+        there waits, as `pending` and `pending_state`, for `commit`. Where that was not called, the
+        step before counts as taken."""
         self.commit(True)
         n, value, state = len(self.flat), self.pending, dict(self.state)
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])      # v
@@ -593,8 +604,9 @@ def dense(world, value, dtype=torch.float32):
     """none, fp16 and bf16: averages by one all-reduce in this format, in place.
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
-    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. So does each addition. A ring
-    sends each of the `size` parts of a tensor once to sum it and once to spread it.
+    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. So does each addition. Returns
+    the bytes of a ring: each rank sends all `size` parts of the tensor but one to sum them, and as
+    many to spread the sums.
     """
     wire = value.div_(world.size).to(dtype)        # before the sum, which might overflow fp16
     world.all_reduce(wire)
@@ -742,15 +754,16 @@ def powersgd(world, value, mean, state, rank):
 
         P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       q = P Q^T
 
-    Q is the next step's start. Vectors, and matrices a x b with 2 r (a + b) >= a b, go dense and
-    leave nothing. Factors are rows, (r, a) and (r, b): products with them read the matrix once.
-    Every rank computes the QR, whose bits are equal on equal machines only.
+    Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
+    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. Factors are rows, (r, a) and
+    (r, b): products with them read the matrix once. Every rank computes the QR, whose bits are
+    equal on equal machines only.
     """
     low, rest = [], []
     for v, m in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
-        gain = v.dim() == 2 and rank <= min(v.shape) and 2 * rank * sum(v.shape) < v.numel()
+        gain = v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel()
         (low if gain else rest).append((v, m))
-    generator = torch.Generator().manual_seed(0)           # the first Q is the same on every rank
+    generator = torch.Generator().manual_seed(0)
     factors = state.get("factors") or [
         torch.randn(rank, v.shape[1], generator=generator).to(v.device) for v, _ in low]
     sent, left = dense_list(world, [q @ v.T for (v, _), q in zip(low, factors)])
@@ -781,8 +794,7 @@ COMPRESSORS = {          # name: (function, its argument, what `value` is padded
     "onebit": (two_phase, (encode_onebit, decode_onebit, 512), lambda ranks: 512 * ranks),
     "topk": (topk, 0.01, lambda ranks: 1),                 # numbers are defaults: --compression
     "chunk": (chunk, 0.05, lambda ranks: 1024),            # chunk:0.1 sets another
-    "powersgd": (powersgd, 4, lambda ranks: 1),
-}
+    "powersgd": (powersgd, 4, lambda ranks: 1)}
 
 
 def parse_compression(text):

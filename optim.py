@@ -76,6 +76,7 @@ class LAMB(Optimizer):
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
     def _update(self, group, w, g, m, v):
+        """Applies the equations to tensors of one group, in place; group["step"] is t - 1."""
         (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
         # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         move_moments(m, v, g, b1, b2)
@@ -158,12 +159,6 @@ class LossScaler:
                                   "not finite at the loss scale's floor; lower --lr-scale")
         return not overflow
 
-    state_dict = dataclasses.asdict    # what a checkpoint keeps
-
-    def load_state_dict(self, state):
-        """Continues from a checkpoint."""
-        vars(self).update(state)
-
 
 # Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is
 global_norm = torch.nn.utils.get_total_norm
@@ -245,13 +240,13 @@ RECIPES = {
     # steps, rates and fractions are from memory, not checked.
     "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, 0.15, [
         Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
-}
+        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)])}
 
 
 def learning_rate(phase_step, phase):
-    """Returns the learning rate of step 0, 1, ... of a phase. x is the fraction of the phase that
-    is done; so are w = phase.warmup and d = phase.decay_from:
+    """Returns the learning rate of step 0, 1, ... of a phase of n steps. x is the fraction of the
+    phase that is done, from 1 / (n + 1) to n / (n + 1), so that neither the first rate nor the last
+    one is 0; w = phase.warmup and d = phase.decay_from are fractions too:
 
         lr x / w                                for x < w
         lr min(1, (1 - x) / (1 - d))^power      from there on
@@ -259,7 +254,7 @@ def learning_rate(phase_step, phase):
     d = w + hold: warm-up, hold, decay to 0 (LANS, arXiv 2006.13484, section 3.3, with power 1).
     d = 0: NVIDIA's PolyWarmUp, where the rate drops from lr to lr (1 - w)^power after the warm-up.
     """
-    x = (phase_step + 1) / (phase.steps + 1)   # neither the first nor the last rate is 0
+    x = (phase_step + 1) / (phase.steps + 1)
     if x < phase.warmup:
         return phase.lr * x / phase.warmup
     return phase.lr * min(1.0, (1 - x) / (1 - phase.decay_from)) ** phase.power

@@ -515,7 +515,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
         master.data.copy_(state["weights"][name])
     optim.copy_to_model(masters, model)
     optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    vars(scaler).update(state["scaler"])
     reducer.load_state_dict(state["residuals"])
     return state["step"], state["examples"], state["seconds"]
 
@@ -528,7 +528,7 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
     compare_weights(masters, optimizer, world, step)
     state = {"run": plan.same_run, "step": step, "examples": examples, "seconds": seconds,
              "weights": masters, "optimizer": optimizer.state_dict(),
-             "scaler": scaler.state_dict(), "residuals": reducer.state_dict(),
+             "scaler": vars(scaler), "residuals": reducer.state_dict(),
              "log_bytes": log.bytes()}
     if log.active:
         try:
@@ -544,7 +544,7 @@ def compare_weights(masters, optimizer, world, step):
     moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     norm = float(optim.global_norm([*masters.values(), *moments]))
     if world.sum([not math.isfinite(norm)])[0]:
-        raise optim.TrainingStopped(f"step {step}: weights are not finite; they are not saved")
+        raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not saved")
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
     world.check_same({"sum of bits": bits}, f"has other weights after step {step} (bad memory?)")
 
@@ -595,15 +595,14 @@ def print_plan(args):
     precision = optim.PRECISIONS[plan.precision]
     tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
     names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
-    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] * (not args.tflops)
-               for name in names}
+    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 
     def seconds(phase, compression, nodes, gbps):
         """Returns those of compute, of exchange, and of a step in which they overlap."""
         share = phase.global_batch / (nodes * args.gpus_per_node)
         flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
         compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
-        exchange = packing[compression] * (nodes > 1)
+        exchange = packing[compression] * (nodes > 1 and not args.tflops)
         exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
         late = exchange * math.prod(shapes[0]) / elements
         backward = 2 / 3 * compute * min(1, phase.micro_batch / share)

@@ -171,6 +171,15 @@ def test_a_block_is_torchs_encoder_layer():
     torch.testing.assert_close(ours, theirs[mask], rtol=1e-10, atol=1e-10)
 
 
+def test_dropout_is_of_the_attention_weights():
+    torch.manual_seed(0)
+    batch, qkv = make_batch(lengths=(64, 40, 40)), torch.randn(192, 3, 2, 32)
+    qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
+    sums = bert.attention(qkv, batch.bounds, batch.lengths, 0.5)
+    assert sums.shape == (192, 2, 32) and (sums - sums[..., :1]).abs().max() < 1e-5
+    assert 0.9 < sums.mean() < 1.1 and sums.std() > 0.1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
 def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):

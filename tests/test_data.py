@@ -123,6 +123,35 @@ def test_masks_are_15_percent_and_80_10_10(shards, whole_words):
     assert where[0] == 0 and where[1:60].min() > 0.5 * where[1:60].mean()
 
 
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_the_masks_of_an_array(shards, whole_words):
+    """`mask` alone, on random text in rows of many lengths."""
+    dataset, count = data.PretrainingData(shards, 64, whole_words=whole_words), 2000
+    rng, rows = np.random.default_rng(0), np.arange(count)
+    ends, indices = rng.integers(16, 65, count), rng.permutation(count)
+    before = rng.integers(len(data.SPECIALS), 320, (count, 64))
+    before[np.arange(64) >= ends[:, None]] = data.PAD
+    before[:, 0], before[rows, ends // 2], before[rows, ends - 1] = data.CLS, data.SEP, data.SEP
+    after, text = before.copy(), before >= len(data.SPECIALS)
+    positions, labels = dataset.mask(after, indices)
+    chosen = np.isin(np.arange(before.size), positions).reshape(before.shape)
+    assert (np.diff(positions) > 0).all() and same(before[chosen], labels)
+    assert same(after[~chosen], before[~chosen]) and text[chosen].all() and chosen.any(1).all()
+    assert abs(len(labels) / text.sum() - 0.15) < 0.003
+    assert near((after[chosen] == data.MASK).sum(), len(labels), 0.8)
+    assert near((after[chosen] == labels).sum(), len(labels), 0.1 + 0.1 / 315)
+    assert np.isin(after[chosen], [*range(len(data.SPECIALS), 320), data.MASK]).all()
+    if whole_words:
+        starts = dataset.word_starts(before, text)
+        assert same(chosen, np.take_along_axis(chosen, starts, 1))
+    else:
+        assert (np.abs(chosen.sum(1) - np.maximum(0.15 * text.sum(1), 1)) < 1).all()
+    some = np.flatnonzero(ends <= 60)[[1, 0]]          # as in another batch, of shorter examples
+    alone = before[some, :60]
+    dataset.mask(alone, indices[some])
+    assert same(alone, after[some, :60])
+
+
 @pytest.mark.parametrize("spaces", [True, False])
 def test_whole_words_are_masked_whole(shards, spaces):
     dataset, several = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2), 0

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
     assert len(set(losses)) == 20 and len(set(sums)) == 1
     assert losses[0] == pytest.approx(one_rank[phase][0], rel=1e-6)
     assert losses == pytest.approx(one_rank[phase], rel=1e-4)
+
+
+def test_the_divisor_is_that_of_the_whole_step(shards):
+    """As rank 1 of 2 in a world where every sum is ten times this rank's own number."""
+    world = SimpleNamespace(rank=1, size=2, sum=lambda values: [10 * value for value in values])
+    batches = [data.PretrainingData(shards, 32).batch(indices) for indices in ([0, 1, 2], [3])]
+    labels = torch.cat([batch.labels for batch in batches])
+    tokens = sum(int(batch.lengths[:-1].sum()) for batch in batches)
+    slots = sum(len(batch.tokens) for batch in batches)
+    assert (labels == data.IGNORED).any() and slots > tokens
+    expected = (labels != data.IGNORED).sum(), slots, 2, True, 0, tokens
+    assert train.step_totals(batches, (2, True), world) == [10 * int(x) for x in expected]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -516,14 +529,14 @@ def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
                    sabotage=(spoil_moments, 1), check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 1: weights are not finite" in str(outcomes[0])
+    assert "step 1: weights or moments are not finite" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
 def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(drift, 1),
                    check=False)
-    assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
+    assert all(isinstance(outcome, dist.DistError) for outcome in outcomes)
     assert "rank 1 has other weights after step 3" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
