@@ -200,6 +200,6 @@ WRONG = {
             ('    optimizer.load_state_dict(state["optimizer"])\n', "")),
         "forgets the loss scale": (
             "train.restore",
-            ('    scaler.load_state_dict(state["scaler"])\n', "")),
+            ('    vars(scaler).update(state["scaler"])\n', "")),
     },
 }
