@@ -20,7 +20,7 @@ An ALBERT is a BERT with equal layers and an embedding of rank E, so that `writt
 saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,
 as in BERT and as section 3.1 has it; the authors' code makes them E wide too, and norms before
 `widen`. Its head projects to E before the norm, ours after. SOP in place of NSP is --pairs sop.
-Also to know: a shared gradient is complete only when backward ends, so nothing hides its all-reduce.
+Also to know: a shared gradient is complete only when backward ends, so nothing hides its average.
 """
 import sys
 from pathlib import Path

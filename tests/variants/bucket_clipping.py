@@ -1,6 +1,6 @@
 """Each bucket clipped before its all-reduce, so that no clipping has to wait for the global norm.
 
-    torchrun --nproc_per_node=2 tests/variants/bucket_clipping.py --out runs/clip    # train.py's flags
+    torchrun --nproc_per_node=2 tests/variants/bucket_clipping.py --out runs/clip
 
 Kim et al., "Breaking MLPerf Training", arXiv 2402.02447. Clipping by the global norm needs all
 gradients of all ranks first. With K buckets, rank r instead shrinks each of its own as soon as

@@ -1,6 +1,6 @@
 """Local steps: each rank steps alone, and each part of the weights is averaged once in a period.
 
-    torchrun --nproc_per_node=2 tests/variants/local_steps.py --out runs/local      # train.py's flags
+    torchrun --nproc_per_node=2 tests/variants/local_steps.py --out runs/local
 
 Tang et al., DreamDDP, arXiv 2502.11058. Local SGD averages all weights after every H steps, and the
 network idles in between. Here part b of B has a step of its own in each period of H; while the
