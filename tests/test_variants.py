@@ -17,7 +17,7 @@ import train
 from tests.bench_network import random_batch
 from tests.ranks import run_ranks
 from tests.test_optim import apply, assert_equal, parameters, problem
-from tests.test_train import assert_same, last_state, shrink
+from tests.test_train import assert_same, last_state, metrics, shrink
 from tests.variants import (albert, bucket_clipping, came, local_steps, merit, slow_momentum,
                             stacking)
 
@@ -432,6 +432,8 @@ def test_variants_train_and_resume_bit_for_bit(shards, tmp_path):
     for name, refusals in told.items():
         assert_same(last_state(tmp_path / name), last_state(tmp_path / f"{name}-stopped"), name)
         assert all("is of another run" in refusal for refusal in refusals), refusals
+    (run,), *_, last = metrics(tmp_path / "albert", "run"), *metrics(tmp_path / "albert")
+    assert last["bytes_sent"] == 4 * run["parameters"]     # 2 (n - 1) / n of each, for n = 2
     # What is saved is a plain BERT, which anyone can load
     model = bert.load_huggingface(tmp_path / "albert" / "model")
     assert isinstance(model, bert.BertForPreTraining) and len(model.blocks) == 2

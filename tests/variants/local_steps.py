@@ -11,9 +11,9 @@ backward of step t goes on, the ranks average the parts that are due, and only t
 
 So H times fewer bytes are sent, in every step about as many, and behind backward. The paper's parts
 are layers, and a search over measured times makes the schedule; ours are the Reducer's buckets,
-evenly spread. Also not as published: the paper updates a layer within backward and averages the
-result at once. train.py clips by the global norm, which is known only after backward; so what is
-averaged is what step t began with, and the update is added to the mean: one step late.
+evenly spread. The paper (from memory, not checked) updates a layer within backward and averages
+the result at once. train.py clips by the global norm, which is known only after backward; so here
+what is averaged is what step t began with, and the update is added to the mean: one step late.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
 gradients, and the optimizer's `synchronise`, which train.py calls before it evaluates or saves:

@@ -48,12 +48,12 @@ class GrowingBert(bert.BertForPreTraining):
         super().__init__(config)
         self.depth = config.layers
 
-    def encode(self, rows, tokens, segments, positions, bounds, lengths):
+    def encode(self, *arguments):
         """As inherited, with the first `depth` blocks."""
-        x = self.embeddings(tokens, segments, positions)
-        for block in self.blocks[:self.depth - 1]:
-            x = block(x, bounds, lengths)
-        return self.blocks[self.depth - 1](x, bounds, lengths, rows)
+        every, self.blocks = self.blocks, self.blocks[:self.depth]
+        hidden = super().encode(*arguments)
+        self.blocks = every
+        return hidden
 
 
 def staged(phases):
