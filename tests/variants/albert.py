@@ -43,7 +43,7 @@ class Albert(bert.BertForPreTraining):
     def __init__(self, config):
         super().__init__(config._replace(layers=1))
         self.config, inner = config, min(E, config.width // 2)
-        self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)
+        self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
         table = nn.Embedding(config.vocab_size, inner)
         widen = nn.Linear(inner, config.width, bias=False)
         # So that elements of the product have BERT's standard deviation
@@ -82,6 +82,7 @@ def install():
 
     train.build = build_albert
     train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "albert", "E": E}
+    # Hugging Face's ALBERT is the authors', not ours
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
 
 

@@ -48,11 +48,11 @@ class CAME(optim.Optimizer):
     def _update(self, group, w, g, m, v):
         lr, (b1, b2), (eps1, eps2) = group["lr"], group["betas"], group["eps"]
         b3 = 1 - (1 - b2) / 10
-        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
+        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
         for p, gradient, mean, square in zip(w, g, m, v):
             u = gradient * moved_factors(square, gradient.square() + eps1, b2)
             u /= (u.square().mean().sqrt() / group["d"]).clamp(min=1)
-            step = mean.lerp_(u, 1 - b1)
+            step = mean.lerp_(u, 1 - b1)                 # m; lerp(a, b, x) = a + x (b - a)
             if p.dim() > 1:
                 instability, strays = self.state[p]["instability"], (u - mean).square() + eps2
                 step = mean * moved_factors(instability, strays, b3)
@@ -64,7 +64,7 @@ def moved_factors(means, x, b):
     x (R, C) its row and column means, (R + C,); of a vector itself."""
     if x.dim() == 1:
         return means.lerp_(x, 1 - b).rsqrt()
-    r, c = means.split(x.shape)
+    r, c = means.split(x.shape)                          # views: what moves is the state
     r.lerp_(x.mean(1), 1 - b)
     c.lerp_(x.mean(0), 1 - b)
     return (r.mean() / r).sqrt()[:, None] * c.rsqrt()

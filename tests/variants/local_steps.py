@@ -43,6 +43,7 @@ class LocalReducer(dist.Reducer):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.steps, self.means = 0, []
+        # Buckets are launched as ever, when backward has completed their gradients
         for number, bucket in enumerate(self._buckets):
             due = number * PERIOD // len(self._buckets)
             bucket.average = functools.partial(self.average_weights, bucket, due)
@@ -85,7 +86,7 @@ class LocalReducer(dist.Reducer):
         for tensors in [w.detach() for w in self.weights.values()], *moments:
             sent, means = dist.dense_list(self.world, tensors)
             torch._foreach_copy_(tensors, means)
-            self.bytes_sent += sent
+            self.bytes_sent += sent                      # zero_grad sets it to 0
 
 
 def install():
@@ -96,6 +97,7 @@ def install():
         if plan.one_bit or plan.compression != "none":
             raise train.ConfigError("local steps send no gradients: take --compression none, and "
                                     "no 1-bit optimizer")
+        # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of
         _, reducer, masters, optimizer, _ = parts = build(plan, world)
         reducer.weights = masters
         optimizer.synchronise = functools.partial(reducer.synchronise, optimizer)

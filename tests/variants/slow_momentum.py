@@ -49,16 +49,17 @@ class SlowMomentum(optim.Optimizer):
 
     def local_gradients(self, frozen):
         """Returns True: gradients are never averaged."""
-        self.bytes_sent = 0
+        self.bytes_sent = 0                              # the loop adds it to what gradients took
         return True
 
     def _update(self, group, w, g, m, v):
         (b1, b2), lr, t = group["betas"], group["lr"], group["step"] + 1
         slow, = self._state(w, "slow")
         optim.move_moments(m, v, g, b1, b2)
-        optim.move_moments(slow, None, g, SLOW, None)
+        optim.move_moments(slow, None, g, SLOW, None)                    # s, without a variance
         u = torch._foreach_mul(m, (1 - WEIGHT) / (1 - b1 ** t))
         torch._foreach_add_(u, slow, alpha=WEIGHT / (1 - SLOW ** t))
+        # From here on as AdamW
         d = optim.denominator(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
         torch._foreach_addcdiv_(w, u, d, value=-lr)

@@ -75,7 +75,7 @@ def begin_stage(parts, plan, world, stage, grow):
     model.depth = below + each if growing else plan.config.layers
     for name, master in masters.items():
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
-        if layer is None:
+        if layer is None:                                # heads always, but not the tied matrix
             trains = not below or not name.startswith("embeddings.")
         else:
             trains = below <= layer < model.depth
@@ -85,6 +85,7 @@ def begin_stage(parts, plan, world, stage, grow):
     optim.copy_to_model(masters, model)
     reducer.close()
     reducer.__init__(model, world, plan.bucket_mb, plan.compression)     # packs what trains
+    # As in train.build: an optimizer finds its gradients in the buckets, or none
     for name, master in masters.items():
         master.grad = reducer.gradients.get(name)
 
