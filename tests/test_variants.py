@@ -1,0 +1,445 @@
+"""The files of tests/variants: each against its equations, or a plain way to the same."""
+import contextlib
+import copy
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bert
+import data
+import dist
+import optim
+import train
+from tests.bench_network import random_batch
+from tests.ranks import run_ranks
+from tests.test_optim import apply, assert_equal, parameters, problem
+from tests.test_train import assert_same, last_state, metrics, shrink
+from tests.variants import (albert, bucket_clipping, came, local_steps, merit, slow_momentum,
+                            stacking)
+
+VARIANTS = albert, bucket_clipping, came, local_steps, merit, slow_momentum, stacking
+
+
+# ----- Optimizers: one tensor at a time, in float64 -----
+
+def rms(x):
+    return np.sqrt(np.mean(x ** 2))
+
+
+def factors(state, x, b):
+    """CAME's A, by outer products; state: [r, c] of a matrix, [v] of a vector."""
+    state[0] = b * state[0] + (1 - b) * (x.mean(1) if x.ndim > 1 else x)
+    if x.ndim == 1:
+        return 1 / np.sqrt(state[0])
+    state[1] = b * state[1] + (1 - b) * x.mean(0)
+    return 1 / np.sqrt(np.outer(state[0] / state[0].mean(), state[1]))
+
+
+def numpy_came(values, decays, grads, lr=0.02, b1=0.9, b2=0.999, b3=0.9999):
+    w = [v.copy() for v in values]
+    m = [np.zeros_like(v) for v in w]
+    squares, strays = ([[np.zeros(n) for n in v.shape] for v in w] for _ in range(2))
+    for step in grads:
+        for i, g in enumerate(step):
+            u = g * factors(squares[i], g ** 2 + 1e-30, b2)
+            u = u / max(1, rms(u))
+            m[i] = b1 * m[i] + (1 - b1) * u
+            confidence = factors(strays[i], (u - m[i]) ** 2 + 1e-16, b3) if u.ndim > 1 else 1
+            w[i] = w[i] - lr * decays[i] * w[i] - lr * m[i] * confidence
+    return w
+
+
+def numpy_merit(values, decays, grads, lr=0.02, b1=0.9, b2=0.999, eps=1e-6):
+    w = [v.copy() for v in values]
+    m, v = [np.zeros_like(x) for x in w], [np.zeros_like(x) for x in w]
+    for step in grads:
+        for i, g in enumerate(step):
+            m[i] = b1 * m[i] + (1 - b1) * g
+            v[i] = b2 * v[i] + (1 - b2) * g ** 2
+            u = m[i] / (np.sqrt(v[i]) + eps) + decays[i] * w[i]
+            q = np.ones_like(u)
+            for at in np.ndindex(u.shape):
+                lines = [abs(w[i]).max(), abs(u).max()]
+                if u.ndim > 1:
+                    lines += [abs(x[at[0]]).max() for x in (w[i], u)]
+                    lines += [abs(x[:, at[1]]).max() for x in (w[i], u)]
+                if min(lines) > 0:
+                    q[at] = max(a / b for a, b in zip(lines[::2], lines[1::2]))
+            w[i] = w[i] - lr * np.clip(q * u, -1, 1)
+    return w
+
+
+@pytest.mark.parametrize("optimizer, expected", [(came.CAME, numpy_came),
+                                                 (merit.MERIT, numpy_merit)])
+def test_optimizers_are_their_equations(optimizer, expected):
+    values, decays, grads = problem()
+    values[0][2], values[0][:, 1] = 0, 0                   # a row and a column of zeros
+    params, groups = parameters(values, decays)
+    ours = optimizer(groups, lr=0.02)
+    for step in grads:
+        apply(ours, params, step)
+    assert_equal(params, expected(values, decays, grads), 1e-9)
+    assert not np.allclose(params[0].detach(), values[0], atol=0.1)
+
+
+def test_merit_where_a_row_or_column_is_zero():
+    w, u = torch.tensor([[0.0, 0, 0], [3, 0, 1]]), torch.tensor([[0.1, 0.1, 0.2], [0.5, 0.3, 0.25]])
+    assert merit.max_ratios(w, u).tolist() == [[1, 1, 1], [6, 1, 6]]
+    assert merit.max_ratios(u[0], 0 * u[0]) == 1
+
+
+def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
+    p = torch.zeros(30, 50, requires_grad=True)
+    state = came.CAME([p]).state[p]
+    assert sum(x.numel() for x in state.values()) == 30 * 50 + 2 * (30 + 50)
+
+
+def test_slow_momentum_without_weight_and_period_is_adamw(monkeypatch):
+    monkeypatch.setattr(slow_momentum, "WEIGHT", 0.0)
+    monkeypatch.setattr(slow_momentum, "PERIOD", 1)
+    values, _, grads = problem(1)
+    ours, theirs = (parameters(values, [0.05] * 5)[0] for _ in range(2))
+    slow = slow_momentum.SlowMomentum(ours, lr=0.01, weight_decay=0.1)
+    adamw = optim.AdamW(theirs, lr=0.01, eps=1e-6, weight_decay=0.1)
+    for step in grads:
+        apply(slow, ours, step)
+        apply(adamw, theirs, step)
+    # What crosses the network is fp32, also between one rank
+    assert_equal(ours, [p.detach().numpy() for p in theirs], 1e-6)
+
+
+def test_slow_momentum_is_its_equations():
+    values, decays, grads = problem(2)
+    params, groups = parameters(values, decays)
+    slow = slow_momentum.SlowMomentum(groups, lr=0.02)
+    w, m, s, v = ([np.zeros_like(x) for x in values] for _ in range(4))
+    for t, step in enumerate(grads, 1):
+        apply(slow, params, step)
+        for i, g in enumerate(step):
+            w[i] = values[i].copy() if t == 1 else w[i]
+            m[i], s[i] = 0.9 * m[i] + 0.1 * g, 0.99 * s[i] + 0.01 * g
+            v[i] = 0.999 * v[i] + 0.001 * g ** 2
+            u = 0.5 * m[i] / (1 - 0.9 ** t) + 0.5 * s[i] / (1 - 0.99 ** t)
+            w[i] = w[i] - 0.02 * (u / (np.sqrt(v[i] / (1 - 0.999 ** t)) + 1e-6) + decays[i] * w[i])
+    assert_equal(params, w, 1e-9)
+
+
+# ----- Models -----
+
+def loss_of(model, batch):
+    losses = model(batch)
+    return losses.mlm_sum + losses.nsp_sum
+
+
+def test_an_albert_is_a_bert_with_equal_layers():
+    torch.manual_seed(0)
+    config = bert.BertConfig(3, 64, 1, 128, vocab_size=192, dropout=0.0)
+    shared, batch = albert.Albert(config), random_batch(192, examples=8, length=64)
+    nn.init.normal_(shared.mlm_bias)
+    plain = albert.written_out(shared)
+    losses = [loss_of(model, batch) for model in (shared, plain)]
+    for loss in losses:
+        loss.backward()
+    assert len(batch.labels) > 0
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    ours, theirs = ({name: p.grad for name, p in model.named_parameters()}
+                    for model in (shared, plain))
+    # The chain rule through W = table widen
+    table, widen = (layer.weight.detach() for layer in shared.embeddings.tokens)
+    expected = {"embeddings.tokens.0.weight": theirs["embeddings.tokens.weight"] @ widen,
+                "embeddings.tokens.1.weight": theirs["embeddings.tokens.weight"].T @ table}
+    for name in ours.keys() - expected.keys():
+        expected[name] = theirs[name]
+        if name.startswith("blocks.0."):
+            expected[name] = sum(theirs[name.replace("0", str(layer), 1)] for layer in range(3))
+    for name, gradient in ours.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-4), name
+    base, large = (bert.BertConfig.preset(name, 30522) for name in ("base", "large"))
+    with torch.device("meta"):
+        sizes = [[sum(p.numel() for p in kind(config).parameters()) for config in (base, large)]
+                 for kind in (bert.BertForPreTraining, albert.Albert)]
+    assert [round(many / few, 1) for many, few in zip(*sizes)] == [8.7, 17.4]
+
+
+def stage(parts, world, number, grow=True):
+    plan = SimpleNamespace(config=parts[0].config, bucket_mb=0.01, compression="none")
+    stacking.begin_stage(parts, plan, world, number, grow)
+    return [name for name, p in parts[0].named_parameters() if p.requires_grad]
+
+
+def stages(world):
+    """Trains each stage for a step, in bf16; returns for each what trained, what changed, bytes."""
+    torch.manual_seed(0)
+    config, told = bert.BertConfig(2, 64, 1, 128, vocab_size=128, dropout=0.0), []
+    model, batch = stacking.GrowingBert(config).bfloat16(), random_batch(128, 8, 64)
+    reducer, masters = dist.Reducer(model, world), optim.master_weights(model)
+    optimizer = optim.LAMB(masters.values(), lr=0.01)
+    optimizer._update = stacking.only_with_gradient(optimizer._update)
+    parts = model, reducer, masters, optimizer, None
+    for number in range(stacking.STAGES + 1):
+        before = copy.deepcopy(model)
+        trains = stage(parts, world, number)
+        old = {name: master.clone() for name, master in masters.items()}
+        reducer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        reducer.finish()
+        optimizer.step()
+        optim.copy_to_model(masters, model)
+        told.append({
+            "trains": trains, "bytes": reducer.bytes_sent, "loss": loss.item(),
+            "before": loss_of(before, batch).item(),
+            "twice": loss_of(repeated(before), batch).item(),
+            "gradients": [name for name, w in masters.items() if w.grad is not None],
+            "changed": [name for name, w in masters.items() if not torch.equal(w, old[name])],
+            "size": sum(masters[name].numel() for name in trains)})
+    reducer.close()
+    return told
+
+
+def repeated(model):
+    """Returns the plain BERT of two layers, both the first of a model's."""
+    plain, weights = bert.BertForPreTraining(model.config).bfloat16(), model.state_dict()
+    plain.load_state_dict({name: weights[name.replace("blocks.1.", "blocks.0.")]
+                           for name in weights})
+    return plain
+
+
+def check_stages(first, second, joint):
+    modules = "pooler", "nsp", "mlm_transform", "mlm_norm"
+    heads = {"mlm_bias", *(f"{name}.{kind}" for name in modules for kind in ("weight", "bias"))}
+    below = {name for name in joint["trains"] if name.startswith(("embeddings.", "blocks.0."))}
+    above = {name for name in joint["trains"] if name.startswith("blocks.1.")}
+    assert set(first["trains"]) == heads | below and set(second["trains"]) == heads | above
+    assert set(joint["trains"]) == heads | below | above
+    for told in first, second, joint:                      # what is frozen: no gradient, no byte
+        assert told["trains"] == told["gradients"] and set(told["changed"]) <= set(told["trains"])
+        assert len(told["changed"]) > 0.9 * len(told["trains"])
+        assert told["bytes"] == 4 * told["size"]           # 2 (n - 1) / n of each, for n = 2
+    # The new layer is a copy of the one below; to train all layers changes no weight
+    assert second["loss"] == pytest.approx(second["twice"], rel=1e-6)
+    assert second["loss"] != pytest.approx(second["before"], rel=1e-6)
+    assert joint["loss"] == pytest.approx(joint["before"], rel=1e-6)
+
+
+# ----- Reducers, on two ranks beside one process that plays both -----
+
+def toy(world, reducer=dist.Reducer):
+    """Returns a model of five layers, its Reducer of five buckets, its gradient: f(model, rank)."""
+    torch.manual_seed(world.rank)                          # the Reducer sends rank 0's weights
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    inputs = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(7))
+    return model, reducer(model, world, bucket_mb=256e-6), lambda model, rank, factor=100: (
+        (factor * model(inputs[rank]).square().mean()).backward())
+
+
+def lamb(model):
+    return optim.LAMB(model.parameters(), lr=0.01)
+
+
+def vector(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def local_training(world, period, steps=9):
+    """Returns the parameters that were equal on both ranks after each step's averaging, and all
+    weights after each step; the same by one process that plays both ranks."""
+    local_steps.PERIOD = period
+    model, reducer, backward = toy(world, local_steps.LocalReducer)
+    reducer.weights, optimizer = dict(model.named_parameters()), lamb(model)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    optimizers = [lamb(replica) for replica in replicas]
+    order = [[*bucket.shapes] for bucket in reducer._buckets]
+    met, weights, expected = [], [], []
+    for step in range(steps):
+        reducer.zero_grad()
+        backward(model, world.rank)
+        reducer.finish()
+        both = world.all_gather(vector(model))
+        met.append((both[0] == both[1]).tolist())
+        reducer.commit(True)
+        optimizer.step()
+        weights.append(vector(model))
+        for rank, replica in enumerate(replicas):
+            replica.zero_grad()
+            backward(replica, rank)
+        for number, names in enumerate(order):
+            if number * period // 5 == step % period:
+                for name in names:
+                    pair = [replica.get_parameter(name).data for replica in replicas]
+                    torch._foreach_copy_(pair, [sum(pair) / 2] * 2)
+        for each in optimizers:
+            each.step()
+        expected.append(vector(replicas[world.rank]))
+    reducer.synchronise(optimizer)
+    bits = vector(model), *(state[key] for state in optimizer.state.values()
+                            for key in ("exp_avg", "exp_avg_sq"))
+    same = all(torch.equal(*world.all_gather(x)) for x in bits)
+    reducer.close()
+    return met, weights, expected, same
+
+
+def check_local_steps(every_step, in_turn):
+    for met, weights, expected, same in every_step, in_turn:
+        assert same
+        for ours, theirs in zip(weights, expected):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    # Period 1: the weights that all ranks step from are the mean of their single steps
+    assert all(all(met) for met in every_step[0])
+    # Period 3: every element once in every three steps, some in each. (Not the first three: equal
+    # weights take an equal first step where the signs of gradients are equal.)
+    met = torch.tensor(in_turn[0])                         # (9, elements)
+    assert (met[3:6].sum(0) == 1).all() and (met[6:].sum(0) == 1).all()
+    assert (met.sum(1) > 0).all()
+
+
+def slow_training(world, steps=5):
+    """Returns whether weights were equal on both ranks after each step, and the last weights; the
+    same by one process that plays both ranks."""
+    slow_momentum.PERIOD = 2
+    model, reducer, backward = toy(world)
+    optimizer = slow_momentum.SlowMomentum(model.parameters(), lr=0.01)
+    optimizer.world = world
+    replicas, met = [copy.deepcopy(model) for _ in range(2)], []
+    alone = [slow_momentum.SlowMomentum(replica.parameters(), lr=0.01) for replica in replicas]
+    for step in range(steps):
+        reducer.zero_grad()
+        assert optimizer.local_gradients(False)
+        with reducer.accumulate():
+            backward(model, world.rank)
+        optimizer.step()
+        met.append(torch.equal(*world.all_gather(vector(model))))
+        for rank, (replica, other) in enumerate(zip(replicas, alone)):
+            replica.zero_grad()
+            backward(replica, rank)
+            other.step()
+        if step % 2:
+            for p, q in zip(*(replica.parameters() for replica in replicas)):
+                slow = alone[0].state[p]["slow"], alone[1].state[q]["slow"]
+                for pair in (p.data, q.data), slow:
+                    torch._foreach_copy_(pair, [sum(pair) / 2] * 2)
+    sent = optimizer.bytes_sent
+    optimizer.synchronise()
+    optimizer.state_dict()
+    bits = vector(model), *(x for state in optimizer.state.values() for x in state.values())
+    same = all(torch.equal(*world.all_gather(x)) for x in bits)
+    reducer.close()
+    return met, vector(model), sum(map(vector, replicas)) / 2, same, sent
+
+
+def clipped(world):
+    """Returns {case: [own gradient, mean] of the Reducer, then of the clipping one}, unscaled, each
+    (buckets, elements), for a large gradient, the same scaled, a small one."""
+    cases = {"large": (1000.0, 1.0), "scaled": (1000.0, 1024.0), "small": (0.1, 1.0)}
+    results = {}
+    for case, (factor, scale) in cases.items():
+        results[case] = []
+        for kind in dist.Reducer, bucket_clipping.ClippingReducer:
+            model, reducer, backward = toy(world, kind)
+            reducer.zero_grad(scale)
+            with reducer.accumulate():
+                backward(model, world.rank, 0.5 * factor * scale)
+            own = 2 * torch.stack(reducer.buckets) / scale               # after both halves
+            backward(model, world.rank, 0.5 * factor * scale)
+            reducer.finish()
+            results[case] += [own, torch.stack(reducer.buckets) / scale]
+            reducer.close()
+    return results
+
+
+def check_clipping(ranks):
+    for case in "large", "scaled":
+        ours, plain = ranks[0][case][3], ranks[0][case][1]
+        bound = train.CLIP / len(ours) ** 0.5
+        each = [own * (bound / own.norm(dim=1, keepdim=True)).clamp(max=1.0)
+                for own, *_ in (outcome[case] for outcome in ranks)]     # then the mean over ranks
+        assert torch.allclose(ours, sum(each) / 2, rtol=1e-4, atol=1e-6)
+        assert ours.norm() <= train.CLIP < plain.norm()
+    own, plain, _, ours = ranks[0]["small"]
+    assert 0 < plain.norm() and own.norm(dim=1).max() < bound            # every bucket is below
+    assert torch.equal(plain, ours)
+
+
+def reducers(world):
+    return ([local_training(world, period) for period in (1, 3)], slow_training(world),
+            clipped(world), stages(world))
+
+
+def test_reducers_and_stages_on_two_ranks(tmp_path):
+    outcomes = run_ranks(reducers, 2, tmp_path)
+    for local, (met, weights, expected, same, sent), _, told in outcomes:
+        check_local_steps(*local)
+        assert met == [False, True, False, True, False] and same and sent == 0
+        assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
+        check_stages(*told)
+    check_clipping([outcome[2] for outcome in outcomes])
+
+
+# ----- Whole programs: each variant by train.py, stopped and resumed -----
+
+@contextlib.contextmanager
+def installed(variant):
+    """While inside, train.py is the variant's."""
+    before = [(module, dict(vars(module))) for module in (bert, data, dist, optim, train)]
+    variant.install()
+    try:
+        yield
+    finally:
+        for module, names in before:
+            vars(module).update(names)
+
+
+def run_variants(world, shards, folder):
+    """Trains train.py's own model and each variant, whole and with a stop; returns {variant: what
+    it said to train.py's checkpoint, and train.py to the variant's}."""
+    shrink()
+    for module in local_steps, slow_momentum:
+        module.PERIOD = 4
+
+    def run(out, *argv, steps=(12, 0)):
+        argv = ["--data", shards, "--out", folder / out, "--batch", 4, "--workers", 0,
+                "--checkpoint-every", 6, "--eval-every", 5, "--steps", *steps, *argv]
+        train.train(train.make_plan(train.parse_arguments([*map(str, argv)]), world), world)
+
+    def refusal(out, **options):
+        with pytest.raises(train.ConfigError) as error:
+            run(out, **options)
+        told = str(error.value)
+        del error
+        gc.collect()                                       # its frames hold the folder's lock
+        return told
+
+    run("plain")
+    told = {}
+    for variant in VARIANTS:
+        name = variant.__name__.rpartition(".")[2]
+        steps = (4, 4, 4, 0) if variant is stacking else (12, 0)
+        with installed(variant):
+            run(name, steps=steps)
+            run(f"{name}-stopped", "--max-steps", 6, steps=steps)
+            run(f"{name}-stopped", steps=steps)
+            told[name] = [refusal("plain", steps=steps)]
+        told[name].append(refusal(name))
+    return told
+
+
+def test_variants_train_and_resume_bit_for_bit(shards, tmp_path):
+    told, _ = run_ranks(run_variants, 2, tmp_path, shards, tmp_path)
+    for name, refusals in told.items():
+        assert_same(last_state(tmp_path / name), last_state(tmp_path / f"{name}-stopped"), name)
+        assert all("is of another run" in refusal for refusal in refusals), refusals
+    (run,), *_, last = metrics(tmp_path / "albert", "run"), *metrics(tmp_path / "albert")
+    assert last["bytes_sent"] == 4 * run["parameters"]     # 2 (n - 1) / n of each, for n = 2
+    # What is saved is a plain BERT, which anyone can load
+    model = bert.load_huggingface(tmp_path / "albert" / "model")
+    assert isinstance(model, bert.BertForPreTraining) and len(model.blocks) == 2
+
+
+def test_variants_are_programs(program, shards, tmp_path):
+    done = program("tests/variants/came.py", "--data", shards, "--out", tmp_path, "--steps", 2, 0,
+                   "--workers", 0, "--batch", 2)
+    assert done.returncode == 0 and "optimizer came" in done.stdout, done.stderr

@@ -1,0 +1,91 @@
+"""ALBERT: one block for all layers, and an embedding in two factors, so less to average.
+
+    python tests/variants/albert.py                          # and any flag of train.py but --init
+    torchrun --nproc_per_node=2 tests/variants/albert.py --out runs/albert
+
+Lan et al., arXiv 1909.11942, sections 3.1 (both ideas). With V tokens, width D and E much smaller:
+
+    x = block(block(... block(embed(tokens))))      L times the same weights
+    embedding (V, D) = table (V, E) widen (E, D)    also as the output matrix of the MLM head
+
+The gradient of a shared weight is the sum of those that its L copies would have. Nothing is saved
+in forward and backward: a layer computes what it did. What is saved is memory, of weights and
+moments, and bytes to average: 8.7 times fewer at base, 17 at large.
+
+What is changed: the class that train.build takes as the model. It inherits all but two things of
+bert.BertForPreTraining: `blocks` holds one block L times, and `tokens` two modules. The loop, the
+reducer and the checkpoints go by `named_parameters`, which names a shared weight once.
+
+An ALBERT is a BERT with equal layers and an embedding of rank E, so that `written_out` is what is
+saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,
+as in BERT and as section 3.1 has it; the authors' code makes them E wide too, and norms before
+`widen`. Its head projects to E before the norm, ours after. SOP in place of NSP is --pairs sop.
+Also to know: a shared gradient is complete only when backward ends, so nothing hides its average.
+"""
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import bert  # noqa: E402
+import train  # noqa: E402
+
+E = 128                      # the paper's, of widths from 768 on; at most half the width
+
+
+class Albert(bert.BertForPreTraining):
+    """A BERT of config.layers equal layers; see above."""
+
+    def __init__(self, config):
+        super().__init__(config._replace(layers=1))
+        self.config, inner = config, min(E, config.width // 2)
+        self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
+        table = nn.Embedding(config.vocab_size, inner)
+        widen = nn.Linear(inner, config.width, bias=False)
+        # So that elements of the product have BERT's standard deviation
+        nn.init.normal_(table.weight, std=config.init_std)
+        nn.init.normal_(widen.weight, std=inner ** -0.5)
+        self.embeddings.tokens = nn.Sequential(table, widen)
+
+    def mlm_logits(self, hidden):
+        """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
+        table, widen = self.embeddings.tokens
+        hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
+        return F.linear(hidden @ widen.weight, table.weight, self.mlm_bias)
+
+
+@torch.no_grad()
+def written_out(model):
+    """Returns the plain BERT (fp32, on the CPU) that computes what an Albert does."""
+    plain = bert.BertForPreTraining(model.config)
+    weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
+    table, widen = (weights.pop(f"embeddings.tokens.{i}.weight") for i in range(2))
+    plain.load_state_dict(weights | {"embeddings.tokens.weight": table @ widen.T})
+    return plain
+
+
+def install():
+    """Makes train.py train an Albert. Neither takes up a checkpoint of the other."""
+    plain, build, same_run, save = (bert.BertForPreTraining, train.build, train.same_run,
+                                    bert.save_huggingface)
+
+    def build_albert(plan, world):
+        bert.BertForPreTraining = Albert
+        try:
+            return build(plan, world)
+        finally:                                         # what is loaded later is written out
+            bert.BertForPreTraining = plain
+
+    train.build = build_albert
+    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "albert", "E": E}
+    # Hugging Face's ALBERT is the authors', not ours
+    bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
+
+
+if __name__ == "__main__":
+    install()
+    train.main()

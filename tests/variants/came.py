@@ -1,0 +1,82 @@
+"""CAME: factored second moments with a confidence, in place of LAMB.
+
+    python tests/variants/came.py --lr-scale 0.1             # and any other flag of train.py
+    torchrun --nproc_per_node=2 tests/variants/came.py --lr-scale 0.1 --out runs/came
+
+Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code (yangluo7/CAME, CAME.py). Of a
+matrix (R, C), Adam keeps two moments of R x C elements; CAME keeps one, and for the rest the means
+of rows and columns, R + C elements each. x -> mean(x) stands for these two means, 1 / sqrt of them
+for the matrix that they approximate:
+
+    A(r, c) = (r / mean(r))^-1/2 c^-1/2                     r (R, 1), c (1, C): the factors
+    r, c = b2 (r, c) + (1 - b2) row and column means of g^2 + 1e-30
+    u = g A(r, c)                       u = u / max(1, RMS(u) / d)
+    m = b1 m + (1 - b1) u
+    r', c' = b3 (r', c') + (1 - b3) row and column means of (u - m)^2 + 1e-16
+    w = w - lr decay w - lr m A(r', c')
+
+Where u strays from its mean m, confidence is small, and so is the step. Vectors have a second
+moment of their own and no confidence. As published, nothing is corrected for its start at 0.
+
+What is changed: an entry of train.OPTIMIZERS, and the recipes' choice of it. train.py asks of an
+optimizer only what `optim.Optimizer` has, and its checkpoints take any state. Not as published: b3
+follows b2, at the paper's proportion (0.999 and 0.9999), since the demo's b2 is 0.98.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import optim  # noqa: E402
+import train  # noqa: E402
+
+
+class CAME(optim.Optimizer):
+    """The equations above, one tensor at a time."""
+    DEFAULTS = optim.Optimizer.DEFAULTS | {"eps": (1e-30, 1e-16), "d": 1.0}
+
+    def add_param_group(self, group):
+        """Adds parameters. `exp_avg_sq` of a matrix holds r and then c, (R + C,)."""
+        super().add_param_group(group)
+        for p in group["params"]:
+            if p.dim() > 1:
+                self.state[p]["exp_avg_sq"] = p.new_zeros(sum(p.shape))
+                self.state[p]["instability"] = p.new_zeros(sum(p.shape))
+
+    def _update(self, group, w, g, m, v):
+        lr, (b1, b2), (eps1, eps2) = group["lr"], group["betas"], group["eps"]
+        b3 = 1 - (1 - b2) / 10
+        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
+        for p, gradient, mean, square in zip(w, g, m, v):
+            u = gradient * moved_factors(square, gradient.square() + eps1, b2)
+            u /= (u.square().mean().sqrt() / group["d"]).clamp(min=1)
+            step = mean.lerp_(u, 1 - b1)                 # m; lerp(a, b, x) = a + x (b - a)
+            if p.dim() > 1:
+                instability, strays = self.state[p]["instability"], (u - mean).square() + eps2
+                step = mean * moved_factors(instability, strays, b3)
+            p.sub_(step, alpha=lr)
+
+
+def moved_factors(means, x, b):
+    """Moves `means`, in place, towards x; returns A of them, of x's shape. means: of a matrix
+    x (R, C) its row and column means, (R + C,); of a vector itself."""
+    if x.dim() == 1:
+        return means.lerp_(x, 1 - b).rsqrt()
+    r, c = means.split(x.shape)                          # views: what moves is the state
+    r.lerp_(x.mean(1), 1 - b)
+    c.lerp_(x.mean(0), 1 - b)
+    return (r.mean() / r).sqrt()[:, None] * c.rsqrt()
+
+
+def install():
+    """Makes CAME the optimizer of every recipe. Its name is in each checkpoint, so that neither
+    train.py takes up a run of this file nor this file one of train.py."""
+    train.OPTIMIZERS = train.OPTIMIZERS | {"came": CAME}
+    optim.RECIPES = {name: r._replace(optimizer="came") for name, r in optim.RECIPES.items()}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()

@@ -1,0 +1,113 @@
+"""Local steps: each rank steps alone, and each part of the weights is averaged once in a period.
+
+    torchrun --nproc_per_node=2 tests/variants/local_steps.py --out runs/local
+
+Tang et al., DreamDDP, arXiv 2502.11058. Local SGD averages all weights after every H steps, and the
+network idles in between. Here part b of B has a step of its own in each period of H; while the
+backward of step t goes on, the ranks average the parts that are due, and only those:
+
+    due at step t:      the parts b with floor(b H / B) = t mod H
+    w_r = (mean over the ranks of w_r, if due at t, else w_r) - update of rank r's own gradient
+
+So H times fewer bytes are sent, in every step about as many, and behind backward. The paper's parts
+are layers, and a search over measured times makes the schedule; ours are the Reducer's buckets,
+evenly spread. The paper (from memory, not checked) updates a layer within backward and averages
+the result at once. train.py clips by the global norm, which is known only after backward; so here
+what is averaged is what step t began with, and the update is added to the mean: one step late.
+
+What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
+gradients, and the optimizer's `synchronise`, which train.py calls before it evaluates or saves:
+weights and moments of all ranks become their means there, in the run that goes on as well. So the
+bits after that depend on which steps were evaluated and saved; and what resumes, on as many ranks,
+equals the run that saved there, bit for bit.
+"""
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import dist  # noqa: E402
+import train  # noqa: E402
+
+PERIOD = 16                  # H
+
+
+class LocalReducer(dist.Reducer):
+    """A Reducer that leaves gradients as they are, and averages the weights of its buckets in turn.
+    `weights`, {name: tensor}, is set by `install`; `steps` counts those that were taken or skipped.
+    """
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.steps, self.means = 0, []
+        # Buckets are launched as ever, when backward has completed their gradients
+        for number, bucket in enumerate(self._buckets):
+            due = number * PERIOD // len(self._buckets)
+            bucket.average = functools.partial(self.average_weights, bucket, due)
+
+    def average_weights(self, bucket, due, scale):
+        """Averages a bucket's weights if it is their step, in the communication thread, when the
+        bucket's gradients are ready; returns the bytes sent."""
+        if self.steps % PERIOD != due:
+            return 0
+        weights = [self.weights[name].detach() for name in bucket.shapes]
+        # Into new tensors: backward may not be done with the weights themselves
+        sent, means = dist.dense_list(self.world, weights)
+        self.means += zip(weights, means)
+        return sent
+
+    def finish(self):
+        """Waits for the means and puts them in the place of the weights, before the update."""
+        super().finish()
+        for weight, mean in self.means:
+            weight.copy_(mean)
+        self.means = []
+
+    def commit(self, step_taken):
+        """Ends a step."""
+        super().commit(step_taken)
+        self.steps += 1
+
+    def state_dict(self):
+        """Returns what a checkpoint keeps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        """Continues from a checkpoint."""
+        self.steps = state["steps"]
+
+    def synchronise(self, optimizer):
+        """Replaces the weights and moments of all ranks by their means. Collective."""
+        moments = [[state[key] for state in optimizer.state.values()]
+                   for key in ("exp_avg", "exp_avg_sq")]
+        for tensors in [w.detach() for w in self.weights.values()], *moments:
+            sent, means = dist.dense_list(self.world, tensors)
+            torch._foreach_copy_(tensors, means)
+            self.bytes_sent += sent                      # zero_grad sets it to 0
+
+
+def install():
+    """Makes train.py use it. Neither takes up a checkpoint of the other."""
+    build, same_run, dist.Reducer = train.build, train.same_run, LocalReducer
+
+    def build_local(plan, world):
+        if plan.one_bit or plan.compression != "none":
+            raise train.ConfigError("local steps send no gradients: take --compression none, and "
+                                    "no 1-bit optimizer")
+        # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of
+        _, reducer, masters, optimizer, _ = parts = build(plan, world)
+        reducer.weights = masters
+        optimizer.synchronise = functools.partial(reducer.synchronise, optimizer)
+        return parts
+
+    train.build = build_local
+    train.same_run = lambda plan, *rest: same_run(plan, *rest) | {
+        "variant": f"local steps of {PERIOD}", "bucket_mb": plan.bucket_mb}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()

@@ -1,0 +1,66 @@
+"""MERIT: LAMB with a ratio of its own for each element, of maxima in place of 2-norms.
+
+    python tests/variants/merit.py                           # and any flag of train.py
+    torchrun --nproc_per_node=2 tests/variants/merit.py --out runs/merit --batch 512
+
+Luo et al., arXiv 2508.20577, as in the authors' code. A 2-norm hides the few large elements that
+make attention's logits explode in large batches; a maximum does not, and one for each row and
+column follows the weights closer than one for the whole matrix.
+
+    m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
+    u = m / (sqrt(v) + eps) + decay w
+    a_i = max_j |w_ij| / max_j |u_ij|       of row i
+    b_j = max_i |w_ij| / max_i |u_ij|       of column j
+    q_ij = max(a_i, b_j, max |w| / max |u|)         1 where a maximum of its row or column is 0
+    w = w - lr (q u within [-1, 1])
+
+Vectors have one q, max |w| / max |u|, or 1 where that is 0. No bias correction, as published.
+
+What is changed: an entry of train.OPTIMIZERS, and the recipes' choice of it. To know: a row without
+gradients, of a rare token or of a position beyond a phase's length, has u = decay w and so a_i =
+1 / decay, and shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import optim  # noqa: E402
+import train  # noqa: E402
+
+
+class MERIT(optim.Optimizer):
+    """The equations above."""
+
+    def _update(self, group, w, g, m, v):
+        optim.move_moments(m, v, g, *group["betas"])
+        u = torch._foreach_div(m, optim.denominator(v, group["eps"]))
+        torch._foreach_add_(u, w, alpha=group["weight_decay"])
+        torch._foreach_mul_(u, [max_ratios(*pair) for pair in zip(w, u)])
+        optim.bound(u)                                   # [-1, 1]
+        torch._foreach_add_(w, u, alpha=-group["lr"])
+
+
+def max_ratios(w, u):
+    """Returns q, of the shape of w and u (R, C), or () for vectors."""
+    w, u = w.abs(), u.abs()
+    whole = optim.safe_ratios(w.max(), u.max())
+    if w.dim() == 1:
+        return whole
+    # (R, 1) and (1, C); 0 where q shall be 1, since no ratio of ours can be below `whole`
+    a, b = (optim.safe_ratios(w.amax(d, True), u.amax(d, True), otherwise=0.0) for d in (1, 0))
+    return torch.where((a > 0) & (b > 0), torch.maximum(a, b).clamp(min=whole), 1.0)
+
+
+def install():
+    """Makes MERIT the optimizer of every recipe. Its name is in each checkpoint, so that neither
+    train.py takes up a run of this file nor this file one of train.py."""
+    train.OPTIMIZERS = train.OPTIMIZERS | {"merit": MERIT}
+    optim.RECIPES = {name: r._replace(optimizer="merit") for name, r in optim.RECIPES.items()}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
