@@ -123,12 +123,14 @@ def train(plan, world):
 
     Raises ConfigError, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
     """
+    # From here on a signal does not end the program: it asks for a checkpoint
     log, stop_requests = Log(plan, world.rank == 0), dist.listen_to_signals(plan.max_minutes)
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     last = plan.ends[-1]
     stop, stop_at, saved = 0, min(last, plan.max_steps or last), step
+    # By the clock too: a step can take milliseconds or minutes
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
     # ----- the training loop begins -----
@@ -265,6 +267,7 @@ def build(plan, world):
         master.grad = reducer.gradients[name]        # the bucket's view: nothing is copied
     optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas, plan.ends[-1],
                                      lambda named: dist.CompressedMean(named, world))
+    # bf16 has the range of fp32
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
@@ -295,6 +298,7 @@ def step_totals(micro_batches, wishes, world):
     predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
     own = sum(int(batch.bounds[-2]) for batch in micro_batches)
+    # Counted on the CPU, before the batch goes to a GPU: nothing waits for the device
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     slots = sum(len(batch.tokens) for batch in micro_batches)
     tokens = [own * (rank == world.rank) for rank in range(world.size)]
@@ -316,6 +320,7 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def outlook(plan, step, seconds):
     """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
     GPU's, and the minutes left at the mean speed of the `seconds` until now."""
+    # Tokens of each step, since those of phase 2 are longer and take more time
     work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
     unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
     memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -344,6 +349,7 @@ def evaluate(model, plan, phase, world):
         predicted = batch.labels != data.IGNORED
         parts = *model(batch), unigrams[batch.labels[predicted]].sum(), predicted.sum()
         total += torch.stack([part.double() for part in parts])
+    # Sums, not means, are what ranks can add up: their shares differ in size
     model.train()
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(total.tolist())
     accuracy = nsp_hits / EVAL_EXAMPLES
@@ -412,6 +418,7 @@ def fill_in(args, world):
     plan.reads_docs = not args.data and not args.corpus
     plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
     known = (plan.data / "manifest.json").exists()
+    # A tokenizer that is still to be made will have as many pieces as were asked for
     vocabulary = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size
     plan.config = bert.BertConfig.preset(args.model, vocabulary, dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
@@ -431,6 +438,7 @@ def plan_phases(plan, phases, world):
         raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
     if plan.one_bit and plan.compression not in ("none", "fp16", "bf16"):
         raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
+    # Each flag has one number for all phases, or one for each; None is the recipe's
     given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
         raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
@@ -467,6 +475,7 @@ def prepare_folders(plan, world):
                 fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another run writes to {plan.out}; take another --out") from None
+        # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
             manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
@@ -481,6 +490,7 @@ def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
+    # Flat, so that a field that differs can be named
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "mask_fraction", "seed", "balance", *plan.masks)}
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
@@ -500,6 +510,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     Collective: rank 0 reads. Raises ConfigError on every rank if there is none that can be used, or
     if another node's disk has a later one: the node that was the first may have another rank now.
     """
+    # All look: without a shared disk each node has checkpoints of its own, or none
     newest = max(optim.checkpoints_in(plan.out / "checkpoints"), default=0)
     places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
     if max(places)[0] > places[0][0]:
@@ -543,8 +554,10 @@ def compare_weights(masters, optimizer, world, step):
     if weights are not the same bits on all; either on all ranks."""
     moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     norm = float(optim.global_norm([*masters.values(), *moments]))
+    # One rank alone must not stop: the others would wait for it
     if world.sum([not math.isfinite(norm)])[0]:
         raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not saved")
+    # A sum of bits as integers, which no order of additions changes
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
     world.check_same({"sum of bits": bits}, f"has other weights after step {step} (bad memory?)")
 
@@ -588,6 +601,7 @@ def print_plan(args):
     optimizer, padding (examples count as full), loading, evaluation.
     """
     args.gpu_memory = args.gpu_memory or 16
+    # As many ranks as there would be, though none of them exists
     here = dist.init()
     plan = fill_in(args, dataclasses.replace(here, size=args.plan * args.gpus_per_node))
     config, shapes = plan.config, bert.parameter_shapes(plan.config)
@@ -670,6 +684,7 @@ class Log:
     def metric(self, kind, **fields):
         """Adds a line to metrics.jsonl; numbers that are not finite become null."""
         if self.active:
+            # JSON has no NaN
             fields = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                       for key, value in fields.items()}
             self._append(self.metrics, json.dumps({"kind": kind, **fields}))
@@ -749,6 +764,7 @@ def curve(evaluations, width=64, height=10):
     rows = [[" "] * (width + 1) for _ in range(height + 1)]
     for line in evaluations:
         column = round(line["step"] / evaluations[-1]["step"] * width)
+        # Drawn first, so that a loss on the same row hides it
         rows[round((line["unigram_entropy"] - low) / step)][column] = "-"
         rows[round((line["mlm_loss"] - low) / step)][column] = str(line["phase"])
     return "\n".join(f"{low + k * step:7.3f} |{''.join(rows[k])}" for k in range(height, -1, -1))
