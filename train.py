@@ -659,7 +659,7 @@ def memory(plan, phase):
     state = bert.state_gigabytes(plan.config, size, dist.is_lossy(plan.compression))
     each = 1e-9 * bert.activation_bytes(plan.config, phase.seq_len,
                                         plan.mask_fraction * phase.seq_len, size, plan.recompute)
-    return state, each, int((0.8 * (plan.gpu_memory or 0) - sum(state.values())) / each)
+    return state, each, max(0, int((0.8 * (plan.gpu_memory or 0) - sum(state.values())) / each))
 
 
 # ----- The log -----
