@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -381,7 +382,8 @@ def test_an_error_of_our_own_gpu_is_not_a_dead_rank():
 
 
 def test_the_interface_is_the_one_that_reaches_the_master():
-    assert dist.interface_towards("127.0.0.1") == ("lo", "127.0.0.1")
+    found = ("lo", "127.0.0.1") if shutil.which("ip") else ("", "")
+    assert dist.interface_towards("127.0.0.1") == found
     assert dist.interface_towards("no such host") == ("", "")
 
 
