@@ -1,5 +1,6 @@
 """What several test files share: a small corpus, its shards, programs run as a user runs them."""
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ history party result change morning reason research girl guy moment air teacher 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start_server()
 
 
