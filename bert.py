@@ -20,25 +20,21 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.benchmark import Timer
+from torch.utils.checkpoint import checkpoint
 
-PRESETS = {             # layers, width
-    "tiny": (2, 128),
-    "mini": (4, 256),
-    "small": (4, 512),
-    "medium": (8, 512),
-    "base": (12, 768),
-    "large": (24, 1024),
-}
+PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
+           "base": (12, 768), "large": (24, 1024)}           # layers, width
 
 
 class ModelError(ValueError):
@@ -118,7 +114,9 @@ class Block(nn.Module):
 
 def attention(qkv, bounds, lengths, dropout):
     """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
-    attention to one another. bounds, lengths: as in `data.Batch`."""
+    attention to one another, softmax(Q K^T / sqrt(D/H)) V in each head, and to no other example's.
+    bounds, lengths: as in `data.Batch`, the rows that only fill up N last, as one more example (of
+    length 0 if there are none). dropout: of the attention weights. 16 bits in, 16 bits out."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
         from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
@@ -129,8 +127,7 @@ def attention(qkv, bounds, lengths, dropout):
     runs = [[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]
     mixed = []
     for rows, run in zip(values.split([*map(sum, runs)]), runs):
-        rows = rows.unflatten(0, (len(run), run[0])).unbind(2)               # 3 x (b, T, H, D/H)
-        q, k, v = (part.transpose(1, 2) for part in rows)
+        q, k, v = rows.unflatten(0, (len(run), run[0])).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)     # (b, H, T, D/H)
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).to(qkv.dtype)
@@ -138,6 +135,8 @@ def attention(qkv, bounds, lengths, dropout):
 
 class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
+
+    recompute = False       # activations of the blocks: less memory, a third more work
 
     def __init__(self, config):
         super().__init__()
@@ -159,7 +158,9 @@ class BertForPreTraining(nn.Module):
         """Returns the hidden states (R, D) of the rows (R,); other arguments as in `data.Batch`."""
         x = self.embeddings(tokens, segments, positions)
         for block in self.blocks[:-1]:
-            x = block(x, bounds, lengths)
+            # Activation checkpointing (Chen et al., arXiv 1604.06174): backward runs it once more
+            x = (checkpoint(block, x, bounds, lengths, use_reentrant=False) if self.recompute
+                 else block(x, bounds, lengths))
         # No head reads the other rows, so the last block makes only their keys and values
         return self.blocks[-1](x, bounds, lengths, rows)
 
@@ -177,13 +178,30 @@ class BertForPreTraining(nn.Module):
                              batch.segments, batch.positions, batch.bounds, batch.lengths)
         nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
         mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
-        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
-        mlm, nsp = (x if x.dtype == torch.float64 else x.float() for x in (mlm, nsp))
         pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
-        sums = [F.cross_entropy(logits, labels, reduction="sum") for logits, labels in pairs]
+        sums = [CrossEntropy.apply(logits, labels) for logits, labels in pairs]
         if self.training:
             return Losses(*sums)
         return Losses(*sums, *((logits.argmax(-1) == labels).sum() for logits, labels in pairs))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. The
+    gradient is written over the log-softmax: torch's own takes two more arrays of that size."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
+        logs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+        ctx.save_for_backward(logs, labels)
+        return F.nll_loss(logs, labels, reduction="sum")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logs, labels = ctx.saved_tensors
+        counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1)
+        change = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
+        return change.mul_(gradient * counts), None
 
 
 def flops_per_example(config, length, masked):
@@ -204,18 +222,35 @@ def flops_per_example(config, length, masked):
     return 3 * (layers + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
 
 
-def activation_bytes(config, tokens, masked, size):
+def activation_bytes(config, tokens, masked, size, recompute=False):
     """Returns the bytes that a forward pass keeps for backward, about.
 
     tokens, masked: how many there are in the micro-batch; size: bytes of an element. As Korthikanti
     et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
     (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
     (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
-    dropout three masks. A masked token leaves its V logits, in this format and twice in fp32.
+    dropout three masks; with `recompute` its input alone, but for the layer under way. A masked
+    token leaves V numbers in fp32, and V gradients in this format.
     """
-    D = config.width
+    D, L = config.width, config.layers
     layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
-    return config.layers * tokens * layer + masked * config.vocab_size * (size + 8)
+    layers = layer + (L - 1) * size * D if recompute else L * layer
+    return tokens * layers + masked * config.vocab_size * (size + 4)
+
+
+def state_gigabytes(config, size, lossy):
+    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
+    whether compression keeps residuals. An optimizer has two moments, in fp32."""
+    elements = sum(map(math.prod, parameter_shapes(config)))
+    parts = {"weights": size, "masters": 4 * (size < 4), "gradients": 4, "moments": 8,
+             "residuals": 8 * lossy}
+    return {part: 1e-9 * elements * each for part, each in parts.items()}
+
+
+def parameter_shapes(config):
+    """Returns the shapes of all parameters, a list; no memory is taken."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in BertForPreTraining(config).parameters()]
 
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
@@ -223,14 +258,24 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
     block = Block(config).to(device, dtype)
     lengths = torch.tensor([length] * examples + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    x, seconds = torch.randn(examples * length, config.width, device=device, dtype=dtype), []
-    for _ in range(4):                             # the first one warms up
-        began = time.perf_counter()
-        block(x, bounds, lengths).sum().backward()
-        block.norm.bias.grad.sum().item()          # waits for a GPU
-        seconds.append(time.perf_counter() - began)
+    x = torch.randn(examples * length, config.width, device=device, dtype=dtype)
+    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
+                  num_threads=torch.get_num_threads())               # it waits for a GPU
     one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
-    return 1e-12 * examples * (two - one) / min(seconds[1:])
+    return 1e-12 * examples * (two - one) / timer.blocked_autorange(min_run_time=1).median
+
+
+def profiled(batches, path):
+    """Yields from an iterator over steps; traces five of them, from the sixth to the eleventh item:
+    PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt."""
+    yield from itertools.islice(batches, 5)                  # the first ones are not typical
+    with torch.profiler.profile() as profiler:
+        yield from itertools.islice(batches, 5)
+    profiler.export_chrome_trace(f"{path}.json")
+    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
+    Path(f"{path}.txt").write_text(table)
+    yield from batches
 
 
 # ----- Hugging Face folders -----
@@ -244,27 +289,19 @@ OUTER = {
     "pooler": "bert.pooler.dense",
     "nsp": "cls.seq_relationship",
     "mlm_transform": "cls.predictions.transform.dense",
-    "mlm_norm": "cls.predictions.transform.LayerNorm",
-}
+    "mlm_norm": "cls.predictions.transform.LayerNorm"}
 INNER = {
     "qkv": "attention.self.query attention.self.key attention.self.value",       # three of theirs
     "attention_out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "up": "intermediate.dense",
     "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
+    "norm": "output.LayerNorm"}
 CONFIG = {               # our field -> theirs
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "feed_forward": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "dropout": "hidden_dropout_prob",
-    "layer_norm_eps": "layer_norm_eps",
-    "init_std": "initializer_range",
-}
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size", "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings", "dropout": "hidden_dropout_prob",
+    "layer_norm_eps": "layer_norm_eps", "init_std": "initializer_range"}
 SPECIALS = ["PAD", "UNK", "CLS", "SEP", "MASK"]    # as data.py's tokenizer has them
 PAD, UNK, CLS, SEP, MASK = range(5)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
@@ -363,14 +400,6 @@ def tokenizer_json(model):
     added = [{"id": i, "content": f"[{name}]", "special": True, "normalized": False,
               "lstrip": False, "rstrip": False, "single_word": False}
              for i, name in enumerate(SPECIALS)]
-    single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-              {"Sequence": {"id": "A", "type_id": 0}},
-              {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
-    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}},
-            {"SpecialToken": {"id": "[SEP]", "type_id": 1}}]
-    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {
-        name: {"id": name, "ids": [i], "tokens": [name]}
-        for name, i in (("[CLS]", CLS), ("[SEP]", SEP))}}
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
     # word only after a space or if it is the first
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
@@ -383,7 +412,8 @@ def tokenizer_json(model):
     return json.dumps({
         "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
         "normalizer": {"type": "Sequence", "normalizers": cleaning}, "model": unigram,
-        "post_processor": template}).encode()
+        "post_processor": {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}
+    }).encode()
 
 
 def protobuf(message):
@@ -442,6 +472,17 @@ def load_huggingface(folder):
     return model
 
 
+def copy_weights(folder, model, tokenizer):
+    """Gives a model the weights of a folder; raises ModelError if its shape is another, or if its
+    tokenizer.model, where it has one, is not the file `tokenizer`."""
+    found, own = load_huggingface(folder), Path(folder) / "tokenizer.model"
+    if own.exists() and own.read_bytes() != Path(tokenizer).read_bytes():
+        raise ModelError(f"{tokenizer} is not {own}; make shards with data.py --tokenizer {own}")
+    if found.config[:6] != model.config[:6]:
+        raise ModelError(f"{folder} is {found.config[:6]}, the plan {model.config[:6]}")
+    model.load_state_dict(found.state_dict())
+
+
 def _modern(name):
     """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
     """
@@ -498,22 +539,23 @@ STAND_IN = "\ue000"                # a private character in place of [MASK], whi
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Leaves the model in evaluation mode. Raises ModelError if there is no [MASK] or the text is
-    longer than the model's positions.
+    Raises ModelError if there is no [MASK] or the text is longer than the model's positions.
     """
-    tokens = torch.tensor(encode_with_masks(tokenizer, text))                    # (T,)
+    device, training = model.mlm_bias.device, model.training
+    tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
     if len(tokens) > model.config.max_positions:
-        raise ModelError(f"the text has {len(tokens)} tokens, the model reads "
-                         f"{model.config.max_positions}; shorten it")
+        raise ModelError(f"{len(tokens)} tokens; the model reads {model.config.max_positions}")
     masked = tokens == MASK
     if not masked.any():
         raise ModelError("the text has no [MASK] to fill in")
     model.eval()
     with torch.no_grad():
-        lengths, positions = torch.tensor([len(tokens)]), torch.arange(len(tokens))
+        bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
         hidden = model.encode(masked.nonzero().flatten(), tokens, torch.zeros_like(tokens),
-                              positions, None, lengths)
+                              torch.arange(len(tokens), device=device), bounds,
+                              torch.tensor([len(tokens)]))
         logits = model.mlm_logits(hidden).float()
+    model.train(training)
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
     return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"

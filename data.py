@@ -4,7 +4,7 @@
     python data.py my.txt                      # writes shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
     python data.py --show shards/wiki          # what is in it, and three examples
-    python data.py --split shards/wiki --nodes 32 --ranks-per-node 8
+    python data.py --list shards/wiki --node-rank 3 --nodes 32 --ranks-per-node 8
 
 Read first `PretrainingData`, how an example is found, cut in two and masked, and `micro_batches`,
 how examples are dealt to the ranks. From `prepare` on, text becomes shards: skip it at first.
@@ -20,7 +20,6 @@ Masks and pairs are made on the fly, so both phases, at any length, read the sam
 Shapes: B examples, T tokens, M masked tokens of a whole batch, n indices of examples.
 """
 import argparse
-import atexit
 import bz2
 import contextlib
 import functools
@@ -30,8 +29,6 @@ import io
 import itertools
 import json
 import lzma
-import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import re
 import shutil
@@ -40,6 +37,7 @@ import sys
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
+from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,7 +148,7 @@ class PretrainingData:
         each new shape takes kernels and memory of its own (in bf16 1,280 MB after 400 steps, 315
         so). More would be computed for nothing: 64 for M costs 3 % of a small model's step.
         """
-        layout, indices = np.array(self.layout(indices)), np.asarray(indices)
+        layout, indices = self.layout(indices), np.asarray(indices)
         order = (layout @ [0, -1, 1, -1, 1, 0]).argsort(kind="stable")     # by tokens of A and B
         layout, indices = layout[order], indices[order]
         _, a, a_end, b, b_end, pair_labels = layout.T                              # (B,) each
@@ -173,17 +171,18 @@ class PretrainingData:
 
     def lengths(self, indices):
         """Returns (n,) how many tokens these examples have, special symbols included."""
-        return self.seq_len - self.body + np.array(
-            [a_end - a + b_end - b for _, a, a_end, b, b_end, _ in self.layout(indices)])
+        return self.layout(indices) @ [0, -1, 1, -1, 1, 0] + self.seq_len - self.body
 
     def layout(self, indices):
-        """Returns what examples are made of: [n] tuples (shard, where A begins and ends, where B
-        does, pair_label); begins and ends are offsets into the shard's tokens."""
+        """Returns (n, 6) int64, what examples are made of: shard, where A begins and ends, where B
+        does, pair_label; begins and ends are offsets into the shard's tokens."""
         chances = uniform(np.asarray(indices)[:, None] * 5 + np.arange(5), self.keys[0])    # (n, 5)
-        return [self.cut(int(i), *chance) for i, chance in zip(indices, chances.tolist())]
+        return np.array([self.cut(*self.locate(int(i), short, fraction), *chance)
+                         for i, (short, fraction, *chance) in zip(indices, chances.tolist())])
 
-    def cut(self, i, short, fraction, place, replace, other):
-        """Returns `layout`'s tuple of example i; the other arguments are random numbers in [0, 1).
+    def locate(self, i, short, fraction):
+        """Returns the text of example i: (shard, where its document begins and ends, where the text
+        does). short, fraction: random numbers in [0, 1).
 
         A turn is a place in the order of an epoch; documents and windows are counted in the shard.
         """
@@ -197,7 +196,18 @@ class PretrainingData:
         token = first + int((window - windows[document] + 0.618 * epoch % 1) * self.body)
         start = segment_start(sentences, token, first, last, self.body)
         length = 2 + int(fraction * (self.body - 1)) if short < SHORT_FRACTION else self.body
-        end = min(start + length, last)
+        return s, first, last, start, min(start + length, last)
+
+    def cut(self, s, first, last, start, end, place, replace, other):
+        """Returns `layout`'s row of the text [start, end) in the document [first, last) of shard
+        s. place, replace, other: random numbers in [0, 1).
+
+        A ends where a sentence does, `place` tells at which; in the middle if none ends inside. By
+        `replace` half of the pairs are true, B being the rest of the text. In the others B is as
+        long, or as its document allows: `other` draws a token from all other documents of the
+        shard, and B holds it (`segment_start`). For "sop" and "none" see the class.
+        """
+        _, sentences, documents, _ = self.shard(s)
         if self.pairs == "none":
             return s, start, end, end, end, IGNORED
         # A ends where a sentence does; in the middle if none does in between
@@ -285,11 +295,9 @@ def segment_start(sentences, token, first, last, length):
     """Returns where a segment of about `length` tokens begins that holds a token of the document
     [first, last): at the token's sentence if that is at most length / 2 before it, else at the
     token; near the end of the document it moves back to fit."""
-    latest = max(first, last - length)
-    if token >= latest:
-        return latest
     sentence = sentences[bisect_right(sentences, token) - 1]
-    return sentence if token - sentence <= length // 2 else token
+    start = sentence if token - sentence <= length // 2 else token
+    return start if token < last - length else max(first, last - length)
 
 
 # ----- Batches: dealt to the ranks, made ahead in worker processes -----
@@ -332,31 +340,25 @@ def make_step(dataset, deal, step):
     return [dataset.arrays(indices) for indices in deal(step)]
 
 
-class Same(torch.utils.data.Dataset):
-    """The dataset whose item x is x: a DataLoader over it applies its collate_fn to x."""
-
-    def __getitem__(self, x):
-        return x
-
-
 def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed in `workers` processes at most two
     items each ahead; in this process if there are none. Raises DataError where a worker died or
     could not read a file; any other exception of a worker comes with its traceback there."""
-    context = worker_context() if workers else None
+    if workers:
+        start_server()
     try:
+        # np.s_[item] is item itself: so what is computed is collate_fn(item)
         results = iter(torch.utils.data.DataLoader(
-            Same(), batch_size=None, sampler=items, collate_fn=function, num_workers=workers,
-            multiprocessing_context=context, worker_init_fn=set_up_worker))
+            np.s_, None, sampler=items, collate_fn=function, worker_init_fn=set_up_worker,
+            num_workers=workers, multiprocessing_context="forkserver" if workers else None))
         if workers:
             # A worker that is killed amid a message would leave us reading for ever. Without our
             # end for writing the pipe ends with the last worker, and they all end with the first
             results._worker_result_queue._writer.close()
-            threading.Thread(target=end_together, args=[results._workers], daemon=True).start()
+            threading.Thread(target=end_together, args=[results._workers]).start()
         yield from results
     except (RuntimeError, EOFError, OSError) as error:
-        signs = "DataLoader worker (pid", "got end of file during message"
-        if isinstance(error, EOFError) or any(sign in str(error) for sign in signs):
+        if re.search(r"EOFError|DataLoader worker \(pid|end of file during message", repr(error)):
             raise DataError("a worker process died (memory?); set --workers lower") from None
         if isinstance(error, OSError):  # in a worker: the last line of the traceback has the path
             raise DataError(str(error).rstrip().rpartition("\n")[2]) from None
@@ -364,45 +366,32 @@ def in_workers(function, items, workers):
 
 
 def end_together(workers):
-    """Waits until one of the processes has ended, then ends the others."""
-    multiprocessing.connection.wait([worker.sentinel for worker in workers])
+    """Waits until one of these processes, or this program, has ended, then ends all of them: before
+    Python, at its own end, sends them a SIGTERM, which they ignore, and waits."""
+    ends = [worker.sentinel for worker in workers]
+    while threading.main_thread().is_alive() and not connection.wait(ends, 0.2):
+        pass
     for worker in workers:
         worker.kill()
 
 
-def worker_context():
-    """Returns the context that worker processes are started in: forkserver, since a plain fork can
+def start_server():
+    """Starts the server that worker processes are forked from, if there is none: a plain fork can
     hang (it copies locks that other threads hold), and a spawn imports torch anew each time."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
+    forkserver.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C, to all processes of a run. The
     # parent still needs its workers then, to finish the step and save it. They inherit what the
     # server that forks them ignores from its beginning.
     before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)}
-    multiprocessing.forkserver.ensure_running()
+    forkserver.ensure_running()
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    return context
-
-
-@atexit.register
-def kill_workers():
-    """Ends the workers that are still there when this process ends: before Python sends them a
-    SIGTERM, which they ignore, and waits."""
-    for process in multiprocessing.active_children():
-        process.kill()
 
 
 def set_up_worker(_):
-    """Makes a worker process end with its parent, however that ends."""
+    """Makes a worker process leave SIGTERM to its parent, and end with it, however that ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)        # over the handler that torch has set
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    """Waits for the end of the parent process, then ends this one."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    threading.Thread(target=lambda: parent_process().join() or os._exit(1), daemon=True).start()
 
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
@@ -428,7 +417,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
     found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
     vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size
-    worker_context()                    # its server imports torch while the corpus is surveyed
+    start_server()                      # which imports torch while the corpus is surveyed
     prose = split == "prose" if split else is_prose(corpus)
     identity, sample = survey(corpus)
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,
@@ -448,7 +437,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
         (temporary / "tokenizer.model").write_bytes(model)
         tokenizer = load_tokenizer(temporary / "tokenizer.model")
         encoder = functools.partial(encode, tokenizer, prose, held_out, shards)
-        counts = write_shards(in_workers(encoder, blocks(corpus), workers), temporary, settings)
+        parts = in_workers(encoder, blocks(corpus, identity["documents"]), workers)
+        counts = write_shards(parts, temporary, settings)
         files = {path.name: {"sha256": sha256_of(path)} for path in sorted(temporary.iterdir())}
         manifest = {**settings, **counts, "files": files}
         manifest["sha256"] = manifest_digest(manifest)
@@ -475,9 +465,10 @@ def survey(corpus):
     return {"documents": documents, "bytes": size, "sha256": digest.hexdigest()}, sample
 
 
-def blocks(corpus):
-    """Yields lists of documents, about a megabyte of text each."""
-    documents, again = itertools.tee(corpus)
+def blocks(corpus, total=None):
+    """Yields lists of documents, about a megabyte of text each, with a bar of the `total` ones."""
+    bar = tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None)
+    documents, again = itertools.tee(bar)
     ends = itertools.accumulate(map(len, again))
     # A document belongs to the megabyte of the corpus in which it ends
     for _, block in itertools.groupby(documents, lambda _: next(ends) // BLOCK):
@@ -489,11 +480,10 @@ def replaced(folder):
     """Yields a temporary folder beside `folder` that takes its name at the end, if no exception
     comes; removes what a run that was killed on this machine left of its own."""
     mine = f"{folder.name}.partial-{os.uname().nodename}@"
-    alive = {path.name for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())}
-    for rest in folder.parent.glob(f"{mine}*") if alive else ():
-        if rest.name.removeprefix(mine) not in alive:
-            shutil.rmtree(rest)
     temporary = folder.with_name(f"{mine}{os.getpid()}")
+    for rest in folder.parent.glob(f"{mine}*") if os.path.exists("/proc/self") else ():
+        if rest == temporary or not os.path.exists(f"/proc/{rest.name.removeprefix(mine)}"):
+            shutil.rmtree(rest)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -523,7 +513,7 @@ def default_folder(paths):
 
 
 class TextFiles:
-    """The documents of text files; can be iterated again and again, with a bar of the bytes read.
+    """The documents of text files; can be iterated again and again.
 
     Of a folder all files are taken that are not hidden. A file is text with blank lines between
     documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. White space around
@@ -534,21 +524,16 @@ class TextFiles:
     def __init__(self, paths):
         self.files = []
         for path in map(Path, paths):
-            if path.exists() and not (path.is_file() or path.is_dir()):
+            if path.stat() and not (path.is_file() or path.is_dir()):   # stat: is it there at all?
                 raise DataError(f"{path} is a pipe or a device; text is read twice: give a file")
             inside = [file for file in sorted(path.rglob("*"))
                       if file.is_file() and "/." not in f"/{file.relative_to(path)}"]
             self.files += inside if path.is_dir() else [path]
 
     def __iter__(self):
-        sizes = [file.stat().st_size for file in self.files]            # compressed as they are
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, leave=False, disable=None) as bar:
-            for path, before in zip(self.files, itertools.accumulate(sizes, initial=0)):
-                with open(path, "rb") as raw:
-                    file = io.BufferedReader(self.OPENERS.get(path.suffix, io.BufferedReader)(raw))
-                    for document in documents_in(lines_in(path, file)):
-                        bar.update(before + raw.tell() - bar.n)
-                        yield document
+        for path in self.files:
+            with self.OPENERS.get(path.suffix, open)(path, "rb") as file:
+                yield from documents_in(lines_in(path, io.BufferedReader(file)))
 
 
 def documents_in(lines):
@@ -591,18 +576,15 @@ def cut_text(text, n):
 
 # ----- Documents -> sentences -----
 
-ABBREVIATIONS = (
-    "Mr Mrs Ms Dr Prof St Gen Col Lt Sgt Capt Rev Hon Sen Rep Gov Pres Jr Sr Ph.D e.g i.e cf vs ca "
-    "No Nos Vol Vols Fig Figs fig figs Eq Eqs eq Sec Ch ch ed pp al Inc Ltd Co Corp Bros Mt "
-    "Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec").split()
 # A sentence ends at a full stop, its closing quotes, white space and something that can open a
 # sentence; but not after an abbreviation, nor after one letter: "J. Smith", "the U.S. Army". Each
-# look back has one width, so there is one for each length of abbreviation.
-SENTENCE_END = re.compile(
-    r"[.!?…](?<!\b[A-Za-z]\.)"
-    + "".join(rf"(?<!\b(?:{'|'.join(map(re.escape, words))})\.)" for _, words in
-              itertools.groupby(sorted(ABBREVIATIONS, key=len), key=len))
-    + r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
+# look back (?<! has one width, so there is one for each length of abbreviation.
+SENTENCE_END = re.compile(r"""[.!?…](?<!\b[A-Za-z]\.)
+    (?<!\b(?:Mr|Ms|Dr|St|Lt|Jr|Sr|cf|vs|ca|No|Eq|eq|Ch|ch|ed|pp|al|Co|Mt)\.)
+    (?<!\b(?:Mrs|Gen|Col|Sgt|Rev|Hon|Sen|Rep|Gov|e\.g|i\.e|Nos|Vol|Fig|fig|Eqs|Sec|Inc|Ltd)\.)
+    (?<!\b(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\.)
+    (?<!\b(?:Prof|Capt|Pres|Ph\.D|Vols|Figs|figs|Corp|Bros|Sept)\.)
+    ["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""", re.VERBOSE)
 
 
 def split_sentences(text):
@@ -754,19 +736,23 @@ def files_of(manifest, rank, size):
             or rank is not None and (int(name[6:].split(".")[0]) - rank) % common == 0]
 
 
+def node_files(folder, node, nodes, ranks_per_node=1):
+    """Returns the names of the files that the ranks of a node read, the manifest among them."""
+    manifest, first = load_manifest(folder), node * ranks_per_node
+    return ["manifest.json", *sorted({
+        name for rank in range(first, first + ranks_per_node)
+        for name in files_of(manifest, rank, nodes * ranks_per_node)})]
+
+
 def verify(folder, rank=0, size=1, everything=False):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads, or of
-    all files. Raises DataError that names the first file that is missing or damaged; if missing,
-    also the ranks that would find all of theirs."""
+    all files. Raises DataError that names the first file that is missing or damaged."""
     manifest = load_manifest(folder)
     for name in manifest["files"] if everything else files_of(manifest, rank, size):
         path = Path(folder) / name
         if not path.exists():
-            here = {file.name for file in Path(folder).iterdir()}
-            ranks = [r for r in range(size) if here.issuperset(files_of(manifest, r, size))]
-            hint = f"; here is what ranks {ranks} read: start this node with their --node_rank"
             raise DataError(f"{path} is missing; rank {rank} of {size} on {os.uname().nodename} "
-                            "reads it" + hint * (ranks != [] and rank not in ranks))
+                            "reads it: is its --node_rank that of these shards?")
         if sha256_of(path) != manifest["files"][name]["sha256"]:
             raise DataError(f"{path} is damaged; copy it again or prepare the folder again")
     return manifest
@@ -776,27 +762,6 @@ def sha256_of(path):
     """Returns the SHA-256 of a file as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def split_folder(folder, nodes, ranks_per_node=1):
-    """Writes, for each of `nodes`, the folder of what its ranks read: FOLDER-node-0 and so on.
-    Returns their paths; a line on stderr says if nodes need more than an equal part. Raises
-    DataError where a file is missing or damaged, or a folder of such a name is there already."""
-    folder, manifest = Path(os.path.abspath(folder)), verify(folder)
-    shards, size = manifest["shards"], nodes * ranks_per_node
-    if nodes > 1 and shards % size:
-        print(f"{size} ranks do not divide {shards} shards: nodes need the same ones, or all; "
-              f"--shards {-(-shards // size) * size} would give each its own", file=sys.stderr)
-    targets = [folder.with_name(f"{folder.name}-node-{node}") for node in range(nodes)]
-    for node, target in enumerate(targets):
-        if target.exists():
-            raise DataError(f"{target} exists; remove it or give the shards another name")
-        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
-        names = {name for r in ranks for name in files_of(manifest, r, size)}
-        with replaced(target) as temporary:
-            for name in [*names, "manifest.json"]:
-                shutil.copyfile(folder / name, temporary / name)
-    return targets
 
 
 # ----- The corpus without a download: documentation that is on this machine already -----
@@ -840,8 +805,8 @@ def describe(manifest):
     """Returns a report on prepared shards, two lines of text."""
     corpus, train, heldout = (manifest[part] for part in ("corpus", "train", "heldout"))
     tokens, sentences, documents = (train[array] + heldout[array] for array in ARRAYS)
-    return (f"{corpus['documents']:,} documents, {corpus['documents'] - documents:,} of less than "
-            f"two tokens left out; {corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
+    return (f"{documents:,} of {corpus['documents']:,} documents have two tokens or more; "
+            f"{corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
             f"{tokens:,} tokens, {tokens / documents:.0f} a document, {manifest['vocab_size']:,} "
             f"pieces, {manifest['unknown_tokens'] / train['tokens']:.2%} [UNK]; "
             f"{manifest['shards']} shards, {heldout['documents']:,} documents held out")
@@ -859,24 +824,31 @@ def show(folder):
     return report.replace("▁", " ")
 
 
-def number(kind, low, high):
-    """Returns what argparse needs to know of a flag that takes a number from `low` to `high`."""
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, printed once a node."""
+
+    def error(self, message):
+        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
+        self.exit(2, f"{self.prog}: {message}\n" if said else "")
+
+
+def number(kind, low, high=float("inf")):
+    """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
     def number(text):
-        if not low <= (value := kind(text)) <= high:         # so that NaN is refused as well
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high:,}, not {text}")
+        if not low <= (value := kind(text)) < high:          # so that NaN is refused as well
+            raise argparse.ArgumentTypeError(f"must be in [{low}, {high}), not {text}")
         return value
     return {"type": number, "metavar": "N" if kind is int else "X"}
 
 
 def main():
     """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
-    # Without a usage an error is one line
-    parser = argparse.ArgumentParser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
+    parser = Parser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
     add = parser.add_argument_group("text in, shards out").add_argument
     add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
-    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out a part; default: 0.01")
+    add("--held-out", **number(float, 0, 1), default=0.01, help="hold out a part; default: 0.01")
     add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
     add("--workers", **number(int, 0, 1024), help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")
@@ -885,17 +857,18 @@ def main():
     add("--tokenizer", metavar="FILE", help="take this tokenizer.model instead")
     add = parser.add_argument_group("shards that are there").add_argument
     add("--show", metavar="DIR", help="report on them and show three examples")
-    add("--split", metavar="DIR", help="copy what each node needs of them to DIR-node-0 and so on")
-    add("--nodes", **number(int, 1, 10 ** 6), default=1, help="split for N nodes")
-    add("--ranks-per-node", **number(int, 1, 10 ** 6), default=1, help="of N ranks each")
+    add("--list", metavar="DIR", help="print the files that a node reads, for rsync --files-from")
+    add("--node-rank", **number(int, 0), default=0, help="node N, as torchrun counts; default: 0")
+    add("--nodes", **number(int, 1), default=1, help="of N nodes")
+    add("--ranks-per-node", **number(int, 1), default=1, help="of N ranks each")
     args = parser.parse_args()
     out = args.out or default_folder(args.corpus)
     try:
         if args.show:
             print(show(args.show))
-        elif args.split:
-            for k, target in enumerate(split_folder(args.split, args.nodes, args.ranks_per_node)):
-                print(f"{target}: {args.split} of the node with --node_rank={k} --master_addr=...")
+        elif args.list:
+            names = node_files(args.list, args.node_rank, args.nodes, args.ranks_per_node)
+            print(*names, sep="\n")
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                     args.held_out, args.tokenizer, args.workers, args.sentences)

@@ -6,6 +6,11 @@ w are weights, g gradients, m and v moments: lists of fp32 tensors, one for each
 `torch._foreach_*` computes on a whole list, on a GPU in a few kernels.
 """
 import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pickle
 import sys
 from typing import NamedTuple
 
@@ -71,6 +76,7 @@ class LAMB(Optimizer):
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
     def _update(self, group, w, g, m, v):
+        """Applies the equations to tensors of one group, in place; group["step"] is t - 1."""
         (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
         # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         move_moments(m, v, g, b1, b2)
@@ -150,15 +156,8 @@ class LossScaler:
         if self.scale < self.smallest:
             broken = [name for name, g in gradients.items() if not g.isfinite().all()]
             raise TrainingStopped(f"step {step}: the gradient of {[*broken, 'another rank'][0]} is "
-                                  f"not finite at the loss scale's floor of {2 * self.scale:g}; "
-                                  "resume from an earlier checkpoint, maybe at a lower --lr-scale")
+                                  "not finite at the loss scale's floor; lower --lr-scale")
         return not overflow
-
-    state_dict = dataclasses.asdict    # what a checkpoint keeps
-
-    def load_state_dict(self, state):
-        """Continues from a checkpoint."""
-        vars(self).update(state)
 
 
 # Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is
@@ -203,13 +202,6 @@ def copy_to_model(masters, model):
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-def parameter_groups(masters, weight_decay):
-    """Returns the master weights in two, [({name: tensor}, weight_decay), ({name: tensor}, 0.0)].
-    Without decay are those of one dimension: biases, and all of LayerNorm."""
-    return [({name: p for name, p in masters.items() if p.dim() > 1}, weight_decay),
-            ({name: p for name, p in masters.items() if p.dim() <= 1}, 0.0)]
-
-
 # ----- Recipes: batches and learning rates over the steps -----
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +231,7 @@ RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, 0.3, [
         Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-        Phase(seq_len=128, global_batch=32, steps=250, lr=3e-3, warmup=0.1, decay_from=0.1)]),
+        Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1)]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, 0.15, [
         Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
@@ -248,13 +240,13 @@ RECIPES = {
     # steps, rates and fractions are from memory, not checked.
     "lans-96k": Recipe("lans", (0.9, 0.999), 0.1, 0.15, [
         Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)]),
-}
+        Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3)])}
 
 
 def learning_rate(phase_step, phase):
-    """Returns the learning rate of step 0, 1, ... of a phase. x is the fraction of the phase that
-    is done; so are w = phase.warmup and d = phase.decay_from:
+    """Returns the learning rate of step 0, 1, ... of a phase of n steps. x is the fraction of the
+    phase that is done, from 1 / (n + 1) to n / (n + 1), so that neither the first rate nor the last
+    one is 0; w = phase.warmup and d = phase.decay_from are fractions too:
 
         lr x / w                                for x < w
         lr min(1, (1 - x) / (1 - d))^power      from there on
@@ -262,7 +254,7 @@ def learning_rate(phase_step, phase):
     d = w + hold: warm-up, hold, decay to 0 (LANS, arXiv 2006.13484, section 3.3, with power 1).
     d = 0: NVIDIA's PolyWarmUp, where the rate drops from lr to lr (1 - w)^power after the warm-up.
     """
-    x = (phase_step + 1) / (phase.steps + 1)   # neither the first nor the last rate is 0
+    x = (phase_step + 1) / (phase.steps + 1)
     if x < phase.warmup:
         return phase.lr * x / phase.warmup
     return phase.lr * min(1.0, (1 - x) / (1 - phase.decay_from)) ** phase.power
@@ -368,7 +360,7 @@ class OneBitAdam(Optimizer):
         travel as one, and elements of several share a scale (1-bit LAMB, section 4.2)."""
         for p, norm in zip(self.params, norms(*self._state(self.params, "exp_avg")).tolist()):
             self.state[p]["magnitude"] = p.numel() ** 0.5 / norm if norm > 0 else 1.0
-        self.compressed_mean.reset()                     # its errors are in the former units
+        self.compressed_mean.load_state_dict(None)       # its errors are in the former units
 
     def _average(self, tensors):
         """Replaces tensors, one for each parameter, in place by compressed means over the ranks."""
@@ -518,3 +510,80 @@ def variance_interval(t, updates):
 def agreement_interval(t, steps):
     """Returns j at step t = 1, 2, ... of a stage: 1 for `steps` steps, 2 for as many, up to 16."""
     return 1 << min(4, (t - 1) // steps)
+
+
+OPTIMIZERS = {               # each from parameter groups and betas
+    "lamb": LAMB, "nvlamb": functools.partial(LAMB, adapt_all=True), "lans": LANS,
+    "adamw": functools.partial(AdamW, eps=1e-6, fused=True),
+    "onebit-adam": OneBitAdam, "onebit-lamb": OneBitLAMB, "zeroone-adam": ZeroOneAdam}
+ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
+WEIGHT_DECAY = 0.01
+
+
+def make_optimizer(name, masters, betas, steps, compressed_mean):
+    """Returns the optimizer of this name for master weights, {name: tensor}. Tensors of one
+    dimension, biases and all of LayerNorm, have no weight decay.
+
+    steps: of the whole run; compressed_mean: makes what the 1-bit optimizers need, of a list of
+    (name, tensor).
+    """
+    decayed, rest = ([pair for pair in masters.items() if (pair[1].dim() > 1) == is_matrix]
+                     for is_matrix in (True, False))
+    groups = [{"params": [p for _, p in decayed], "weight_decay": WEIGHT_DECAY},
+              {"params": [p for _, p in rest], "weight_decay": 0.0}]
+    options = {"compressed_mean": compressed_mean(decayed + rest)} if name in ONE_BIT else {}
+    if name == "zeroone-adam":                     # the published 32,678 steps of 125,000
+        options["interval_steps"] = max(1, steps * 32678 // 125000)
+    return OPTIMIZERS[name](groups, betas=betas, **options)
+
+
+# ----- Checkpoint files: one a step, its digest at the end -----
+
+class CheckpointError(ValueError):
+    """A file that is not the checkpoint that its name says; the message says which."""
+
+
+def write_checkpoint(folder, state, keep):
+    """Writes `state` (tensors, numbers, strings, plain containers) to the folder, whole or not at
+    all; then removes older checkpoints, but for the one before and those of the steps in `keep`.
+
+    The file is what torch.save writes and the 64 hexadecimal digits of its SHA-256. It is built in
+    memory, which holds the state twice meanwhile. Raises OSError on a full disk.
+    """
+    path, content = folder / f"step-{state['step']:08d}.pt", io.BytesIO()
+    torch.save(state, content)
+    # One name for all: what a killed run has left of its own is overwritten here
+    temporary, digest = folder / "unfinished", hashlib.sha256(content.getbuffer()).hexdigest()
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines([content.getbuffer(), digest.encode()])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # A later one can only be damaged, and counts for nothing
+    older = {step: old for step, old in checkpoints_in(folder).items() if step < state["step"]}
+    for step in set(sorted(older)[:-1]) - keep:
+        older[step].unlink()
+
+
+def checkpoints_in(folder):
+    """Returns {step: path} of a folder's checkpoints; a file of any other name is not ours."""
+    return {int(path.stem[5:]): path for path in folder.glob(f"step-{'[0-9]' * 8}.pt")}
+
+
+def read_checkpoint(path, step=None):
+    """Returns what write_checkpoint wrote, on the CPU; raises CheckpointError if the file is
+    damaged, or not of the given step."""
+    try:
+        content = memoryview(path.read_bytes())
+        if hashlib.sha256(content[:-64]).hexdigest().encode() != bytes(content[-64:]):
+            raise CheckpointError(f"{path} is cut or damaged: its digest does not match")
+        # weights_only: a pickle could run any code
+        state = torch.load(io.BytesIO(content[:-64]), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+    if step not in (None, state["step"]):
+        raise CheckpointError(f"{path} is of step {state['step']}: it was renamed")
+    return state

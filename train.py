@@ -16,16 +16,12 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import io
-import itertools
 import json
 import math
 import os
-import pickle
-import signal
+import resource
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -40,31 +36,17 @@ import dist
 import optim
 
 
-OPTIMIZERS = {               # each from parameter groups and betas
-    "lamb": optim.LAMB,
-    "nvlamb": functools.partial(optim.LAMB, adapt_all=True),
-    "lans": optim.LANS,
-    "adamw": functools.partial(optim.AdamW, eps=1e-6, fused=True),
-    "onebit-adam": optim.OneBitAdam,
-    "onebit-lamb": optim.OneBitLAMB,
-    "zeroone-adam": optim.ZeroOneAdam,
-}
-ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
-WEIGHT_DECAY = 0.01
 LOCAL = "data", "corpus", "out", "workers", "timeout", "log_every"    # a node may have its own
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
-MICRO_TOKENS = {"cpu": 8192, "cuda": 32768}                  # of a micro-batch, if none is given
+CPU_TOKENS = 8192            # of a micro-batch on a CPU, if none is given
 DEMO_SENTENCES = [           # for the model that read this machine's documentation
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
     "The result is a list [MASK] strings."]
-STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  "
-             "lr {lr:.2e}  norm {grad_norm:6.2f}  scale {loss_scale:g}  "
-             "{examples_per_second:6.0f} examples/s")
-SIGNALLED = 1 << 30          # a reason to stop that stands out of the sum over all ranks
-# torchrun's process, looked up before anything takes long: ranks must not train on without it
-TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  {pairs} {nsp_loss:.3f}  "
+             "lr {lr:.1e}  norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} "
+             "examples/s  {memory_gb:.1f} GB  {minutes_left:.0f} min left")
 
 
 class ConfigError(ValueError):
@@ -72,49 +54,45 @@ class ConfigError(ValueError):
 
 
 # What a user can mend is told in one line, without a traceback
-EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
-            OSError)
+EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.CheckpointError,
+            optim.TrainingStopped, ModuleNotFoundError, OSError)
 
 # ----- Flags -----
 
 def parse_arguments(argv=None):
     """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
-    parser = Parser(description="BERT pre-training. In brackets: the default.", allow_abbrev=False)
+    parser = data.Parser(description="BERT pre-training. (The default.)", allow_abbrev=False)
     add = parser.add_argument_group("text and results").add_argument
     add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
     add("--vocab-size", **N(16), default=8192, help="make a tokenizer of N pieces for it (8192)")
-    add("--out", metavar="DIR", help="write results here (runs/ and the recipe's name)")
-    add("--resume", default="auto", metavar="PATH", help="start from this checkpoint, from none "
-        "(never), or from the newest in --out (auto)")
-    add("--init", metavar="DIR", help="begin with the weights of this model folder, ours or any "
-        "Hugging Face BERT's; for text its tokenizer.model is needed: --data shards that data.py "
-        "--tokenizer DIR/tokenizer.model made (random weights)")
+    add("--out", metavar="DIR", help="write results here (runs/ and the text's name)")
+    add("--resume", default="auto", metavar="PATH", help="this checkpoint, or never (auto: newest)")
+    add("--init", metavar="DIR", help="begin with the weights of this Hugging Face BERT; --data: "
+        "shards of data.py --tokenizer DIR/tokenizer.model (random weights)")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
-    add("--optimizer", choices=OPTIMIZERS, help="take this one (the recipe's)")
-    add("--freeze", **X(0, 1), help="1-bit optimizers learn the variance in this fraction of each "
-        "phase's steps (0.2, or the warm-up where that is longer)")
+    add("--optimizer", choices=optim.OPTIMIZERS, help="take this one (the recipe's)")
+    add("--freeze", **X(0, 1), help="1-bit optimizers freeze at this part of a phase (0.2)")
     add("--steps", **N(0), nargs="+", help="take N steps in each phase; one number, or one a phase")
     add("--batch", **N(1), nargs="+", help="take N examples a step over all ranks; likewise")
     add("--lr-scale", **X(0), default=1.0, help="multiply all learning rates by X (1)")
     add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
-    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B follows A, "
-        "whether A and B are in order, or masked tokens only (nsp)")
+    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B "
+        "follows A, whether A and B are in order, or masked tokens only (nsp)")
     add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
     add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
-    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="multiply in this "
-        "format (auto: the fastest of the hardware)")
-    add("--micro-batch", **N(1), nargs="+", help="a rank takes N examples at a time; one number, "
-        "or one a phase (about 8,192 tokens, 32,768 on a GPU)")
+    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="(the fastest)")
+    add("--micro-batch", **N(1), nargs="+", help="N at a time (8,192 tokens; on a GPU what fits)")
     add("--compression", default="none", metavar="NAME[:X]", help="send gradients as "
         f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
     add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
     add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
     add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
+    add("--recompute", action="store_true", help="keep fewer activations, and compute them twice")
     add("--profile", action="store_true", help="trace five steps of each phase into --out")
     add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
     add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
@@ -125,37 +103,18 @@ def parse_arguments(argv=None):
     add("--checkpoint-minutes", **X(0), default=30, help="save too if X minutes passed (30)")
     add("--max-minutes", **X(0), help="stop after X minutes, with a checkpoint")
     add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
+    add("--tensorboard", action="store_true", help="write its files to --out as well")
     add = parser.add_argument_group("what it would take").add_argument
     add("--plan", **N(1), help="start nothing; tell memory, seconds and days of N nodes")
     add("--gpus-per-node", **N(1), default=8, help="of N GPUs, a rank each (8)")
-    add("--gpu-memory", **X(0), default=16, help="of X GB each (16)")
+    add("--gpu-memory", **X(0), help="of X GB each (16; in training, as it is)")
     add("--tflops", **X(1e-6), help="that reach X TFLOP/s in training (as measured here)")
     add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
     add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill (0)")
     return parser.parse_args(argv)
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed once a node."""
-
-    def error(self, message):
-        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
-        self.exit(2, f"{self.prog}: {message}\n" if said else "")
-
-
-def in_range(kind, name, low, high=1 << 63):
-    """Returns what argparse needs to know of a flag that takes a number in [low, high)."""
-    def number(text):
-        value = kind(text)
-        if not low <= value < high:                          # so that NaN is refused as well
-            bounds = f"at least {low}" + (f" and below {high}" if high < 1 << 63 else "")
-            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
-        return value
-    return {"type": number, "metavar": name}
-
-
-N, X = functools.partial(in_range, int, "N"), functools.partial(in_range, float, "X")
-
+N, X = functools.partial(data.number, int), functools.partial(data.number, float)
 
 # ----- Training -----
 
@@ -164,12 +123,14 @@ def train(plan, world):
 
     Raises ConfigError, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
     """
-    log, stop_requests = Log(plan.out, world.rank == 0), listen_to_signals(plan.max_minutes)
+    # From here on a signal does not end the program: it asks for a checkpoint
+    log, stop_requests = Log(plan, world.rank == 0), dist.listen_to_signals(plan.max_minutes)
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
     last = plan.ends[-1]
     stop, stop_at, saved = 0, min(last, plan.max_steps or last), step
+    # By the clock too: a step can take milliseconds or minutes
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
     # ----- the training loop begins -----
@@ -186,7 +147,7 @@ def train(plan, world):
 
             # 2. The masked tokens of the whole step, on all ranks: the divisor of every loss. Each
             #    rank's own would make a mean of means. And is it time to stop, or to save?
-            wishes = asked_to_stop(stop_requests), time.monotonic() > save_at
+            wishes = dist.asked_to_stop(stop_requests), time.monotonic() > save_at
             masked, slots, stop, due, *tokens = step_totals(micro_batches, wishes, world)
 
             # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
@@ -198,12 +159,12 @@ def train(plan, world):
                 # torchrun kills 30 s after SIGTERM and a step can take longer: ask before each
                 # micro-batch that all ranks have, and leave the step undone
                 if 0 < k < all_have:
-                    stop, = world.sum([asked_to_stop(stop_requests)])
+                    stop, = world.sum([dist.asked_to_stop(stop_requests)])
                 if stop:
                     break
                 # Dropout's seed is a function of the step, so that no generator's state has to be
                 # saved, and another one for each micro-batch and rank
-                seed_dropout(plan.seed, step, k, world.rank)
+                torch.manual_seed(hash((plan.seed, step, k, world.rank)))
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
                     losses = model(batch.to(world.device))
@@ -251,14 +212,15 @@ def train(plan, world):
                 "examples": examples, "seconds": seconds, "data_share": data_seconds / duration,
                 "wait_seconds": reducer.wait_seconds, "bucket_seconds": reducer.bucket_seconds,
                 "bytes_sent": reducer.bytes_sent + optimizer.bytes_sent,
-                **step_figures(plan, phase, sums, masked, slots, tokens, duration)}
+                **step_figures(plan, phase, sums, masked, slots, tokens, duration),
+                **outlook(plan, step, seconds)}
             log.metric("train", **figures)
-            bar.set_postfix_str("mlm {mlm_loss:.3f} nsp {nsp_loss:.3f}".format(**figures))
+            bar.set_postfix_str("mlm {mlm_loss:.3f}".format(**figures))
             bar.update()
             if step % plan.log_every == 0 or step == end:
-                log.say(STEP_LINE.format(last=last, **figures))
+                log.say(STEP_LINE.format(last=last, pairs=plan.pairs, **figures))
             if evaluates:
-                log_evaluation(evaluate(model, plan, phase, world), log, figures, last)
+                log_evaluation(evaluate(model, plan, phase, world), plan, log, model, figures)
             if saves:
                 save(plan, world, log, step, examples, seconds, *parts)
                 saved, save_at = step, time.monotonic() + 60 * plan.checkpoint_minutes
@@ -270,8 +232,8 @@ def train(plan, world):
     reducer.close()
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
-        report(plan, log, step, last, stop_requests)
-    if stop >= SIGNALLED and TORCHRUN:   # no success: other nodes' torchrun would wait for this one
+        report(plan, log, model, step, stop_requests)
+    if stop >= dist.SIGNALLED and dist.TORCHRUN:     # no success: other nodes' would wait for us
         raise dist.DistError(f"stopped, with a checkpoint of step {step}; the same command resumes")
 
 
@@ -287,11 +249,14 @@ def build(plan, world):
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
     # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
-    world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and plan.init and initialise(model, plan))
+    anew = plan.init and world.rank == 0 and not optim.checkpoints_in(plan.out / "checkpoints")
+    world.on_all_ranks(EXPECTED, lambda: anew and bert.copy_weights(
+        plan.init, model, plan.data / "tokenizer.model"))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
+    model.recompute = plan.recompute
     if plan.compile:                     # but what depends on each batch's lengths
         bert.attention = torch.compiler.disable(bert.attention)
     for block in model.blocks if plan.compile else ():
@@ -300,59 +265,12 @@ def build(plan, world):
     masters = optim.master_weights(model)
     for name, master in masters.items():
         master.grad = reducer.gradients[name]        # the bucket's view: nothing is copied
-    groups = optim.parameter_groups(masters, WEIGHT_DECAY)
-    options = {"betas": plan.betas}
-    if plan.one_bit:
-        order = [pair for part, _ in groups for pair in part.items()]
-        options["compressed_mean"] = dist.CompressedMean(order, world)
-    if plan.optimizer == "zeroone-adam":             # the published 32,678 steps of 125,000
-        options["interval_steps"] = max(1, plan.ends[-1] * 32678 // 125000)
-    optimizer = OPTIMIZERS[plan.optimizer](
-        [{"params": [*part.values()], "weight_decay": decay} for part, decay in groups], **options)
+    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas, plan.ends[-1],
+                                     lambda named: dist.CompressedMean(named, world))
+    # bf16 has the range of fp32
     scaled = "fp16" in (plan.precision, plan.compression)
     scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
     return model, reducer, masters, optimizer, scaler
-
-
-def initialise(model, plan):
-    """Gives the model the weights of the folder --init, unless a checkpoint will; raises
-    ConfigError or bert.ModelError if they do not fit."""
-    if checkpoints_in(plan.out / "checkpoints"):
-        return
-    found, own = bert.load_huggingface(plan.init), Path(plan.init) / "tokenizer.model"
-    config = found.config._replace(dropout=plan.dropout, init_std=plan.config.init_std)
-    if differ := differences(plan.config._asdict(), config._asdict()):
-        raise ConfigError(f"--init {plan.init} does not fit the plan: {differ}")
-    if own.exists() and own.read_bytes() != (plan.data / "tokenizer.model").read_bytes():
-        raise ConfigError(f"{plan.data} has another tokenizer than --init {plan.init}; make shards "
-                          f"with data.py --tokenizer {own}")
-    model.load_state_dict(found.state_dict())
-
-
-def listen_to_signals(max_minutes):
-    """Returns a list that SIGTERM, Ctrl-C and the end of max_minutes add their names to, so that
-    training can stop with a checkpoint. A second Ctrl-C ends the process at once."""
-    requests = []
-
-    def request(signum, _):
-        requests.append(signal.Signals(signum).name)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, request)
-    if max_minutes is not None:
-        timer = threading.Timer(60 * max_minutes, requests.append, ["--max-minutes"])
-        timer.daemon = True                                  # it must not outlive the training
-        timer.start()
-    return requests
-
-
-def asked_to_stop(stop_requests):
-    """Returns 0 if this rank is to go on; 1 if its time is up; SIGNALLED if it got a signal, or its
-    torchrun is dead: no rank trains on then."""
-    if set(stop_requests) - {"--max-minutes"} or TORCHRUN not in (None, os.getppid()):
-        return SIGNALLED
-    return len(stop_requests)
 
 
 def open_phase(plan, world, phase_index, step):
@@ -368,41 +286,23 @@ def open_phase(plan, world, phase_index, step):
     batches = data.loader(examples, range(first, phase.steps), plan.workers,
                           world.device.type == "cuda", deal)
     if plan.profile and world.rank == 0:
-        batches = profiled(batches, plan.out / f"profile-{phase_index + 1}")
+        batches = bert.profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
                disable=True if world.rank else None, dynamic_ncols=True)
     return batches, all_have, bar
 
 
-def profiled(batches, path):
-    """Yields from an iterator; between its sixth and eleventh item, five steps, it writes the
-    trace PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt.
-    """
-    yield from itertools.islice(batches, 5)                  # the first ones are not typical
-    with torch.profiler.profile() as profiler:
-        yield from itertools.islice(batches, 5)
-    profiler.export_chrome_trace(f"{path}.json")
-    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
-    Path(f"{path}.txt").write_text(table)
-    yield from batches
-
-
 def step_totals(micro_batches, wishes, world):
     """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
     predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
     must do it at the same step); then the tokens of each rank."""
-    tokens = [0] * world.size
-    tokens[world.rank] = sum(int(batch.bounds[-2]) for batch in micro_batches)
+    own = sum(int(batch.bounds[-2]) for batch in micro_batches)
+    # Counted on the CPU, before the batch goes to a GPU: nothing waits for the device
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     slots = sum(len(batch.tokens) for batch in micro_batches)
+    tokens = [own * (rank == world.rank) for rank in range(world.size)]
     return world.sum([masked, slots, *wishes, *tokens])
-
-
-def seed_dropout(*numbers):
-    """Seeds torch's generators, of CPU and GPU, by a tuple of numbers."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
@@ -415,6 +315,17 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
     return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
             "padding": 1 - total / slots, "imbalance": max(tokens) * ranks / total,
             "examples_per_second": rate, "tflops": rate * flops / ranks / 1e12}
+
+
+def outlook(plan, step, seconds):
+    """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
+    GPU's, and the minutes left at the mean speed of the `seconds` until now."""
+    # Tokens of each step, since those of phase 2 are longer and take more time
+    work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
+    unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
+    memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory_gb": torch.cuda.max_memory_allocated() / 1e9 or memory,
+            "minutes_left": seconds / 60 * sum(work[step:]) / sum(work[:step])}
 
 
 # ----- Evaluation -----
@@ -435,9 +346,10 @@ def evaluate(model, plan, phase, world):
     total = torch.zeros(6, dtype=torch.float64, device=world.device)
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
-        labels = batch.labels[batch.labels != data.IGNORED]
-        parts = *model(batch), unigrams[labels].sum(), torch.tensor(len(labels)).to(world.device)
+        predicted = batch.labels != data.IGNORED
+        parts = *model(batch), unigrams[batch.labels[predicted]].sum(), predicted.sum()
         total += torch.stack([part.double() for part in parts])
+    # Sums, not means, are what ranks can add up: their shares differ in size
     model.train()
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(total.tolist())
     accuracy = nsp_hits / EVAL_EXAMPLES
@@ -447,53 +359,74 @@ def evaluate(model, plan, phase, world):
             "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
 
 
-def log_evaluation(result, log, figures, last):
-    """Logs an evaluation, after a step with these figures."""
-    step, phase = figures["step"], figures["phase"]
-    log.metric("eval", step=step, phase=phase, **result)
-    log.say(f"step {step:>6}/{last}  held out: {describe(result)}")
+def log_evaluation(result, plan, log, model, figures):
+    """Logs an evaluation, after a step with these figures; of the demo also how the model fills in
+    its three sentences."""
+    log.metric("eval", step=figures["step"], phase=figures["phase"], **result)
+    log.say(f"step {figures['step']:>6}/{plan.ends[-1]}  held out: {describe(result, plan)}")
+    if plan.reads_docs and log.active:
+        log.say("    [MASK] of the three sentences: " + "; ".join(fill_in_demo(plan, model)))
 
 
-def describe(result):
+def describe(result, plan):
     """Returns an evaluation as a line of text."""
     mlm = "MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), MLM accuracy {mlm_accuracy:.1%}"
-    nsp = ", NSP accuracy {nsp_accuracy:.1%} +- {nsp_error:.1%}"
-    return (mlm if result["nsp_accuracy"] is None else mlm + nsp).format(**result)
+    pairs = f", {plan.pairs.upper()} accuracy {{nsp_accuracy:.1%}} +- {{nsp_error:.1%}}"
+    return (mlm if result["nsp_accuracy"] is None else mlm + pairs).format(**result)
+
+
+def fill_in_demo(plan, model):
+    """Returns the three likeliest words for the [MASK] of each DEMO_SENTENCES, a list of str."""
+    tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
+    return [words for text in DEMO_SENTENCES for words in bert.fill_mask(model, tokenizer, text, 3)]
 
 
 # ----- The plan: the arguments, with all that they leave open filled in -----
 
 def make_plan(args, world):
-    """Returns the arguments as a plan, the same on every rank: `phases` (list of Phase), `config`
-    and all defaults filled in, shards prepared and checked, `same_run` what results depend on.
+    """Returns `fill_in`'s plan, the same on every rank, with its shards prepared and checked, and
+    `same_run`, what the results depend on.
 
     Raises ConfigError or data.DataError, on every rank, if it cannot work.
     """
+    plan = fill_in(args, world)
+    manifest = prepare_folders(plan, world)
+    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
+    plan.same_run = same_run(plan, manifest)
+    # Whatever decides which collectives are called when, or their result, is the same on all ranks
+    code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
+    told = {flag: value for flag, value in vars(args).items() if flag not in LOCAL} | plan.same_run
+    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
+    world.check_same(told, "was started differently")
+    return plan
+
+
+def fill_in(args, world):
+    """Returns the arguments as a plan: what they leave open is the recipe's or follows from the
+    hardware, and `phases` (list of Phase), `config` and both folders (Path) follow from all of it.
+    Raises ConfigError, or DistError for the compression, if it cannot work."""
     plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
     for field in ("optimizer", "dropout", "mask_fraction"):
         if getattr(args, field) is None:
             setattr(plan, field, getattr(recipe, field))
-    plan.one_bit = plan.optimizer in ONE_BIT
-    plan.phases = plan_phases(plan, recipe.phases, world)
-    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
-    plan.out = Path(args.out or f"runs/{args.recipe}")
-    plan.data = Path(args.data or data.default_folder(args.corpus))
-    manifest = prepare_folders(plan, world)
-    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
-    plan.config = bert.BertConfig.preset(args.model, manifest["vocab_size"], dropout=plan.dropout)
-    plan.precision = optim.choose_precision(args.precision, world.device)
+    plan.one_bit = plan.optimizer in optim.ONE_BIT
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
     plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
-    plan.same_run = same_run(plan, manifest)
-    # Whatever decides which collectives are called when, or their result, is the same on all ranks
-    code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
-    told = plan.same_run | {flag: value for flag, value in vars(args).items() if flag not in LOCAL}
-    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
-    for rank, other in enumerate(everyone := world.all_gather_object(told)):
-        if differ := differences(other, everyone[0]):
-            raise ConfigError(f"rank {rank} was started differently: {differ}")
+    plan.data = Path(args.data or data.default_folder(args.corpus))
+    plan.reads_docs = not args.data and not args.corpus
+    plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
+    known = (plan.data / "manifest.json").exists()
+    # A tokenizer that is still to be made will have as many pieces as were asked for
+    vocabulary = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size
+    plan.config = bert.BertConfig.preset(args.model, vocabulary, dropout=plan.dropout)
+    plan.precision = optim.choose_precision(args.precision, world.device)
+    if world.device.type == "cuda" and not args.gpu_memory:  # the smallest card decides for all
+        own = 1e-9 * torch.cuda.get_device_properties(world.device).total_memory
+        plan.gpu_memory = min(world.all_gather_object(own))
+    plan.phases = plan_phases(plan, recipe.phases, world)
+    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
     return plan
 
 
@@ -504,16 +437,13 @@ def plan_phases(plan, phases, world):
     if plan.freeze is not None and not plan.one_bit:
         raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
     if plan.one_bit and plan.compression not in ("none", "fp16", "bf16"):
-        raise ConfigError(f"--compression {plan.compression} would spoil the variance that "
-                          f"{plan.optimizer} learns; take none, fp16 or bf16")
+        raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
+    # Each flag has one number for all phases, or one for each; None is the recipe's
     given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
         raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
     given = zip(*(numbers * len(phases) for numbers in given))           # zip ends with phases
-    phases = [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
-    if not any(phase.steps for phase in phases):
-        raise ConfigError("no steps are left to do; raise --steps")
-    return phases
+    return [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
 
 
 def plan_phase(plan, world, phase, steps, batch, micro_batch):
@@ -522,17 +452,16 @@ def plan_phase(plan, world, phase, steps, batch, micro_batch):
     if batch < world.size:
         raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise --batch")
     share = -(-batch // world.size)                          # the most that a rank has in a step
-    most = max(1, MICRO_TOKENS[world.device.type] // phase.seq_len)
+    most = max(1, memory(plan, phase)[2] if plan.gpu_memory else CPU_TOKENS // phase.seq_len)
     # If none is given: equal parts of at most `most` examples
-    micro_batch = micro_batch or -(-share // -(-share // most))
+    micro_batch = min(micro_batch or -(-share // -(-share // most)), share)
     freeze = phase.freeze
     if plan.one_bit and steps:
         freeze = round(steps * (max(0.2, phase.warmup) if plan.freeze is None else plan.freeze))
         if not 0 < freeze < steps:
-            raise ConfigError(f"{plan.optimizer} cannot freeze its variance after {freeze} of "
-                              f"{steps} steps; change --freeze or --steps")
+            raise ConfigError(f"no freeze after {freeze} of {steps} steps; change --freeze")
     return dataclasses.replace(phase, steps=steps, global_batch=batch, lr=phase.lr * plan.lr_scale,
-                               micro_batch=min(micro_batch, share), freeze=freeze)
+                               micro_batch=micro_batch, freeze=freeze)
 
 
 def prepare_folders(plan, world):
@@ -541,7 +470,12 @@ def prepare_folders(plan, world):
     def make():
         if world.rank == 0:
             (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            plan.lock = lock(plan.out / "log.txt")           # fails where nothing can be written
+            plan.lock = open(plan.out / "log.txt", "a")      # fails where nothing can be written
+            try:                                             # locked until this process ends
+                fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another run writes to {plan.out}; take another --out") from None
+        # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
             manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
@@ -552,35 +486,19 @@ def prepare_folders(plan, world):
         plan.data, world.rank, world.size, plan.balance and world.local_rank == 0))
 
 
-def lock(path):
-    """Returns the file, open and locked until this process ends, however it ends. Raises
-    ConfigError if another process has locked it."""
-    file = open(path, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another run writes to {path.parent}; take another --out") from None
-    return file
-
-
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes only the order of sums."""
+    # Flat, so that a field that differs can be named
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "mask_fraction", "seed", "balance", *plan.masks)}
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
-        run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()}
-        del run[f"phase{number}.micro_batch"]
+        run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()
+                if key != "micro_batch"}
     return run
-
-
-def differences(run, found):
-    """Returns the fields in which two descriptions of a run differ, as text: "seed 1 (not 0)"."""
-    return ", ".join(f"{key} {run.get(key)} (not {found.get(key)})"
-                     for key in sorted({*run, *found}) if run.get(key) != found.get(key))
 
 
 # ----- Checkpoints: all that the next step depends on, one file each, its digest at the end -----
@@ -592,7 +510,8 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     Collective: rank 0 reads. Raises ConfigError on every rank if there is none that can be used, or
     if another node's disk has a later one: the node that was the first may have another rank now.
     """
-    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
+    # All look: without a shared disk each node has checkpoints of its own, or none
+    newest = max(optim.checkpoints_in(plan.out / "checkpoints"), default=0)
     places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
     if max(places)[0] > places[0][0]:
         (later, theirs), (step, ours) = max(places), places[0]
@@ -607,7 +526,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
         master.data.copy_(state["weights"][name])
     optim.copy_to_model(masters, model)
     optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    vars(scaler).update(state["scaler"])
     reducer.load_state_dict(state["residuals"])
     return state["step"], state["examples"], state["seconds"]
 
@@ -620,63 +539,27 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
     compare_weights(masters, optimizer, world, step)
     state = {"run": plan.same_run, "step": step, "examples": examples, "seconds": seconds,
              "weights": masters, "optimizer": optimizer.state_dict(),
-             "scaler": scaler.state_dict(), "residuals": reducer.state_dict(),
+             "scaler": vars(scaler), "residuals": reducer.state_dict(),
              "log_bytes": log.bytes()}
     if log.active:
         try:
-            write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
+            optim.write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
         except OSError as error:
             log.say(f"warning: no checkpoint of step {step}: {error.strerror}; training goes on")
 
 
 @torch.no_grad()
 def compare_weights(masters, optimizer, world, step):
-    """Raises optim.TrainingStopped, on all ranks, if weights or moments are not finite on one, or
-    the weights not the same bits on all."""
+    """Raises optim.TrainingStopped if weights or moments of a rank are not finite, dist.DistError
+    if weights are not the same bits on all; either on all ranks."""
     moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    finite = math.isfinite(float(optim.global_norm([*masters.values(), *moments])))
+    norm = float(optim.global_norm([*masters.values(), *moments]))
+    # One rank alone must not stop: the others would wait for it
+    if world.sum([not math.isfinite(norm)])[0]:
+        raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not saved")
+    # A sum of bits as integers, which no order of additions changes
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
-    told = world.all_gather_object((finite, bits))
-    for rank, (is_finite, other) in enumerate(told):
-        if not is_finite:
-            raise optim.TrainingStopped(f"step {step}: weights or moments of rank {rank} are not "
-                                        "finite; they are not saved")
-        if other != told[0][1]:
-            raise optim.TrainingStopped(f"step {step}: rank {rank} has other weights than rank 0; "
-                                        "have its memory checked, and resume")
-
-
-def write_checkpoint(folder, state, keep):
-    """Writes `state` (tensors, numbers, strings, plain containers) to the folder, whole or not at
-    all; then removes older checkpoints, but for the one before and those of the steps in `keep`.
-
-    The file is what torch.save writes and the 64 hexadecimal digits of its SHA-256. It is built in
-    memory, which holds the state twice meanwhile. Raises OSError on a full disk.
-    """
-    path, content = folder / f"step-{state['step']:08d}.pt", io.BytesIO()
-    torch.save(state, content)
-    # One name for all: what a killed run has left of its own is overwritten here
-    temporary, digest = folder / "unfinished", hashlib.sha256(content.getbuffer()).hexdigest()
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines([content.getbuffer(), digest.encode()])
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)                                 # the name is on the disk too
-        os.close(descriptor)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # A later one can only be damaged, and counts for nothing
-    older = {step: old for step, old in checkpoints_in(folder).items() if step < state["step"]}
-    for step in set(sorted(older)[:-1]) - keep:
-        older[step].unlink()
-
-
-def checkpoints_in(folder):
-    """Returns {step: path} of a folder's checkpoints; a file of any other name is not ours."""
-    return {int(path.stem[5:]): path for path in folder.glob(f"step-{'[0-9]' * 8}.pt")}
+    world.check_same({"sum of bits": bits}, f"has other weights after step {step} (bad memory?)")
 
 
 def find_checkpoint(plan, log):
@@ -685,37 +568,22 @@ def find_checkpoint(plan, log):
     Where one is damaged the one before is taken, with a warning. Raises ConfigError if none is
     whole, if it is of another run, or if later steps in the folder would be overwritten.
     """
-    folder = plan.out / "checkpoints"
-    whole, anew = checkpoints_in(folder), plan.resume == "never"
-    state = None if anew or plan.resume == "auto" else read_checkpoint(Path(plan.resume))
-    while whole and not state and not anew:
+    folder, auto, state = plan.out / "checkpoints", plan.resume == "auto", None
+    found = optim.checkpoints_in(folder)
+    if plan.resume not in ("auto", "never"):
+        state = optim.read_checkpoint(Path(plan.resume))
+    for step in sorted(found, reverse=True) if auto else ():
         try:
-            state = read_checkpoint(whole[max(whole)], max(whole))
-        except (ConfigError, OSError) as error:
+            state = optim.read_checkpoint(found[step], step)
+            break
+        except (optim.CheckpointError, OSError) as error:
             log.say(f"warning: {error}; trying the one before")
-            del whole[max(whole)]
-    if not state and not anew and checkpoints_in(folder):
+    if auto and found and not state:
         raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
-    if max(whole, default=0) > (state["step"] if state else 0):
-        raise ConfigError(f"{folder} holds step {max(whole)}; move it away or take another --out")
-    if state and (differ := differences(plan.same_run, state["run"])):
+    if not auto and max(found, default=0) > (state["step"] if state else 0):
+        raise ConfigError(f"{folder} holds step {max(found)}; move it away or take another --out")
+    if state and (differ := dist.differences(plan.same_run, state["run"])):
         raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
-    return state
-
-
-def read_checkpoint(path, step=None):
-    """Returns what write_checkpoint wrote, on the CPU; raises ConfigError if the file is damaged,
-    or not of the given step."""
-    try:
-        content = memoryview(path.read_bytes())
-        if hashlib.sha256(content[:-64]).hexdigest().encode() != bytes(content[-64:]):
-            raise ConfigError(f"{path} is cut or damaged: its digest does not match")
-        # weights_only: a pickle could run any code
-        state = torch.load(io.BytesIO(content[:-64]), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
-        raise ConfigError(f"{path} is not one of our checkpoints; nothing in it was run") from None
-    if step not in (None, state["step"]):
-        raise ConfigError(f"{path} is of step {state['step']}: it was renamed")
     return state
 
 
@@ -728,65 +596,70 @@ def print_plan(args):
         step = compute + max(late, exchange - backward)
 
     backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
-    hides; all but `late`, that of the embeddings, which are ready at its end. Not counted: what
-    happens inside a node, the optimizer, padding (examples count as full), loading, evaluation.
+    hides; all but `late`, that of the embeddings, which are ready at its end. To compress counts
+    where it can be measured: without --tflops. Not counted: what happens inside a node, the
+    optimizer, padding (examples count as full), loading, evaluation.
     """
-    recipe, device = optim.RECIPES[args.recipe], dist.World().device
-    args.one_bit = args.freeze = None                        # --compression is what is compared
-    world = dist.World(size=args.plan * args.gpus_per_node, device=device)
-    phases = plan_phases(args, recipe.phases, world)
-    config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=recipe.dropout)
-    masked = args.mask_fraction or recipe.mask_fraction
-    precision = optim.PRECISIONS[optim.choose_precision(args.precision, device)]
-    with torch.device("meta"):                               # shapes alone, no memory
-        shapes = [p.shape for p in bert.BertForPreTraining(config).parameters()]
+    args.gpu_memory = args.gpu_memory or 16
+    # As many ranks as there would be, though none of them exists
+    here = dist.init()
+    plan = fill_in(args, dataclasses.replace(here, size=args.plan * args.gpus_per_node))
+    config, shapes = plan.config, bert.parameter_shapes(plan.config)
     elements = sum(map(math.prod, shapes))
-    tflops = args.tflops or bert.measure_tflops(config, device, precision)
-    packing = {name: 4e-6 * elements * dist.measure(dist.World(device=device), name, 1)[0]
-               for name in {*dist.COMPRESSORS, args.compression}}       # seconds
+    precision = optim.PRECISIONS[plan.precision]
+    tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
+    names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
+    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 
-    def step(phase, compression, nodes, gbps):
-        """Returns the seconds of compute, of exchange, and of a step in which they overlap."""
+    def seconds(phase, compression, nodes, gbps):
+        """Returns those of compute, of exchange, and of a step in which they overlap."""
         share = phase.global_batch / (nodes * args.gpus_per_node)
-        flops = bert.flops_per_example(config, phase.seq_len, masked * phase.seq_len)
-        compute = share * flops / tflops / 1e12
-        exchange = 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
-        exchange += packing[compression] * (nodes > 1)
-        late = exchange * config.vocab_size * config.width / elements
+        flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
+        compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
+        exchange = packing[compression] * (nodes > 1 and not args.tflops)
+        exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
+        late = exchange * math.prod(shapes[0]) / elements
         backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
         return compute, exchange, compute + max(late, exchange - backward)
 
-    def days(compression, nodes, gbps):
-        """Returns the days of all phases."""
-        return sum(phase.steps * step(phase, compression, nodes, gbps)[2] / 86400
-                   for phase in phases)
+    def days(*case):
+        """Returns the days of all phases with a compression, so many nodes and Gb/s."""
+        return sum(phase.steps * seconds(phase, *case)[2] / 86400 for phase in plan.phases)
 
-    memory = {"weights": precision.itemsize, "masters": 4 * (precision.itemsize < 4),
-              "gradients": 4, "moments": 8, "residuals": 8 * dist.is_lossy(args.compression)}
-    memory = {part: 1e-9 * elements * each for part, each in memory.items()}
     print(f"{args.model}: {elements:,} parameters; {args.plan} node(s) of {args.gpus_per_node} "
           f"GPU(s) of {tflops:.3g} TFLOP/s, {args.gbps:g} Gb/s, compression {args.compression}")
-    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in memory.items()))
-    for number, phase in enumerate(phases, 1):
-        one = 1e-9 * bert.activation_bytes(config, phase.seq_len, masked * phase.seq_len,
-                                           precision.itemsize)
-        most = max(0, int((args.gpu_memory - sum(memory.values())) / one))
-        compute, exchange, seconds = step(phase, args.compression, args.plan, args.gbps)
-        print(f"phase {number}: micro-batch {phase.micro_batch}, {one * phase.micro_batch:.2f} GB "
-              f"({most} would fit); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
-              f"{seconds - compute:.3g} s of it not hidden: "
-              f"{phase.steps * seconds / 86400:.3g} days")
+    for number, phase in enumerate(plan.phases, 1):
+        state, each, most = memory(plan, phase)
+        compute, exchange, step = seconds(phase, args.compression, args.plan, args.gbps)
+        print(f"phase {number}: micro-batch {phase.micro_batch}, {each * phase.micro_batch:.2f} GB "
+              f"({most} fit {args.gpu_memory:g}); a step computes {compute:.3g} s, exchanges "
+              f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden: "
+              f"{phase.steps * step / 86400:.3g} days")
+    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in state.items()))
     nodes = [1 << k for k in range(7)]
     print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
     for gbps in 1, 10, 25, 100:
         for name in dist.COMPRESSORS:
             print(f"{gbps:>4} Gb/s  {name:<10}", *(f"{days(name, n, gbps):8.3g}" for n in nodes))
-    mine = {name: days(name, args.plan, args.gbps) for name in dist.COMPRESSORS}
-    best = next(name for name in mine if mine[name] <= 1.05 * min(mine.values()))
-    hours = 24 * mine[best] * world.size
-    print(f"Take the largest micro-batch that fits and --compression {best}: {mine[best]:.3g} days "
-          f"({mine['none']:.3g} with none), {hours:,.0f} GPU hours, "
-          f"{hours * args.price_per_gpu_hour:,.0f} to pay")
+    # The first that is hardly slower than the fastest: what loses nothing stands first
+    mine = {name: days(name, args.plan, args.gbps) for name in names}
+    best = next(name for name in names if mine[name] <= 1.05 * min(mine.values()))
+    hours = 24 * mine[best] * args.plan * args.gpus_per_node
+    print(f"Take the largest micro-batch that fits and --compression {best}"
+          + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (with none "
+          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, {hours * args.price_per_gpu_hour:,.0f} to "
+          "pay")
+
+
+def memory(plan, phase):
+    """Returns (what a rank holds besides activations, {part: GB}; the GB of activations that an
+    example of the phase leaves; how many of these fit in 80 % of plan.gpu_memory: the formulas
+    leave out a little)."""
+    size = optim.PRECISIONS[plan.precision].itemsize
+    state = bert.state_gigabytes(plan.config, size, dist.is_lossy(plan.compression))
+    each = 1e-9 * bert.activation_bytes(plan.config, phase.seq_len,
+                                        plan.mask_fraction * phase.seq_len, size, plan.recompute)
+    return state, each, max(0, int((0.8 * (plan.gpu_memory or 0) - sum(state.values())) / each))
 
 
 # ----- The log -----
@@ -794,9 +667,12 @@ def print_plan(args):
 class Log:
     """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but 0."""
 
-    def __init__(self, folder, active):
-        self.folder, self.active, self.metrics = folder, active, folder / "metrics.jsonl"
-        self.unwritten = {}                          # {path: bytes that found no room}
+    def __init__(self, plan, active):
+        self.folder, self.active, self.metrics = plan.out, active, plan.out / "metrics.jsonl"
+        self.tensorboard = None
+        if plan.tensorboard and active:
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(plan.out)
 
     def say(self, text):
         """Prints a line, above the progress bar, and adds it to log.txt."""
@@ -808,19 +684,20 @@ class Log:
     def metric(self, kind, **fields):
         """Adds a line to metrics.jsonl; numbers that are not finite become null."""
         if self.active:
+            # JSON has no NaN
             fields = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                       for key, value in fields.items()}
             self._append(self.metrics, json.dumps({"kind": kind, **fields}))
+            for key, value in fields.items() if self.tensorboard else ():
+                if isinstance(value, (int, float)):
+                    self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
     def _append(self, path, line):
-        lines = self.unwritten.pop(path, b"") + f"{line}\n".encode()
         try:
-            with open(path, "ab", buffering=0) as file:
-                while lines:                         # a disk that fills up takes a part first
-                    lines = lines[file.write(lines):]
+            with open(path, "a") as file:
+                file.write(line + "\n")
         except OSError as error:                     # a full disk must not end the training
-            tqdm.write(f"warning: {path}: {error.strerror}")
-            self.unwritten[path] = lines
+            tqdm.write(f"warning: {path}: {error.strerror}; a line of it is lost")
 
     def bytes(self):
         """Returns the length of metrics.jsonl."""
@@ -832,66 +709,65 @@ class Log:
         if self.bytes() > length:
             os.truncate(self.metrics, length)
 
-    def read(self):
-        """Returns the lines of metrics.jsonl, a list of dicts; those that are damaged are left out.
-        """
-        lines = []
-        for line in self.metrics.read_text(errors="replace").splitlines() if self.bytes() else []:
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
-        return lines
-
 
 def log_plan(plan, world, log, model, step):
     """Says what is about to run, and writes it as the first line of metrics.jsonl."""
     parameters = sum(p.numel() for p in model.parameters())
     if not log.bytes():
-        log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=git_commit(),
-                   python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__,
+        commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty")
+        log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=commit,
+                   python=sys.version, torch=torch.__version__, numpy=np.__version__,
                    world=world.size, nodes=world.nodes, device=str(world.device),
                    threads=torch.get_num_threads(), parameters=parameters)
     log.say(f"model {plan.model}: {plan.config.layers} layers x {plan.config.width}, "
-            f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}")
-    log.say(f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
+            f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}\n"
+            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
             f"{plan.precision}, optimizer {plan.optimizer}, compression {plan.compression}")
     for index, phase in enumerate(plan.phases, 1):
-        share = -(-phase.global_batch // world.size)
+        accumulation = -(-phase.global_batch // (world.size * phase.micro_batch))
         log.say(f"phase {index}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
                 f"{phase.seq_len} tokens; {world.size} rank(s) x micro-batch {phase.micro_batch} x "
-                f"accumulation {-(-share // phase.micro_batch)}, lr {phase.lr:g}"
+                f"accumulation {accumulation}, lr {phase.lr:g}"
                 + f", variance frozen after {phase.freeze} steps" * plan.one_bit)
     if step:
         log.say(f"resuming from the checkpoint of step {step}")
 
 
-def git_commit():
-    """Returns the commit that this file is of, "-dirty" after it if it was changed; or None."""
-    return subprocess.run("git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
-                          text=True, capture_output=True).stdout.strip() or None
-
-
-def report(plan, log, step, last, stop_requests):
-    """Says what came out: the last evaluation of each phase; for the demo, sentences filled in."""
-    log.say("\nHeld-out documents; unigram: the loss of guessing by frequency, the line to beat")
-    with contextlib.suppress(LookupError, TypeError):        # of a metrics.jsonl that was damaged
-        lines = log.read()
-        results = {line["phase"]: line for line in lines if line["kind"] == "eval"}
-        for index, result in sorted(results.items()):
-            log.say(f"phase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                    f"{result['step']}: {describe(result)}")
-            steps = [line for line in lines if line["kind"] == "train" and line["phase"] == index]
-            padding, imbalance, waited = (np.mean([line[key] for line in steps] or [math.nan])
-                                          for key in ("padding", "imbalance", "data_share"))
+def report(plan, log, model, step, stop_requests):
+    """Says what came out: the curve of held-out losses, the last evaluation of each phase; for the
+    demo, sentences filled in."""
+    with contextlib.suppress(LookupError, TypeError, ValueError):        # metrics.jsonl was damaged
+        lines = [json.loads(line) for line in open(log.metrics)]
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        log.say(f"\nHeld-out MLM loss in phase 1 and 2; -: by word frequency\n{curve(evaluations)}")
+        for index, result in sorted({line["phase"]: line for line in evaluations}.items()):
+            log.say(f"\nphase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
+                    f"{result['step']}: {describe(result, plan)}")
+            padding, imbalance, waited = np.mean([
+                [line["padding"], line["imbalance"], line["data_share"]] for line in lines
+                if line["kind"] == "train" and line["phase"] == index], axis=0)
             log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
                     f"the mean tokens, waiting for data {waited:.1%} of the time")
-    if not plan.corpus and not plan.arguments["data"]:
-        tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
-        model = bert.load_huggingface(plan.out / "model")                # on the CPU, fp32
-        for sentence in DEMO_SENTENCES:
-            log.say(f"\n{sentence}\n    {bert.fill_mask(model, tokenizer, sentence, 3)[0]}")
-    ended = "Done" if step == last else " by ".join(["Stopped", *stop_requests[:1]])
-    log.say(f"\n{ended} after step {step} of {last}. Fill in your own:\n    "
-            f'python bert.py {plan.out}/model "Returns the [MASK] of the list."')
+    if plan.reads_docs:
+        for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, model)):
+            log.say(f"\n{sentence}\n    {words}")
+    ended = "Done" if step == plan.ends[-1] else " by ".join(["Stopped", *stop_requests[:1]])
+    log.say(f"\n{ended} after step {step} of {plan.ends[-1]}; to start over, remove {plan.out}. "
+            f'Fill in your own:\n    python bert.py {plan.out}/model "Returns the [MASK] of it."')
+
+
+def curve(evaluations, width=64, height=10):
+    """Returns a drawing of evaluations, lines of text: the loss of each over its step, as the
+    number of its phase, and the unigram loss as dashes."""
+    losses = [line[key] for line in evaluations for key in ("mlm_loss", "unigram_entropy")]
+    low, step = min(losses), (max(losses) - min(losses)) / height or 1.0
+    rows = [[" "] * (width + 1) for _ in range(height + 1)]
+    for line in evaluations:
+        column = round(line["step"] / evaluations[-1]["step"] * width)
+        # Drawn first, so that a loss on the same row hides it
+        rows[round((line["unigram_entropy"] - low) / step)][column] = "-"
+        rows[round((line["mlm_loss"] - low) / step)][column] = str(line["phase"])
+    return "\n".join(f"{low + k * step:7.3f} |{''.join(rows[k])}" for k in range(height, -1, -1))
 
 
 def main():

@@ -36,7 +36,7 @@ import optim  # noqa: E402
 import train  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 
-REFUSED = train.ConfigError, data.DataError, bert.ModelError
+REFUSED = train.ConfigError, optim.CheckpointError, data.DataError, bert.ModelError
 STEPS = 2, 4                                     # of which there are checkpoints
 VALUES = [None, True, -1, 0, 1, 2.5, 1e300, 10 ** 9, 10 ** 30, float("nan"), "", "1", [], [1], {}]
 
@@ -96,7 +96,7 @@ def change_json(rng, content):
 
 def load_checkpoint(path):
     content = io.BytesIO()
-    torch.save(train.read_checkpoint(path, int(path.stem[5:])), content)
+    torch.save(optim.read_checkpoint(path, int(path.stem[5:])), content)
     return content.getvalue()
 
 
@@ -115,11 +115,11 @@ def load_model(path):
 
 
 def load_log(path):
-    log = train.Log(path.parent, True)
+    plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, ends=STEPS, reads_docs=False,
+                                 tensorboard=False, out=path.parent)
+    log = train.Log(plan, True)
     log.say = lambda text: None
-    plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, corpus="my.txt",
-                                 out=path.parent)
-    train.report(plan, log, STEPS[-1], STEPS[-1], [])
+    train.report(plan, log, None, STEPS[-1], [])
     return None                                  # a log may lose lines, but stop nothing
 
 

@@ -28,10 +28,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
+import optim  # noqa: E402
 import train  # noqa: E402
 from tests import soak  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
-from tests.faulty import Run, temporary_files  # noqa: E402
+from tests.faulty import Run, lines_of, temporary_files  # noqa: E402
 
 BASE = ("--steps 24 0 --batch 64 --micro-batch 8 --precision fp32 --checkpoint-every 5 "
         "--eval-every 12 --log-every 1 --timeout 10").split()
@@ -121,7 +122,7 @@ class Evil:
 def make_evil(path):
     for old in path.parent.iterdir():
         old.unlink()
-    train.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
+    optim.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
 
 
 def free_disk(run):
@@ -135,21 +136,21 @@ def steps_missing(run):
 
 
 def one_step_skipped(run):
-    skipped = [line["skipped"] for line in train.Log(run.out, True).read()
+    skipped = [line["skipped"] for line in lines_of(run.out)
                if line["kind"] == "train"]
     return "" if skipped == [0] * 6 + [1] * 18 else f"skipped steps: {skipped}"
 
 
 def losses_differ(run):
     """Compares the losses with those of another number of ranks."""
-    lines = [train.Log(out, True).read() for out in (run.out, run.out.parent.parent / "reference")]
+    lines = [lines_of(out) for out in (run.out, run.out.parent.parent / "reference")]
     a, b = ([line["loss"] for line in some if line["kind"] == "train"] for some in lines)
     worst = max((abs(x / y - 1) for x, y in zip(a, b)), default=1)
     return "" if len(a) == len(b) and worst < 1e-4 else f"{len(a)} losses, off by {worst:.1g}"
 
 
 def no_checkpoint_of_it(run):
-    kept = train.checkpoints_in(run.out / "checkpoints")
+    kept = optim.checkpoints_in(run.out / "checkpoints")
     return "" if 0 < run.last_step() in kept else f"step {run.last_step()}, checkpoints {[*kept]}"
 
 
@@ -254,7 +255,7 @@ CASES = {
     "raise-evaluation": Case("an exception in evaluation, on rank 1", GONE, lost=12,
                              inject="raise 1 1 train.evaluate", says=ERROR, trace=True),
     "raise-save": Case("an exception in a checkpoint, on rank 0", GONE, lost=10,
-                       inject="raise 0 2 train.write_checkpoint", says=ERROR, trace=True),
+                       inject="raise 0 2 optim.write_checkpoint", says=ERROR, trace=True),
     "memory": Case("out of memory on rank 1", "names the flag to lower; " + GONE,
                    f"memory 1 5 {FORWARD} 40", argv="--batch 512 --micro-batch 128",
                    says="--micro-batch"),
@@ -549,7 +550,7 @@ class Bench:
     def difference(self, case, out):
         """Returns the largest difference of a weight at the end from the undisturbed run's."""
         reference = self.reference(min(case.ranks, 2), case.argv)
-        whole, other = (train.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
+        whole, other = (optim.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
                         for folder in (reference, out))
         return max(float((whole[name] - other[name]).detach().abs().max()) for name in whole)
 

@@ -88,9 +88,10 @@ def main():
     params, generator = dict(model.named_parameters()), torch.Generator().manual_seed(0)
     for p in params.values():
         p.grad = torch.randn(p.shape, generator=generator).to(device).mul_(1e-3)
-    size, groups = sum(p.numel() for p in params.values()), optim.parameter_groups(params, 0.01)
-    every = optimizers(lambda: [{"params": [*part.values()], "weight_decay": decay}
-                                for part, decay in groups])
+    size = sum(p.numel() for p in params.values())
+    every = optimizers(lambda: [
+        {"params": [p for p in params.values() if (p.dim() > 1) == bool(decay)],
+         "weight_decay": decay} for decay in (0.01, 0.0)])
     results = {name: [] for name in every}
     for round_ in range(args.rounds + 4):      # the first four warm up, two of them in each stage
         for name, optimizer in every.items():

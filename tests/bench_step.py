@@ -11,7 +11,7 @@ turns in one run; a time is the sum over batches of the median over rounds. With
 has batches of its own, theirs is in DistributedDataParallel, and the figures are of one rank.
 
 The table "real" has text of prepared shards, "full" random tokens without any padding. TFLOP/s are
-those of `bert.flops_per_example`; `of matrix` is their fraction of what a product of two matrices
+those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two matrices
 of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
 packages take, in a process of each side's own.
 """
@@ -47,7 +47,7 @@ CASES = {                    # model: batches as (examples, tokens), vocabulary 
     "base": ([(8, 128), (2, 512)], 30522),
     "large": ([(8, 128), (2, 512)], 30522)}
 HEADER = (f"{'':<37}{'---------------- ours ----------------':<44}-- Hugging Face --\n"
-          f"{'batch':<18}{'format':>8}{'dropout':>9}{'examples/s':>12}{'TFLOP/s':>9}{'of matrix':>11}"
+          f"{'batch':<18}{'format':>8}{'dropout':>9}{'examples/s':>12}{'TFLOP/s':>9}{'of mm':>11}"
           f"{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}")
 
 

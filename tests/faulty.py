@@ -7,7 +7,9 @@ Acts are in ACTS; what follows the function's name is an act's argument. Workers
 their own. Only torchrun's first attempt has the fault. `Run` finds all processes of a run by a mark
 in their environment, so it needs Linux.
 """
+import contextlib
 import functools
+import json
 import os
 import resource
 import signal
@@ -127,6 +129,15 @@ def inject(text):
 Process = namedtuple("Process", "pid kind rank")
 
 
+def lines_of(out):
+    """Returns the lines of a run's metrics.jsonl but for those that are damaged."""
+    lines = []
+    for line in (out / "metrics.jsonl").read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
 class Run:
     """A started train.py with everything that it starts.
 
@@ -220,7 +231,7 @@ class Run:
 
     def steps(self):
         """Returns the steps in metrics.jsonl."""
-        return [line["step"] for line in train.Log(self.out, True).read()
+        return [line["step"] for line in lines_of(self.out)
                 if line["kind"] == "train"]
 
     def last_step(self):

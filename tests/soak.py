@@ -16,8 +16,9 @@ import time
 
 import torch
 
+import optim
 import train
-from tests.faulty import Run, fill_disk, temporary_files
+from tests.faulty import Run, fill_disk, lines_of, temporary_files
 
 ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "
         "--eval-every 50 --log-every 10 --timeout 5").split()
@@ -46,7 +47,7 @@ def fill_and_free(run):
 
 
 def newest_checkpoint(out):
-    return max(train.checkpoints_in(out / "checkpoints"), default=0)
+    return max(optim.checkpoints_in(out / "checkpoints"), default=0)
 
 
 def disturb(run, what, moment, rng):
@@ -91,7 +92,7 @@ def disturb(run, what, moment, rng):
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
     wrong = []
-    states = [train.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
+    states = [optim.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
               for folder in (whole, out)]
     if not all(torch.equal(states[0]["weights"][name], weight)
                for name, weight in states[1]["weights"].items()):
@@ -99,8 +100,8 @@ def compare(whole, out):
     models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
         wrong.append("another model.safetensors")
-    logs = [[(line["step"], line["examples"], line["loss"]) for line in train.Log(
-        folder, True).read() if line["kind"] == "train"] for folder in (whole, out)]
+    logs = [[(line["step"], line["examples"], line["loss"]) for line in lines_of(folder)
+             if line["kind"] == "train"] for folder in (whole, out)]
     if [line[:2] for line in logs[1]] != [(step, 32 * step) for step in range(1, STEPS + 1)]:
         steps = [line[0] for line in logs[1]]
         wrong.append(f"missing steps {sorted(set(range(1, STEPS + 1)) - set(steps))}, repeated "

@@ -171,6 +171,15 @@ def test_a_block_is_torchs_encoder_layer():
     torch.testing.assert_close(ours, theirs[mask], rtol=1e-10, atol=1e-10)
 
 
+def test_dropout_is_of_the_attention_weights():
+    torch.manual_seed(0)
+    batch, qkv = make_batch(lengths=(64, 40, 40)), torch.randn(192, 3, 2, 32)
+    qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
+    sums = bert.attention(qkv, batch.bounds, batch.lengths, 0.5)
+    assert sums.shape == (192, 2, 32) and (sums - sums[..., :1]).abs().max() < 1e-5
+    assert 0.9 < sums.mean() < 1.1 and sums.std() > 0.1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
 def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
@@ -233,10 +242,11 @@ def test_flops_are_those_that_torch_counts():
                for fraction in (1, 0, -1 / 6))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_activation_bytes_are_about_what_autograd_keeps(dropout):
+@pytest.mark.parametrize("dropout,recompute", [(0.0, False), (0.1, False), (0.0, True)])
+def test_activation_bytes_are_about_what_autograd_keeps(dropout, recompute):
     config = bert.BertConfig.preset("mini", 1024, dropout=dropout)
     model, batch = bert.BertForPreTraining(config), make_batch(lengths=[64] * 4, masked=8)
+    model.recompute = recompute
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def keep(tensor):
@@ -248,8 +258,38 @@ def test_activation_bytes_are_about_what_autograd_keeps(dropout):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = model(batch)
     assert losses.mlm_sum > 0
-    expected = bert.activation_bytes(config, 256, 32, 4)
-    assert sum(size for _, size in kept.values()) == pytest.approx(expected, rel=0.25)
+    expected = bert.activation_bytes(config, 256, 32, 4, recompute)
+    found = sum(size for _, size in kept.values())
+    if recompute:                                # a layer that is computed again comes on top
+        assert 0.4 * expected < found < expected
+    else:
+        assert found == pytest.approx(expected, rel=0.25)
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    torch.manual_seed(0)
+    model, batch, found = bert.BertForPreTraining(CONFIG._replace(dropout=0.1)), make_batch(), []
+    for model.recompute in False, True:
+        torch.manual_seed(1)                     # of dropout, which has to be drawn again as it was
+        losses = model(batch)
+        grads = torch.autograd.grad(losses.mlm_sum + losses.nsp_sum, [*model.parameters()])
+        found.append([losses.mlm_sum.detach(), *grads])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_is_torchs(dtype):
+    torch.manual_seed(0)
+    logits, labels = 3 * torch.randn(6, 40, dtype=dtype), torch.tensor([3, -100, 39, 0, -100, 7])
+    found = []
+    for function in bert.CrossEntropy.apply, lambda x, y: F.cross_entropy(
+            x if dtype == torch.float64 else x.float(), y, reduction="sum"):
+        x = logits.clone().requires_grad_()
+        loss = function(x, labels)
+        (loss * 0.25).backward()                 # a scale, and rows without a label
+        found.append((loss.detach(), x.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][1].dtype == dtype
 
 
 def test_initial_loss_is_that_of_guessing():

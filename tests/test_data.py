@@ -123,6 +123,35 @@ def test_masks_are_15_percent_and_80_10_10(shards, whole_words):
     assert where[0] == 0 and where[1:60].min() > 0.5 * where[1:60].mean()
 
 
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_the_masks_of_an_array(shards, whole_words):
+    """`mask` alone, on random text in rows of many lengths."""
+    dataset, count = data.PretrainingData(shards, 64, whole_words=whole_words), 2000
+    rng, rows = np.random.default_rng(0), np.arange(count)
+    ends, indices = rng.integers(16, 65, count), rng.permutation(count)
+    before = rng.integers(len(data.SPECIALS), 320, (count, 64))
+    before[np.arange(64) >= ends[:, None]] = data.PAD
+    before[:, 0], before[rows, ends // 2], before[rows, ends - 1] = data.CLS, data.SEP, data.SEP
+    after, text = before.copy(), before >= len(data.SPECIALS)
+    positions, labels = dataset.mask(after, indices)
+    chosen = np.isin(np.arange(before.size), positions).reshape(before.shape)
+    assert (np.diff(positions) > 0).all() and same(before[chosen], labels)
+    assert same(after[~chosen], before[~chosen]) and text[chosen].all() and chosen.any(1).all()
+    assert abs(len(labels) / text.sum() - 0.15) < 0.003
+    assert near((after[chosen] == data.MASK).sum(), len(labels), 0.8)
+    assert near((after[chosen] == labels).sum(), len(labels), 0.1 + 0.1 / 315)
+    assert np.isin(after[chosen], [*range(len(data.SPECIALS), 320), data.MASK]).all()
+    if whole_words:
+        starts = dataset.word_starts(before, text)
+        assert same(chosen, np.take_along_axis(chosen, starts, 1))
+    else:
+        assert (np.abs(chosen.sum(1) - np.maximum(0.15 * text.sum(1), 1)) < 1).all()
+    some = np.flatnonzero(ends <= 60)[[1, 0]]          # as in another batch, of shorter examples
+    alone = before[some, :60]
+    dataset.mask(alone, indices[some])
+    assert same(alone, after[some, :60])
+
+
 @pytest.mark.parametrize("spaces", [True, False])
 def test_whole_words_are_masked_whole(shards, spaces):
     dataset, several = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2), 0
@@ -281,7 +310,7 @@ def test_what_fails_in_a_worker_is_said(function, item, kind, message):
 
 
 LOOP = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 import data
 
 if __name__ == "__main__":
@@ -290,7 +319,7 @@ if __name__ == "__main__":
     loader = data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)    # alive to the end
     for number, batches in enumerate(loader):
         if number == 20:
-            print(*(p.pid for p in data.multiprocessing.active_children()), flush=True)
+            print(*(p.pid for p in multiprocessing.active_children()), flush=True)
             {then}
 """
 SIGTERM_FIRST = """os.killpg(0, signal.SIGTERM)
@@ -438,7 +467,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         assert run(*flags.split()) == 2
         said = capsys.readouterr().err
-        assert said.startswith("data.py: error: argument --") and said.count("\n") == 1
+        assert said.startswith("data.py: argument --") and said.count("\n") == 1
     assert "too few documents for 301 shards" in run("--tokenizer", model, "--shards", 300)
     assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
         f"data.py: {tmp_path}/b.txt: No such file or directory"
@@ -649,17 +678,16 @@ def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path):
     assert refused > 0.8 * len(changed)
 
 
-def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path, monkeypatch, capsys):
-    shutil.copytree(shards, tmp_path / "wiki")
-    monkeypatch.setattr(sys, "argv", ["data.py", "--split", str(tmp_path / "wiki"), "--nodes", "2",
-                                      "--ranks-per-node", "2"])
-    data.main()
-    said = capsys.readouterr()
-    assert "wiki-node-1: " in said.out and "--node_rank=1 --master_addr=" in said.out
-    assert not said.err
-    everything = data.PretrainingData(tmp_path / "wiki", 32)
+def test_a_nodes_list_is_what_its_ranks_read(shards, tmp_path, monkeypatch, capsys):
+    everything = data.PretrainingData(shards, 32)
     for node in range(2):
-        path, own = tmp_path / f"wiki-node-{node}", [2 * node, 2 * node + 1]
+        monkeypatch.setattr(sys, "argv", f"data.py --list {shards} --node-rank {node} --nodes 2 "
+                                         "--ranks-per-node 2".split())
+        data.main()
+        path, own = tmp_path / f"node-{node}", [2 * node, 2 * node + 1]
+        path.mkdir()
+        for name in capsys.readouterr().out.split():
+            shutil.copy(shards / name, path)
         assert len(list(path.glob("train-*"))) == 2 * 3
         assert data.show(path) == data.show(shards)          # needs no training shard
         part = data.PretrainingData(path, 32)
@@ -670,13 +698,8 @@ def test_a_nodes_part_holds_what_its_ranks_read(shards, tmp_path, monkeypatch, c
         with pytest.raises(data.DataError) as caught:
             data.verify(path, other, 4)
         assert str(caught.value).endswith(
-            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it; here is what ranks "
-            f"{own} read: start this node with their --node_rank")
-    with pytest.raises(data.DataError, match="wiki-node-0 exists"):
-        data.split_folder(tmp_path / "wiki", 2)
-    data.split_folder(shutil.copytree(shards, tmp_path / "x"), 3)
-    said = capsys.readouterr().err
-    assert "3 ranks do not divide 4 shards" in said and "--shards 6 " in said
+            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it: is its --node_rank "
+            "that of these shards?")
 
 
 def test_whose_a_shard_is_beyond_the_hundred_thousandth():

@@ -1,5 +1,6 @@
 """train.py: the same training on any number of ranks, after any kill, and what it refuses."""
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,11 +64,11 @@ def run(shards, out, tmp_path, *argv, size=1, sabotage=None, check=True, gpu=Fal
 
 
 def steps_kept(out):
-    return sorted(train.checkpoints_in(out / "checkpoints"))
+    return sorted(optim.checkpoints_in(out / "checkpoints"))
 
 
 def last_state(out):
-    return train.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
+    return optim.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
 
 
 def assert_same(a, b, where=""):
@@ -113,6 +115,18 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
     assert losses == pytest.approx(one_rank[phase], rel=1e-4)
 
 
+def test_the_divisor_is_that_of_the_whole_step(shards):
+    """As rank 1 of 2 in a world where every sum is ten times this rank's own number."""
+    world = SimpleNamespace(rank=1, size=2, sum=lambda values: [10 * value for value in values])
+    batches = [data.PretrainingData(shards, 32).batch(indices) for indices in ([0, 1, 2], [3])]
+    labels = torch.cat([batch.labels for batch in batches])
+    tokens = sum(int(batch.lengths[:-1].sum()) for batch in batches)
+    slots = sum(len(batch.tokens) for batch in batches)
+    assert (labels == data.IGNORED).any() and slots > tokens
+    expected = (labels != data.IGNORED).sum(), slots, 2, True, 0, tokens
+    assert train.step_totals(batches, (2, True), world) == [10 * int(x) for x in expected]
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_balance_changes_the_padding_and_not_the_losses(shards, tmp_path, one_rank, size):
     argv = *EQUAL, *PHASES[2], "--micro-batch", 2
@@ -139,8 +153,10 @@ def take_share(world, folder, nodes):
 
 
 def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_rank):
-    shutil.copytree(shards, tmp_path / "wiki")
-    train.data.split_folder(tmp_path / "wiki", nodes=2)
+    for node in range(2):
+        (tmp_path / f"wiki-node-{node}").mkdir()
+        for name in data.node_files(shards, node, 2):
+            shutil.copy(shards / name, tmp_path / f"wiki-node-{node}")
     share = take_share, tmp_path / "wiki", 2
     argv = *EQUAL, *PHASES[1]
     run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=share)
@@ -180,14 +196,14 @@ def kill_after_update(world, rank, step):
 
 def kill_after_checkpoint(world, step):
     """kill -9 right after the checkpoint of a step."""
-    write = train.write_checkpoint
+    write = optim.write_checkpoint
 
     def patched(folder, state, keep):
         write(folder, state, keep)
         if state["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train.write_checkpoint = patched
+    optim.write_checkpoint = patched
 
 
 def assert_killed_runs_end_alike(shards, tmp_path, argv, size, kills):
@@ -266,7 +282,7 @@ def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
 def stop_in_mid_step(world, calls):
     """One rank is asked to stop, at its so-and-so-many-th look; a step of SHORT looks twice."""
     looks = []
-    train.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
+    dist.asked_to_stop = lambda _: looks.append(1) or world.rank == 1 and len(looks) == calls
 
 
 def test_a_stop_leaves_the_step_undone_on_all_ranks(shards, tmp_path):
@@ -311,16 +327,16 @@ def some_state(step=7):
 
 
 def test_a_checkpoint_is_whole_or_is_not_there(tmp_path):
-    train.write_checkpoint(tmp_path, some_state(), keep=set())
+    optim.write_checkpoint(tmp_path, some_state(), keep=set())
     path = tmp_path / "step-00000007.pt"
-    assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
+    assert torch.equal(optim.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
     assert torch.load(path, weights_only=True)["step"] == 7    # an ordinary torch file too
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room in (0, 100, 20000):                  # a full disk: at once, or half-way
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             with pytest.raises(OSError):
-                train.write_checkpoint(tmp_path, some_state(9), keep=set())
+                optim.write_checkpoint(tmp_path, some_state(9), keep=set())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -343,7 +359,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     folder, log = tmp_path / "checkpoints", Silent()
     folder.mkdir()
     for step in (5, 6):
-        train.write_checkpoint(folder, some_state(step), keep=set())
+        optim.write_checkpoint(folder, some_state(step), keep=set())
     newest = folder / "step-00000006.pt"
     content = bytearray(newest.read_bytes())
     if how == "renamed":
@@ -356,11 +372,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     assert find(tmp_path, log=log)["step"] == 5
     assert len(log.said) == 1 and newest.name in log.said[0]
     for step in (6, 7, 8):                        # the damaged one never pushes out a whole one
-        train.write_checkpoint(folder, some_state(step), keep=set())
+        optim.write_checkpoint(folder, some_state(step), keep=set())
         assert find(tmp_path)["step"] == step
     assert not (folder / "unfinished").exists()
     assert (folder / "step-00000008-backup.pt").exists()
-    for path in train.checkpoints_in(folder).values():
+    for path in optim.checkpoints_in(folder).values():
         path.write_bytes(b"x" * 100)
     with pytest.raises(train.ConfigError, match="no checkpoint in .* is whole"):
         find(tmp_path)
@@ -373,9 +389,9 @@ class Evil:
 
 def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train.write_checkpoint(tmp_path, {"step": 1, "x": Evil()}, keep=set())
-    with pytest.raises(train.ConfigError, match="not one of our checkpoints"):
-        train.read_checkpoint(tmp_path / "step-00000001.pt")
+    optim.write_checkpoint(tmp_path, {"step": 1, "x": Evil()}, keep=set())
+    with pytest.raises(optim.CheckpointError, match="no checkpoint of ours"):
+        optim.read_checkpoint(tmp_path / "step-00000001.pt")
     assert not (tmp_path / "evil").exists()
 
 
@@ -421,12 +437,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precisi
     assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
 def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, optimizer):
     """With accumulation, through both stages of two phases; fp16 with its loss scale."""
     shrink(monkeypatch.setattr)
     argv = f"--steps 6 4 --batch 4 --micro-batch 2 --workers 0 --data {shards} --lr-scale 0.03"
-    argv += f" --optimizer {optimizer}" + " --freeze 0.5" * (optimizer in train.ONE_BIT)
+    argv += f" --optimizer {optimizer}" + " --freeze 0.5" * (optimizer in optim.ONE_BIT)
     losses, world = {}, dist.World()
     for precision in ("fp32", "bf16", "fp16"):
         out = tmp_path / precision
@@ -444,8 +460,8 @@ def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatc
     """By a backend that calls no C++ compiler, which would take half a minute."""
     shrink(monkeypatch.setattr)
     ready, order, compiled = dist.Reducer._ready, [], torch.nn.Module.compile
-    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, bucket, name, p: (
-        order.append(name.split(".")[:2]) or ready(self, bucket, name, p)))
+    monkeypatch.setattr(dist.Reducer, "_ready", lambda self, name, p: (
+        order.append(name.split(".")[:2]) or ready(self, name, p)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled(
         module, backend="aot_eager", **options))
     batch = train.data.PretrainingData(shards, 32).batch([0, 1])
@@ -513,15 +529,15 @@ def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
                    sabotage=(spoil_moments, 1), check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 1: weights or moments of rank 1 are not finite" in str(outcomes[0])
+    assert "step 1: weights or moments are not finite" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
 def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, sabotage=(drift, 1),
                    check=False)
-    assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
-    assert "step 3: rank 1 has other weights than rank 0" in str(outcomes[0])
+    assert all(isinstance(outcome, dist.DistError) for outcome in outcomes)
+    assert "rank 1 has other weights after step 3" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
 
 
@@ -557,7 +573,6 @@ WRONG = [
     ("--dropout 1.5", 2, "--dropout: must be at least 0 and below 1"),
     ("--bucket-mb -1", 2, "--bucket-mb: must be at least"),
     ("--steps 1 2 3", 1, "--steps, --batch, --micro-batch: give one number, or 2"),
-    ("--steps 0", 1, "no steps are left"),
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--freeze 0.5", 1, "--freeze means nothing to lamb"),
     ("--optimizer onebit-lamb --steps 9 2", 1, "after 0 of 2 steps; change --freeze or --steps"),
@@ -620,7 +635,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
         assert isinstance(outcome, train.ConfigError) and "/nowhere.pt" in str(outcome)
     for outcome in run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
                        sabotage=(start_differently,)):
-        assert isinstance(outcome, train.ConfigError)
+        assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
         assert "lr_scale 2.0 (not 1.0), max_steps" in str(outcome)
     for flag in ("bucket_mb 5.0 (not None)", "checkpoint_every 2 (not 3)", "max_steps 9 (not None)",
@@ -653,7 +668,8 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path)
 def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    with train.lock(out / "log.txt"):
+    with open(out / "log.txt", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
         outcome, = run(shards, out, tmp_path, *SHORT, check=False)
         assert f"another run writes to {out}" in str(outcome)
     run(shards, out, tmp_path, *SHORT, "--max-steps", 1)
@@ -679,11 +695,7 @@ def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
 
 def planned(size, *argv):
     """Returns the phases of a plan on `size` ranks."""
-    plan = train.parse_arguments([*map(str, argv)])
-    recipe = optim.RECIPES[plan.recipe]
-    plan.optimizer = plan.optimizer or recipe.optimizer
-    plan.one_bit = plan.optimizer in train.ONE_BIT
-    return train.plan_phases(plan, recipe.phases, dist.World(size=size))
+    return train.fill_in(train.parse_arguments([*map(str, argv)]), dist.World(size=size)).phases
 
 
 def test_micro_batches_are_equal_parts_of_about_8192_tokens():
@@ -691,6 +703,19 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
         assert planned(size, "--batch", batch)[0].micro_batch == micro
     assert [p.micro_batch for p in planned(3, "--batch", 90, "--micro-batch", 8, 4)] == [8, 4]
     assert planned(4, "--micro-batch", 100)[1].micro_batch == 8    # no more than a rank's share
+
+
+def test_a_gpus_memory_decides_its_micro_batch():
+    argv = "--model base --precision bf16 --vocab-size 30522 --recipe nvlamb-64k".split()
+    few, many, most = (planned(8, *argv, "--gpu-memory", gb, *more)[0].micro_batch
+                       for gb, more in ((8, ()), (16, ()), (16, ["--recompute"])))
+    # 110 million parameters take 18 bytes each; 8192 examples a rank in equal parts
+    config = bert.BertConfig.preset("base", 30522)
+    one = bert.activation_bytes(config, 128, 0.15 * 128, 2)
+    for gb, found in (8, few), (16, many):
+        fit = (0.8e9 * gb - 18 * 110e6) / one
+        assert 0.9 * fit < found <= fit
+    assert most > 4 * many
 
 
 def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
@@ -764,6 +789,8 @@ def test_python_train_py(shards, tmp_path, program):
     assert first.returncode == 0, first.stderr
     lines, results = metrics(out), metrics(out, "eval")
     assert lines[0]["mlm_loss"] == pytest.approx(results[0]["unigram_entropy"], abs=0.3)
+    assert lines[-1]["minutes_left"] == 0 and 0.05 < lines[0]["memory_gb"] < 20
+    assert lines[0]["minutes_left"] == pytest.approx(lines[0]["seconds"] / 60 * (3 + 4), rel=1e-6)
     fields = ("step phase seq_len loss mlm_loss nsp_loss lr grad_norm loss_scale skipped examples "
               "seconds examples_per_second tflops bytes_sent wait_seconds")
     assert set(fields.split()) <= set(lines[0])
@@ -782,6 +809,47 @@ def test_python_train_py(shards, tmp_path, program):
     again = program(*arguments)
     assert again.returncode == 0 and "Done after step 6 of 6" in again.stdout
     assert metrics(out) == lines
+
+
+def test_the_demo_fills_in_its_sentences_and_draws_its_losses(
+        documents, shards, tmp_path, monkeypatch, capsys):
+    shrink(monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "docs").symlink_to(shards)
+    argv = "--steps 2 2 --batch 4 --workers 0 --precision fp32 --eval-every 1".split()
+    train.train(train.make_plan(train.parse_arguments(argv), dist.World()), dist.World())
+    printed = capsys.readouterr().out
+    words = re.findall(r"\[MASK\] of the three sentences: (.*)", printed)
+    assert len(words) == 4 and all(line.count(";") == 2 and line.count("%") == 9 for line in words)
+    assert all(sentence in printed for sentence in train.DEMO_SENTENCES)
+    evals = metrics(tmp_path / "runs" / "demo", "eval")
+    rows = [line for line in printed.splitlines() if re.match(r" *\d\.\d{3} \|", line)]
+    losses = [line["mlm_loss"] for line in evals] + [line["unigram_entropy"] for line in evals]
+    assert float(rows[0].split("|")[0]) == pytest.approx(max(losses), abs=1e-3)
+    assert float(rows[-1].split("|")[0]) == pytest.approx(min(losses), abs=1e-3)
+    drawn = "".join(rows)
+    assert drawn.count("1") - "".join(row.split("|")[0] for row in rows).count("1") == 2
+
+
+def test_curve_puts_each_loss_on_its_row():
+    evaluations = [{"step": step, "phase": phase, "mlm_loss": loss, "unigram_entropy": 6.0}
+                   for step, phase, loss in ((10, 1, 5.5), (20, 1, 5.0), (30, 2, 5.25))]
+    assert train.curve(evaluations, width=3, height=4).splitlines() == [
+        "  6.000 | ---", "  5.750 |    ", "  5.500 | 1  ", "  5.250 |   2", "  5.000 |  1 "]
+
+
+def test_tensorboard_gets_every_number_or_says_what_is_missing(tmp_path, monkeypatch):
+    scalars = []
+    board = type("Board", (), {"__init__": lambda self, folder: scalars.append(folder),
+                               "add_scalar": lambda self, *scalar: scalars.append(scalar)})
+    plan = train.argparse.Namespace(out=tmp_path, tensorboard=True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        train.argparse.Namespace(SummaryWriter=board))
+    train.Log(plan, True).metric("train", step=3, loss=1.5, name="x")
+    assert scalars == [tmp_path, ("train/step", 3, 3), ("train/loss", 1.5, 3)]
+    assert train.explain(ModuleNotFoundError("No module named 'tensorboard'")) == (
+        "No module named 'tensorboard'")
 
 
 def test_torchrun_train_py(shards, tmp_path, program):
@@ -824,11 +892,13 @@ def test_the_rank_that_fails_says_why_and_all_end(shards, tmp_path, program):
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, program):
     (tmp_path / "my.txt").write_text("\n\n".join(documents))
-    arguments = [ROOT / "train.py", *"--corpus my.txt --out runs/mine --vocab-size 300".split()]
+    arguments = [ROOT / "train.py", *"--corpus my.txt --pairs sop --vocab-size 300".split()]
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "shards" / "my" / "manifest.json").exists()
-    assert (tmp_path / "runs" / "mine" / "model" / "config.json").exists()
+    assert (tmp_path / "runs" / "my" / "model" / "config.json").exists()
+    assert "SOP accuracy" in run.stdout and not re.search("NSP|three sentences", run.stdout)
+    assert "to start over, remove runs/my" in run.stdout
     (tmp_path / "my.txt").write_text("Another text.\n")
     run = program(*arguments, *LITTLE, cwd=tmp_path)
     assert run.returncode == 1 and "shards/my was prepared with another corpus" in run.stderr
@@ -855,7 +925,7 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
     assert metrics(out)[0]["loss"] == pytest.approx(loss.item(), rel=0.1)    # a step before
     code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model, "--model",
                          "mini")
-    assert code == 1 and "does not fit the plan: " in line and "layers 4 (not 2)" in line
+    assert code == 1 and "is (2, 64, 1, 256, 320, 512), the plan (4, 256" in line
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line

@@ -18,7 +18,7 @@ for the matrix that they approximate:
 Where u strays from its mean m, confidence is small, and so is the step. Vectors have a second
 moment of their own and no confidence. As published, nothing is corrected for its start at 0.
 
-What is changed: an entry of train.OPTIMIZERS, and the recipes' choice of it. train.py asks of an
+What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it. train.py asks of an
 optimizer only what `optim.Optimizer` has, and its checkpoints take any state. Not as published: b3
 follows b2, at the paper's proportion (0.999 and 0.9999), since the demo's b2 is 0.98.
 """
@@ -73,7 +73,7 @@ def moved_factors(means, x, b):
 def install():
     """Makes CAME the optimizer of every recipe. Its name is in each checkpoint, so that neither
     train.py takes up a run of this file nor this file one of train.py."""
-    train.OPTIMIZERS = train.OPTIMIZERS | {"came": CAME}
+    optim.OPTIMIZERS = optim.OPTIMIZERS | {"came": CAME}
     optim.RECIPES = {name: r._replace(optimizer="came") for name, r in optim.RECIPES.items()}
 
 

@@ -16,7 +16,7 @@ column follows the weights closer than one for the whole matrix.
 
 Vectors have one q, max |w| / max |u|, or 1 where that is 0. No bias correction, as published.
 
-What is changed: an entry of train.OPTIMIZERS, and the recipes' choice of it. To know: a row without
+What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it. To know: a row without
 gradients, of a rare token or of a position beyond a phase's length, has u = decay w and so a_i =
 1 / decay, and shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||.
 """
@@ -57,7 +57,7 @@ def max_ratios(w, u):
 def install():
     """Makes MERIT the optimizer of every recipe. Its name is in each checkpoint, so that neither
     train.py takes up a run of this file nor this file one of train.py."""
-    train.OPTIMIZERS = train.OPTIMIZERS | {"merit": MERIT}
+    optim.OPTIMIZERS = optim.OPTIMIZERS | {"merit": MERIT}
     optim.RECIPES = {name: r._replace(optimizer="merit") for name, r in optim.RECIPES.items()}
 
 

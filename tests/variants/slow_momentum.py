@@ -15,7 +15,7 @@ The numerator as a convex combination is the paper's, by a summary of it; the pa
 gradient in place of the fast momentum, and ADOPT in place of Adam. That m and v stay local, the
 bias corrections and the constants are ours: with a = 0 and K = 1 on one rank this is AdamW.
 
-What is changed: an entry of train.OPTIMIZERS. `local_gradients`, which the loop asks before each
+What is changed: an entry of optim.OPTIMIZERS. `local_gradients`, which the loop asks before each
 backward because of the 1-bit optimizers, says that nothing is to be averaged; what an optimizer
 sends by itself it may add to `bytes_sent`. `synchronise` is called before weights are evaluated or
 saved, `state_dict` on all ranks: there w and s, and m and v, become their means over the ranks, in
@@ -100,7 +100,7 @@ def install():
         parts[3].world = world
         return parts
 
-    train.build, train.OPTIMIZERS = build_slow, train.OPTIMIZERS | {"slow-momentum": SlowMomentum}
+    train.build, optim.OPTIMIZERS = build_slow, optim.OPTIMIZERS | {"slow-momentum": SlowMomentum}
     optim.RECIPES = {name: r._replace(optimizer="slow-momentum")
                      for name, r in optim.RECIPES.items()}
     constants = {"period": PERIOD, "slow": SLOW, "weight": WEIGHT}

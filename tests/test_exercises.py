@@ -1,0 +1,83 @@
+"""exercises.py: its table fits the code; blanked is red, solved is green; the copy for students."""
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import exercises
+from tests.conftest import ROOT
+from tests.exercises import EXERCISES
+from tests.wrong_solutions import WRONG
+
+in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git repository")
+
+
+def body_of(source, function):
+    """The lines of a function after its docstring."""
+    node = exercises.find(source, function)
+    return source.splitlines()[node.body[0].end_lineno:node.end_lineno]
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_table_fits_the_code(name):
+    lines = 0
+    for path, function in exercises.functions_of(name):
+        source = (ROOT / path).read_text()
+        docstring = ast.get_docstring(exercises.find(source, function))
+        assert docstring, f"{function} has no docstring to write it from"
+        body = [line.strip() for line in body_of(source, function)]
+        lines += sum(line[:1] not in ("", "#") for line in body)
+        blanked = exercises.blank(source, function)
+        assert body_of(blanked, function)[0].strip() == "raise NotImplementedError"
+        assert ast.get_docstring(exercises.find(blanked, function)) == docstring
+        text = exercises.text_of(source, function)
+        assert exercises.with_function(blanked, function, text) == source
+    assert abs(lines - EXERCISES[name].lines) <= 2
+    assert len(EXERCISES[name].hints) == 3 and len(WRONG[name]) >= 2
+    for where, *changes in WRONG[name].values():
+        path, function = exercises.place_of(where)
+        ast.parse(exercises.spoil((ROOT / path).read_text(), function, changes))
+
+
+@in_git
+def test_blanked_is_red_and_solved_green(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    exercises.copy_repository(tmp_path / "copy")
+    source = Path("optim.py").read_text()
+    exercises.start("schedule")
+    with pytest.raises(SystemExit, match="optim.py has uncommitted changes; commit or stash"):
+        exercises.start("precision")
+    # All tests that any exercise names are given, so that one that is not there would be said
+    tests = [f"tests/{test}" for exercise in EXERCISES.values() for test in exercise.tests.split()]
+    red, line = exercises.check("schedule", *tests, "-k", "learning_rate")
+    assert red is False and line.startswith("schedule: 0 of 2 tests pass; to see why: "), line
+    assert line.endswith("python -m pytest 'tests/test_optim.py::test_learning_rate_with_decay_"
+                         "from_0_is_nvidias'")
+    for count in 1, 2, 3, 3:
+        exercises.hint("schedule")
+        assert capsys.readouterr().out.count(" of 3: ") == count
+    exercises.solve("schedule")
+    assert Path("optim.py").read_text() == source
+    green, line = exercises.check("schedule")
+    assert green and line.startswith("schedule: all 2 tests pass ("), line
+
+
+@in_git
+def test_a_copy_for_students_has_no_solution(tmp_path, monkeypatch, program):
+    run = program("tests/exercises.py", "start", "--all", tmp_path / "copy")
+    assert run.returncode == 0, run.stderr
+    monkeypatch.chdir(tmp_path / "copy")
+    assert exercises.git("rev-list", "--all", "--count") == "1\n"
+    assert exercises.git("status", "--porcelain") == ""
+    names = exercises.git("ls-files").splitlines()
+    assert {"README.md", "train.py", "tests/exercises.py", "tests/test_dist.py"} <= {*names}
+    everything = "".join(Path(name).read_text() for name in names)
+    for name in EXERCISES:
+        for path, function in exercises.functions_of(name):
+            body = body_of((ROOT / path).read_text(), function)
+            left, = body_of(path.read_text(), function)
+            assert left.strip() == "raise NotImplementedError"
+            assert "\n".join(body) not in everything
+    for what in ("solve", "schedule"), ("verify",):
+        run = program("tests/exercises.py", *what, cwd=tmp_path / "copy")
+        assert run.returncode == 1 and "the solutions are not in this copy" in run.stderr
