@@ -26,7 +26,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optim  # noqa: E402
-import train  # noqa: E402
 from tests import bench_network as network, test_train  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +91,7 @@ def train_on_two_ranks(program, flags, hosts):
 
 def last_checkpoint(out):
     """Returns the state in the last checkpoint of a run."""
-    return train.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
+    return optim.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
 
 
 def show(results):
