@@ -31,13 +31,13 @@ from tests import bench_network as network, test_train  # noqa: E402
 ROOT = Path(__file__).parent.parent
 RUNS = {         # name: (its baseline, program, flags)
     "lamb": ("lamb", "train.py", []),
-    "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.2"]),
-    "came": ("adamw", "came", ["--lr-scale", "0.2"]),
+    "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.4"]),
+    "came": ("adamw", "came", ["--lr-scale", "0.1"]),
     "merit": ("lamb", "merit", []),
     "albert": ("lamb", "albert", []),
     "stacking": ("lamb", "stacking", []),
     "local_steps": ("lamb", "local_steps", []),
-    "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.2"]),
+    "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.4"]),
     "bucket_clipping": ("lamb", "bucket_clipping", []),
 }
 DEMO_BATCH = optim.RECIPES["demo"].phases[0].global_batch
