@@ -26,19 +26,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optim  # noqa: E402
-import train  # noqa: E402
 from tests import bench_network as network, test_train  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 RUNS = {         # name: (its baseline, program, flags)
     "lamb": ("lamb", "train.py", []),
-    "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.2"]),
-    "came": ("adamw", "came", ["--lr-scale", "0.2"]),
+    "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.4"]),
+    "came": ("adamw", "came", ["--lr-scale", "0.1"]),
     "merit": ("lamb", "merit", []),
     "albert": ("lamb", "albert", []),
     "stacking": ("lamb", "stacking", []),
     "local_steps": ("lamb", "local_steps", []),
-    "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.2"]),
+    "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.4"]),
     "bucket_clipping": ("lamb", "bucket_clipping", []),
 }
 DEMO_BATCH = optim.RECIPES["demo"].phases[0].global_batch
@@ -92,7 +91,7 @@ def train_on_two_ranks(program, flags, hosts):
 
 def last_checkpoint(out):
     """Returns the state in the last checkpoint of a run."""
-    return train.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
+    return optim.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
 
 
 def show(results):

@@ -12,9 +12,9 @@ The gradient of a shared weight is the sum of those that its L copies would have
 in forward and backward: a layer computes what it did. What is saved is memory, of weights and
 moments, and bytes to average: 8.7 times fewer at base, 17 at large.
 
-What is changed: the class that train.build takes as the model. It inherits all but two things of
-bert.BertForPreTraining: `blocks` holds one block L times, and `tokens` two modules. The loop, the
-reducer and the checkpoints go by `named_parameters`, which names a shared weight once.
+What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times, and
+whose `tokens` are two modules. The loop, the reducer, the checkpoints and --plan go by
+`named_parameters`, which names a shared weight once.
 
 An ALBERT is a BERT with equal layers and an embedding of rank E, so that `written_out` is what is
 saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,
@@ -35,9 +35,10 @@ import bert  # noqa: E402
 import train  # noqa: E402
 
 E = 128                      # the paper's, of widths from 768 on; at most half the width
+Bert = bert.BertForPreTraining                           # `install` puts Albert in its place
 
 
-class Albert(bert.BertForPreTraining):
+class Albert(Bert):
     """A BERT of config.layers equal layers; see above."""
 
     def __init__(self, config):
@@ -61,7 +62,7 @@ class Albert(bert.BertForPreTraining):
 @torch.no_grad()
 def written_out(model):
     """Returns the plain BERT (fp32, on the CPU) that computes what an Albert does."""
-    plain = bert.BertForPreTraining(model.config)
+    plain = Bert(model.config)
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
     table, widen = (weights.pop(f"embeddings.tokens.{i}.weight") for i in range(2))
     plain.load_state_dict(weights | {"embeddings.tokens.weight": table @ widen.T})
@@ -70,17 +71,14 @@ def written_out(model):
 
 def install():
     """Makes train.py train an Albert. Neither takes up a checkpoint of the other."""
-    plain, build, same_run, save = (bert.BertForPreTraining, train.build, train.same_run,
-                                    bert.save_huggingface)
+    build, same_run, save = train.build, train.same_run, bert.save_huggingface
 
     def build_albert(plan, world):
-        bert.BertForPreTraining = Albert
-        try:
-            return build(plan, world)
-        finally:                                         # what is loaded later is written out
-            bert.BertForPreTraining = plain
+        if plan.init:
+            raise train.ConfigError("the layers of a BERT are not equal: leave out --init")
+        return build(plan, world)
 
-    train.build = build_albert
+    bert.BertForPreTraining, train.build = Albert, build_albert
     train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "albert", "E": E}
     # Hugging Face's ALBERT is the authors', not ours
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
