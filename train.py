@@ -618,7 +618,7 @@ def print_plan(args):
         compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
         exchange = packing[compression] * (nodes > 1 and not args.tflops)
         exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
-        late = exchange * math.prod(shapes[0]) / elements
+        late = exchange * config.vocab_size * config.width / elements
         backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
         return compute, exchange, compute + max(late, exchange - backward)
 
