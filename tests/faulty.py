@@ -130,9 +130,9 @@ Process = namedtuple("Process", "pid kind rank")
 
 
 def lines_of(out):
-    """Returns the lines of a run's metrics.jsonl but for those that are damaged."""
-    lines = []
-    for line in (out / "metrics.jsonl").read_text(errors="replace").splitlines():
+    """Returns the lines of a run's metrics.jsonl, if there is one, without those damaged."""
+    lines, path = [], out / "metrics.jsonl"
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines
