@@ -45,7 +45,7 @@ line named, run the same command again with another --out, and change it back. F
    Expected: a higher loss with each, since so short a training needs its steps.
 5. The bound of 1-bit LAMB. `optim.bound` begins with `return`. Figure: both losses, step by step.
        python train.py --optimizer onebit-lamb --steps 1150 0 --out runs/bound
-   Expected: without it the loss leaps after the freeze, by the rows of tokens that come rarely.
+   Expected: without it the loss rises after the freeze (step 230), by the rows of rare tokens.
 6. Error feedback off. In `dist.Bucket._send`, self.residual.zero_() after the commit. Figure: the
    six losses, step by step.
        for C in none onebit topk; do
