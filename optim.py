@@ -154,7 +154,7 @@ class LossScaler:
         elif self.good_steps % self.growth_interval == 0:
             self.scale = min(2 * self.scale, self.largest)
         if self.scale < self.smallest:
-            broken, *_ = *(n for n, g in gradients.items() if not g.isfinite().all()), "another rank"
+            broken, *_ = *(n for n, g in gradients.items() if not g.isfinite().all()), "a rank"
             raise TrainingStopped(f"step {step}: gradient of {broken} is not finite at the scale's "
                                   f"floor of {2 * self.scale:g}; resume at a lower --lr-scale")
         return not overflow

@@ -728,7 +728,7 @@ def log_plan(plan, world, log, model, step):
         log.say(f"phase {index}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
                 f"{phase.seq_len} tokens; {world.size} rank(s) x micro-batch {phase.micro_batch} x "
                 f"accumulation {accumulation}, lr {phase.lr:g}"
-                + f", variance frozen after {phase.freeze} steps" * plan.one_bit)
+                + f", variance frozen after {phase.freeze}" * (phase.freeze < phase.steps))
     if step:
         log.say(f"resuming from the checkpoint of step {step}")
 

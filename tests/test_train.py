@@ -576,7 +576,7 @@ WRONG = [
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--freeze 0.5", 1, "--freeze means nothing to lamb"),
     ("--optimizer onebit-lamb --steps 9 2", 1, "no freeze after 0 of 2 steps; change --freeze"),
-    ("--optimizer onebit-lamb --compression topk", 1, "onebit-lamb needs --compression none, fp16 or bf16"),
+    ("--optimizer onebit-lamb --compression topk", 1, "needs --compression none, fp16 or bf16"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
     ("--corpus /nowhere.txt --data /nowhere", 1, "No such file or directory: '/nowhere.txt'"),
 ]
