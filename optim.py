@@ -155,8 +155,8 @@ class LossScaler:
             self.scale = min(2 * self.scale, self.largest)
         if self.scale < self.smallest:
             broken = [name for name, g in gradients.items() if not g.isfinite().all()]
-            raise TrainingStopped(f"step {step}: the gradient of {[*broken, 'another rank'][0]} is "
-                                  "not finite at the loss scale's floor; lower --lr-scale")
+            raise TrainingStopped(f"step {step}: gradient of {[*broken, 'another rank'][0]} is not "
+                                  f"finite at the scale's floor of {2 * self.scale:g}: resume earlier")
         return not overflow
 
 

@@ -210,15 +210,15 @@ EXERCISES = {
          "`commit` swaps `residual` and `pending` and takes the new state if one waits and the "
          "step is taken; in any case none waits afterwards."]),
     "resume": Exercise(
-        "train.write_checkpoint train.save train.restore",
+        "optim.write_checkpoint train.save train.restore",
         "test_train.py::test_a_checkpoint_is_whole_or_is_not_there "
         "test_train.py::test_a_damaged_checkpoint_is_passed_over "
         "test_train.py::test_a_killed_run_ends_with_the_same_bits[bf16-3] "
         "test_train.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits[onebit] "
         "test_train.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
-        90, 47, "all that the next step depends on, and a file that is whole or not there",
+        90, 44, "all that the next step depends on, and a file that is whole or not there",
         ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
-         "fsync the folder; leave no unfinished file. `read_checkpoint` says what is expected.",
+         "leave no unfinished file. `read_checkpoint` says what is expected.",
          "`save`: weights first become equal (`synchronise`, `copy_to_model`, `compare_weights`). "
          "All ranks collect, since parts of it are collective; the one with an active log writes. "
          "Masters are the weights: a 16-bit model has lost bits. \"run\" is plan.same_run.",

@@ -496,7 +496,7 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", tmp_path, *SHORT, "--steps", 90, "--batch", 4,
                    "--precision", "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
     assert isinstance(outcome, optim.TrainingStopped)
-    assert re.match(r"step \d+: the gradient of \S+ is not finite.*floor of 6.1\S*e-05",
+    assert re.match(r"step \d+: gradient of \S+ is not finite.*floor of 6.1\S*e-05",
                     str(outcome))
     assert all(w.isfinite().all() for w in last_state(tmp_path / "out")["weights"].values())
 
@@ -566,17 +566,17 @@ WRONG = [
     ("--compression zip", 1, "zip.*none, fp16, bf16, int8, onebit, topk, chunk, powersgd"),
     ("--compression topk:2", 1, "topk"),
     ("--no-such-flag", 2, "unrecognized arguments: --no-such-flag"),
-    ("--log-every 0", 2, "--log-every: must be at least 1"),
+    ("--log-every 0", 2, "--log-every: must be in .1, inf)"),
     ("--seed 1.5", 2, "--seed: invalid number value: '1.5'"),
-    ("--timeout nan", 2, "--timeout: must be at least"),
-    ("--micro-batch 0", 2, "--micro-batch: must be at least 1"),
-    ("--dropout 1.5", 2, "--dropout: must be at least 0 and below 1"),
-    ("--bucket-mb -1", 2, "--bucket-mb: must be at least"),
+    ("--timeout nan", 2, "--timeout: must be in .0.001, inf), not nan"),
+    ("--micro-batch 0", 2, "--micro-batch: must be in .1, inf), not 0"),
+    ("--dropout 1.5", 2, "--dropout: must be in .0, 1), not 1.5"),
+    ("--bucket-mb -1", 2, "--bucket-mb: must be in .1e-06, inf), not -1"),
     ("--steps 1 2 3", 1, "--steps, --batch, --micro-batch: give one number, or 2"),
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--freeze 0.5", 1, "--freeze means nothing to lamb"),
-    ("--optimizer onebit-lamb --steps 9 2", 1, "after 0 of 2 steps; change --freeze or --steps"),
-    ("--optimizer onebit-lamb --compression topk", 1, "--compression topk would spoil"),
+    ("--optimizer onebit-lamb --steps 9 2", 1, "no freeze after 0 of 2 steps; change --freeze"),
+    ("--optimizer onebit-lamb --compression topk", 1, "onebit-lamb needs --compression none, fp16 or bf16"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
     ("--corpus /nowhere.txt --data /nowhere", 1, "No such file or directory: '/nowhere.txt'"),
 ]
@@ -585,7 +585,7 @@ WRONG = [
 @pytest.mark.parametrize("argv,status,message", WRONG)
 def test_wrong_arguments_are_one_line(refused, shards, tmp_path, argv, status, message):
     code, line = refused("--data", shards, "--out", tmp_path / "out", *argv.split())
-    assert code == status and re.search(message.replace("(", r"\("), line), line
+    assert code == status and re.search(message.replace("(", r"\(").replace(")", r"\)"), line), line
 
 
 def test_damaged_shards_are_named_before_training(refused, shards, tmp_path):
@@ -687,7 +687,7 @@ def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit):
             train.parse_arguments(["--steps", "-1"])
-        assert capsys.readouterr().err.count("--steps: must be at least 0") == said
+        assert capsys.readouterr().err.count("--steps: must be in [0, inf)") == said
 
 
 # Derived numbers
@@ -743,7 +743,7 @@ def test_the_published_recipes():
     assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
         (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
-    assert [p.freeze for p in planned(1, "--optimizer", "onebit-lamb")] == [460, 50]
+    assert [p.freeze for p in planned(1, "--optimizer", "onebit-lamb")] == [460, 80]
 
 
 def test_auto_precision_needs_hardware(monkeypatch):

@@ -185,7 +185,7 @@ WRONG = {
     },
     "resume": {
         "writes in place": (
-            "train.write_checkpoint",
+            "optim.write_checkpoint",
             ('temporary, digest = folder / "unfinished",', "temporary, digest = path,"),
             ("        os.replace(temporary, path)\n", ""),
             ("        temporary.unlink(missing_ok=True)\n", "        pass\n")),
