@@ -614,7 +614,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
     shutil.copytree(shards, folder)
     before = files_of(folder)
     assert data.prepare(documents, folder, 320, 4) == data.load_manifest(folder)  # nothing to do
-    with pytest.raises(data.DataError, match="with another corpus, shards; choose another folder"):
+    with pytest.raises(data.DataError, match="with another corpus, shards; remove it or take another"):
         data.prepare(documents[1:], folder, 320, 2)
     assert files_of(folder) == before
     (tmp_path / "full").mkdir()
