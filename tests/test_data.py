@@ -487,7 +487,7 @@ def test_default_folders():
 
 BAD = {
     "empty.txt": (b"", "no text in the corpus"),
-    "few.txt": (b"One.\n\nTwo.\n", "no 320 pieces: Vocabulary size too high"),
+    "few.txt": (b"One.\n\nTwo.\n", "--vocab-size 320: Vocabulary size too high"),
     "latin1.txt": (b"Un caf\xc3\xa9.\nUn caf\xe9.\n", "line 2: UnicodeDecodeError.*UTF-8"),
     "nul.txt": (b"One.\nTw\0o.\n", "line 2: .*NUL"),
     "cut.txt.gz": (gzip.compress(b"word " * 9999)[:-9], "EOFError"),
@@ -614,14 +614,14 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
     shutil.copytree(shards, folder)
     before = files_of(folder)
     assert data.prepare(documents, folder, 320, 4) == data.load_manifest(folder)  # nothing to do
-    with pytest.raises(data.DataError, match="with another corpus, shards; remove it or take another"):
+    with pytest.raises(data.DataError, match="with another corpus, shards; remove it first"):
         data.prepare(documents[1:], folder, 320, 2)
     assert files_of(folder) == before
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     with pytest.raises(data.DataError, match="manifest.json is missing.*prepare a new folder"):
         data.prepare(documents, tmp_path / "full", 320, 4)
-    with pytest.raises(data.DataError, match="no 30000 pieces: .* <= "):
+    with pytest.raises(data.DataError, match="--vocab-size 30000: .* <= "):
         data.prepare(documents, tmp_path / "new", 30000, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "shards"]
 
