@@ -779,7 +779,7 @@ def powersgd(world, value, mean, state, rank):
 
 
 def dense_list(world, tensors):
-    """Returns (the means over the ranks of a list of tensors, bytes sent), by one all-reduce."""
+    """Returns (bytes sent, the means over the ranks of a list of tensors), by one all-reduce."""
     if not tensors:                                        # a bucket of vectors has no factors
         return 0, []
     flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -128,8 +128,7 @@ def train(plan, world):
     model, reducer, masters, optimizer, scaler = parts = build(plan, world)
     step, examples, seconds = restore(plan, world, log, *parts)
     log_plan(plan, world, log, model, step)
-    last = plan.ends[-1]
-    stop, stop_at, saved = 0, min(last, plan.max_steps or last), step
+    stop, stop_at, saved = 0, min(plan.ends[-1], plan.max_steps or plan.ends[-1]), step
     # By the clock too: a step can take milliseconds or minutes
     save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
@@ -218,7 +217,7 @@ def train(plan, world):
             bar.set_postfix_str("mlm {mlm_loss:.3f}".format(**figures))
             bar.update()
             if step % plan.log_every == 0 or step == end:
-                log.say(STEP_LINE.format(last=last, pairs=plan.pairs, **figures))
+                log.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.pairs, **figures))
             if evaluates:
                 log_evaluation(evaluate(model, plan, phase, world), plan, log, model, figures)
             if saves:
@@ -538,9 +537,8 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
     optim.copy_to_model(masters, model)
     compare_weights(masters, optimizer, world, step)
     state = {"run": plan.same_run, "step": step, "examples": examples, "seconds": seconds,
-             "weights": masters, "optimizer": optimizer.state_dict(),
-             "scaler": vars(scaler), "residuals": reducer.state_dict(),
-             "log_bytes": log.bytes()}
+             "weights": masters, "optimizer": optimizer.state_dict(), "scaler": vars(scaler),
+             "residuals": reducer.state_dict(), "log_bytes": log.bytes()}
     if log.active:
         try:
             optim.write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
@@ -647,8 +645,7 @@ def print_plan(args):
     hours = 24 * mine[best] * args.plan * args.gpus_per_node
     print(f"Take the largest micro-batch that fits and --compression {best}"
           + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (with none "
-          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, {hours * args.price_per_gpu_hour:,.0f} to "
-          "pay")
+          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, bill {hours * args.price_per_gpu_hour:,.0f}")
 
 
 def memory(plan, phase):
@@ -669,7 +666,7 @@ class Log:
 
     def __init__(self, plan, active):
         self.folder, self.active, self.metrics = plan.out, active, plan.out / "metrics.jsonl"
-        self.tensorboard = None
+        self.unwritten, self.tensorboard = {}, None          # {path: bytes that found no room}
         if plan.tensorboard and active:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(plan.out)
@@ -693,11 +690,14 @@ class Log:
                     self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
     def _append(self, path, line):
+        lines = self.unwritten.pop(path, b"") + f"{line}\n".encode()
         try:
-            with open(path, "a") as file:
-                file.write(line + "\n")
+            with open(path, "ab", buffering=0) as file:
+                while lines:                         # a disk that fills up takes a part first
+                    lines = lines[file.write(lines):]
         except OSError as error:                     # a full disk must not end the training
-            tqdm.write(f"warning: {path}: {error.strerror}; a line of it is lost")
+            tqdm.write(f"warning: {path}: {error.strerror}")
+            self.unwritten[path] = lines
 
     def bytes(self):
         """Returns the length of metrics.jsonl."""

@@ -321,6 +321,9 @@ def check(name, *flags):
     """Runs an exercise's tests; returns (True if all pass, False if not, None if they cannot run;
     a line that says so)."""
     began, tests = time.monotonic(), [f"tests/{test}" for test in EXERCISES[name].tests.split()]
+    before = itertools.takewhile(lambda other: other != name, EXERCISES)
+    if blank_still := [other for other in (*before, name) if is_blank(other)]:
+        print(f"{', '.join(blank_still)}: still blank; {name} may need what comes before it")
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", *flags, *tests]
     # Ranks that wait for each other are ended after two minutes, see tests/ranks.py
     run = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -330,8 +333,14 @@ def check(name, *flags):
         return True, f"{name}: all {passed} tests pass ({time.monotonic() - began:.0f} s)"
     if run.returncode == 1:
         return False, (f"{name}: {passed} of {passed + len(failed)} tests pass; to see why: "
-                       f"python -m pytest '{failed[0]}'")
+                       f"{sys.executable} -m pytest '{failed[0]}'")
     return None, f"{name}: the tests cannot run: {run.stdout.strip()[-500:]}"
+
+
+def is_blank(name):
+    """Returns True if a function of an exercise has no body but the one that `blank` gives it."""
+    return any("raise NotImplementedError" in text_of((ROOT / path).read_text(), function)
+               for path, function in functions_of(name))
 
 
 def hint(name):

@@ -51,7 +51,7 @@ def test_blanked_is_red_and_solved_green(tmp_path, monkeypatch, capsys):
     tests = [f"tests/{test}" for exercise in EXERCISES.values() for test in exercise.tests.split()]
     red, line = exercises.check("schedule", *tests, "-k", "learning_rate")
     assert red is False and line.startswith("schedule: 0 of 2 tests pass; to see why: "), line
-    assert line.endswith("python -m pytest 'tests/test_optim.py::test_learning_rate_with_decay_"
+    assert line.endswith("-m pytest 'tests/test_optim.py::test_learning_rate_with_decay_"
                          "from_0_is_nvidias'")
     for count in 1, 2, 3, 3:
         exercises.hint("schedule")
