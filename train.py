@@ -645,7 +645,7 @@ def print_plan(args):
     hours = 24 * mine[best] * args.plan * args.gpus_per_node
     print(f"Take the largest micro-batch that fits and --compression {best}"
           + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (with none "
-          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, bill {hours * args.price_per_gpu_hour:,.0f}")
+          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, pay {hours * args.price_per_gpu_hour:,.0f}")
 
 
 def memory(plan, phase):
