@@ -644,8 +644,8 @@ def print_plan(args):
     best = next(name for name in names if mine[name] <= 1.05 * min(mine.values()))
     hours = 24 * mine[best] * args.plan * args.gpus_per_node
     print(f"Take the largest micro-batch that fits and --compression {best}"
-          + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (with none "
-          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, pay {hours * args.price_per_gpu_hour:,.0f}")
+          + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (none: "
+          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, at {args.price_per_gpu_hour * hours:,.0f}")
 
 
 def memory(plan, phase):
