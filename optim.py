@@ -1,4 +1,4 @@
-"""LAMB and its relatives, loss scaling, clipping, master weights, the learning rate.
+"""LAMB and its relatives, loss scaling, clipping, master weights, recipes, checkpoint files.
 
 Read `LAMB` first: its equations, then `_update`, the same in code. What surrounds an update in a
 training step follows, down to `learning_rate`; LANS and the 1-bit optimizers can wait. In an update
@@ -156,7 +156,7 @@ class LossScaler:
         if self.scale < self.smallest:
             broken, *_ = *(n for n, g in gradients.items() if not g.isfinite().all()), "a rank"
             raise TrainingStopped(f"step {step}: gradient of {broken} is not finite at the scale's "
-                                  f"floor of {2 * self.scale:g}; resume at a lower --lr-scale")
+                                  f"floor of {2 * self.scale:g}; start anew at a lower --lr-scale")
         return not overflow
 
 

@@ -393,9 +393,9 @@ def make_plan(args, world):
     bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
     plan.same_run = same_run(plan, manifest)
     # Whatever decides which collectives are called when, or their result, is the same on all ranks
-    code = b"".join(Path(module.__file__).read_bytes() for module in (bert, data, dist, optim))
+    code = [Path(m.__file__).read_bytes() for m in (bert, data, dist, optim, sys.modules[__name__])]
     told = {flag: value for flag, value in vars(args).items() if flag not in LOCAL} | plan.same_run
-    told |= {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()[:16]}
+    told |= {"torch": torch.__version__, "code": hashlib.sha256(b"".join(code)).hexdigest()[:16]}
     world.check_same(told, "was started differently")
     return plan
 

@@ -1,8 +1,10 @@
 """What several test files share: a small corpus, its shards, programs run as a user runs them."""
+import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Two threads take longer than one for tensors as small as those of the tests
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")            # of the programs
     start_server()
 
 
@@ -65,6 +70,11 @@ def shards(documents, tmp_path_factory):
 def program():
     """Runs one of the five files as a user would; returns the completed process."""
     def run(*arguments, cwd=ROOT, **options):
-        return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, timeout=240,
-                              capture_output=True, text=True, **options)
+        # Into files: pipes stay open until the server of its workers has ended, too
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, timeout=240,
+                                  stdout=stdout, stderr=stderr, **options)
+            stdout.seek(0), stderr.seek(0)
+            done.stdout, done.stderr = stdout.read(), stderr.read()
+            return done
     return run

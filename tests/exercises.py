@@ -325,16 +325,20 @@ def check(name, *flags):
     if blank_still := [other for other in (*before, name) if is_blank(other)]:
         print(f"{', '.join(blank_still)}: still blank; {name} may need what comes before it")
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", *flags, *tests]
-    # Ranks that wait for each other are ended after two minutes, see tests/ranks.py
-    run = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    passed = sum(map(int, re.findall(r"(\d+) passed", run.stdout)))
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", run.stdout, re.M)
+    # Ranks that wait for each other are ended after two minutes, see tests/ranks.py. A pipe would
+    # stay open until the server of the ranks has ended, too
+    with tempfile.TemporaryFile("w+") as file:
+        run = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+        file.seek(0)
+        said = file.read()
+    passed = sum(map(int, re.findall(r"(\d+) passed", said)))
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
     if run.returncode == 0:
         return True, f"{name}: all {passed} tests pass ({time.monotonic() - began:.0f} s)"
     if run.returncode == 1:
         return False, (f"{name}: {passed} of {passed + len(failed)} tests pass; to see why: "
                        f"{sys.executable} -m pytest '{failed[0]}'")
-    return None, f"{name}: the tests cannot run: {run.stdout.strip()[-500:]}"
+    return None, f"{name}: the tests cannot run: {said.strip()[-500:]}"
 
 
 def is_blank(name):

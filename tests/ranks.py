@@ -6,7 +6,9 @@ import os
 import pickle
 import sys
 import threading
+import time
 import traceback
+import types
 import uuid
 
 import torch
@@ -24,6 +26,11 @@ def start_server():
     multiprocessing.forkserver.ensure_running()
 
 
+def doze(seconds):
+    """Waits, a tenth of what is less than a second."""
+    time.sleep(seconds if seconds >= 1 else seconds / 10)
+
+
 def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     local_size = local_size or size
     if not gpu:
@@ -38,6 +45,8 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is in its log.txt
     tqdm.set_lock(threading.RLock())  # its own outlives a killed rank
+    # Ranks look at their store ten times as often: there is no network to spare
+    dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
     try:
         world = dist.init(timeout, f"file://{store}")
         outcome = function(world, *arguments)
