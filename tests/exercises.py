@@ -436,6 +436,7 @@ def main():
     elif not args.name:
         parser.error(f"{args.command} needs a name")
     elif args.command == "check":
+        print(f"{args.name}: the tests run, which takes up to a minute", flush=True)
         passes, line = check(args.name)
         print(line)
         sys.exit(not passes)
