@@ -161,7 +161,7 @@ class BertForPreTraining(nn.Module):
             # Activation checkpointing (Chen et al., arXiv 1604.06174): backward runs it once more
             x = (checkpoint(block, x, bounds, lengths, use_reentrant=False) if self.recompute
                  else block(x, bounds, lengths))
-        # No head reads the other rows, so the last block makes only their keys and values
+        # No head reads the other rows, so the last block drops them after attention
         return self.blocks[-1](x, bounds, lengths, rows)
 
     def mlm_logits(self, hidden):
@@ -229,8 +229,8 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
     (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
     (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
-    dropout three masks; with `recompute` its input alone, but for the layer under way. A masked
-    token leaves V numbers in fp32, and V gradients in this format.
+    dropout three masks of D (attention's is taken for one); with `recompute` its input alone, but
+    for the layer under way. A masked token leaves V numbers in fp32, V gradients in this format.
     """
     D, L = config.width, config.layers
     layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
@@ -238,12 +238,12 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     return tokens * layers + masked * config.vocab_size * (size + 4)
 
 
-def state_gigabytes(config, size, lossy):
-    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
-    whether compression keeps residuals. An optimizer has two moments, in fp32."""
+def state_gigabytes(config, size, lossy, one_bit):
+    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy,
+    one_bit: whether compression or a 1-bit optimizer keeps residuals. Two moments are in fp32."""
     elements = sum(map(math.prod, parameter_shapes(config)))
     parts = {"weights": size, "masters": 4 * (size < 4), "gradients": 4, "moments": 8,
-             "residuals": 8 * lossy}
+             "residuals": 8 * lossy + 16 * one_bit}
     return {part: 1e-9 * elements * each for part, each in parts.items()}
 
 
@@ -474,9 +474,9 @@ def load_huggingface(folder):
 
 def copy_weights(folder, model, tokenizer):
     """Gives a model the weights of a folder; raises ModelError if its shape is another, or if its
-    tokenizer.model, where it has one, is not the file `tokenizer`."""
+    tokenizer.model is not the file `tokenizer`: other tokens would mean other words."""
     found, own = load_huggingface(folder), Path(folder) / "tokenizer.model"
-    if own.exists() and own.read_bytes() != Path(tokenizer).read_bytes():
+    if not own.exists() or own.read_bytes() != Path(tokenizer).read_bytes():
         raise ModelError(f"{tokenizer} is not {own}; make shards with data.py --tokenizer {own}")
     if found.config[:6] != model.config[:6]:
         raise ModelError(f"{folder} is {found.config[:6]}, the plan {model.config[:6]}")

@@ -867,8 +867,7 @@ def main():
         if args.show:
             print(show(args.show))
         elif args.list:
-            names = node_files(args.list, args.node_rank, args.nodes, args.ranks_per_node)
-            print(*names, sep="\n")
+            print(*node_files(args.list, args.node_rank, args.nodes, args.ranks_per_node), sep="\n")
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                     args.held_out, args.tokenizer, args.workers, args.sentences)

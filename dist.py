@@ -298,8 +298,8 @@ class Reducer:
 
     Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
 
-    1. Pack, once. Parameters, the last one first, fill flat fp32 buckets of bucket_mb MB or a
-       little more (by default a 12th of all gradients, but 1 to 25 MB). Each gradient is a view
+    1. Pack, once. Parameters, the last one first, fill flat fp32 buckets of bucket_mb MB or more,
+       as none is cut (by default a 12th of all gradients, but 1 to 25 MB). Each gradient is a view
        of its bucket: of fp32 parameters it is `p.grad`; fp16 and bf16 ones have theirs added to it
        and dropped, so that micro-batches add up in fp32. All ranks start from rank 0's weights.
     2. Ready. Autograd has added a parameter's gradient to its view.
@@ -505,7 +505,8 @@ class Bucket:
         g = scale * q
         e_r = rest_r                           `commit`: only if the step is taken
 
-    So an overflow leaves no trace, and what went in comes out: mean_r v_r = q + mean_r rest_r.
+    So an overflow leaves no trace, and what went in comes out: mean_r v_r = q + mean_r rest_r (and
+    what the server error of int8 and onebit grew by).
 
     Several nodes with several ranks each have two levels (as Goyal et al., arXiv 1706.02677,
     section 4.2): a node's ranks add up at one of them, the bucket's leader; the leaders of all
@@ -798,8 +799,8 @@ COMPRESSORS = {          # name: (function, its argument, what `value` is padded
 
 
 def parse_compression(text):
-    """Returns (name, option or None) of a text as "none", "topk" (with its default) or "topk:0.05".
-    Raises DistError for what is unknown or cannot work."""
+    """Returns a row of COMPRESSORS, with the option that a text as "topk:0.05" sets; raises
+    DistError for what is unknown or cannot work."""
     name, colon, option = text.partition(":")
     with contextlib.suppress(KeyError, ValueError, TypeError):     # TypeError: it has no option
         compressor, argument, padding = COMPRESSORS[name]

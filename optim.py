@@ -214,8 +214,9 @@ class Phase:
     warmup: float            # fraction of the steps
     decay_from: float        # fraction of the steps after which the rate decays
     power: float = 1.0       # of the polynomial decay
+    # `train.plan_phase` sets these
     freeze: int = sys.maxsize    # steps before a 1-bit optimizer freezes its variance
-    micro_batch: int = 0     # examples that a rank takes at a time; 0: `make_plan` chooses
+    micro_batch: int = 0     # examples that a rank takes at a time
 
 
 class Recipe(NamedTuple):

@@ -65,16 +65,15 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("text and results").add_argument
     add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
-    add("--vocab-size", **N(16), default=8192, help="make a tokenizer of N pieces for it (8192)")
-    add("--out", metavar="DIR", help="write results here (runs/ and the text's name)")
+    add("--vocab-size", **N(16), help="make a tokenizer of N pieces for it (8192)")
+    add("--out", metavar="DIR", help="write results here (runs/RECIPE; runs/NAME of another text)")
     add("--resume", default="auto", metavar="PATH", help="this checkpoint, or never (auto: newest)")
-    add("--init", metavar="DIR", help="begin with the weights of this Hugging Face BERT; --data: "
-        "shards of data.py --tokenizer DIR/tokenizer.model (random weights)")
+    add("--init", metavar="DIR", help="begin with this model; --data made with its tokenizer.model")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
     add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
     add("--optimizer", choices=optim.OPTIMIZERS, help="take this one (the recipe's)")
-    add("--freeze", **X(0, 1), help="1-bit optimizers freeze at this part of a phase (0.2)")
+    add("--freeze", **X(0, 1), help="1-bit optimizers freeze at this part (0.2, or the warm-up)")
     add("--steps", **N(0), nargs="+", help="take N steps in each phase; one number, or one a phase")
     add("--batch", **N(1), nargs="+", help="take N examples a step over all ranks; likewise")
     add("--lr-scale", **X(0), default=1.0, help="multiply all learning rates by X (1)")
@@ -144,8 +143,8 @@ def train(plan, world):
             micro_batches = next(batches)
             data_seconds = time.perf_counter() - began
 
-            # 2. The masked tokens of the whole step, on all ranks: the divisor of every loss. Each
-            #    rank's own would make a mean of means. And is it time to stop, or to save?
+            # 2. The masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
+            #    Each rank's own would make a mean of means. And is it time to stop, or to save?
             wishes = dist.asked_to_stop(stop_requests), time.monotonic() > save_at
             masked, slots, stop, due, *tokens = step_totals(micro_batches, wishes, world)
 
@@ -416,10 +415,12 @@ def fill_in(args, world):
     plan.data = Path(args.data or data.default_folder(args.corpus))
     plan.reads_docs = not args.data and not args.corpus
     plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
-    known = (plan.data / "manifest.json").exists()
+    known = (plan.data / "manifest.json").exists() and not (args.plan and args.vocab_size)
     # A tokenizer that is still to be made will have as many pieces as were asked for
-    vocabulary = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size
-    plan.config = bert.BertConfig.preset(args.model, vocabulary, dropout=plan.dropout)
+    plan.pieces = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size or 8192
+    if args.vocab_size not in (None, plan.pieces):
+        raise ConfigError(f"{plan.data} has {plan.pieces} pieces: remove it or set no --vocab-size")
+    plan.config = bert.BertConfig.preset(args.model, plan.pieces, dropout=plan.dropout)
     plan.precision = optim.choose_precision(args.precision, world.device)
     if world.device.type == "cuda" and not args.gpu_memory:  # the smallest card decides for all
         own = 1e-9 * torch.cuda.get_device_properties(world.device).total_memory
@@ -477,7 +478,7 @@ def prepare_folders(plan, world):
         # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
-            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.vocab_size)
+            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.pieces)
             print(data.describe(manifest), flush=True)
 
     world.on_all_ranks(EXPECTED, make)
@@ -488,7 +489,7 @@ def prepare_folders(plan, world):
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
-    that changes only the order of sums."""
+    that changes the order of sums, dropout's masks, and what lossy compression leaves over."""
     # Flat, so that a field that differs can be named
     run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
                                             "mask_fraction", "seed", "balance", *plan.masks)}
@@ -596,7 +597,7 @@ def print_plan(args):
     backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
     hides; all but `late`, that of the embeddings, which are ready at its end. To compress counts
     where it can be measured: without --tflops. Not counted: what happens inside a node, the
-    optimizer, padding (examples count as full), loading, evaluation.
+    optimizer (and what a 1-bit one saves), padding (examples count as full), loading, evaluation.
     """
     args.gpu_memory = args.gpu_memory or 16
     # As many ranks as there would be, though none of them exists
@@ -604,8 +605,8 @@ def print_plan(args):
     plan = fill_in(args, dataclasses.replace(here, size=args.plan * args.gpus_per_node))
     config, shapes = plan.config, bert.parameter_shapes(plan.config)
     elements = sum(map(math.prod, shapes))
-    precision = optim.PRECISIONS[plan.precision]
-    tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
+    tflops = args.tflops or bert.measure_tflops(config, here.device,
+                                                optim.PRECISIONS[plan.precision])
     names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
     packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 
@@ -653,7 +654,7 @@ def memory(plan, phase):
     example of the phase leaves; how many of these fit in 80 % of plan.gpu_memory: the formulas
     leave out a little)."""
     size = optim.PRECISIONS[plan.precision].itemsize
-    state = bert.state_gigabytes(plan.config, size, dist.is_lossy(plan.compression))
+    state = bert.state_gigabytes(plan.config, size, dist.is_lossy(plan.compression), plan.one_bit)
     each = 1e-9 * bert.activation_bytes(plan.config, phase.seq_len,
                                         plan.mask_fraction * phase.seq_len, size, plan.recompute)
     return state, each, max(0, int((0.8 * (plan.gpu_memory or 0) - sum(state.values())) / each))

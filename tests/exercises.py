@@ -24,14 +24,14 @@ line named, run the same command again with another --out, and change it back. F
            $RUN=2 train.py --steps 20 0 --lr-scale 0 --precision fp32 --batch $B --out runs/own-$B
        done
    Expected: less and less; at 32 examples a step nobody notices.
-2. The size of buckets over a slow link: 100 Mb/s, in a network namespace (Linux, iproute2). Figure:
-   the seconds of a step and its wait_seconds, over the size.
+2. The size of buckets over a slow link: 100 Mb/s for both ranks together, in a network namespace
+   (Linux, iproute2). Figure: the seconds of a step and its wait_seconds, over the size.
        sudo -E unshare -n bash -c 'ip link set lo up
            tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
            for MB in 0.3 1 2 8 32; do
                $RUN=2 train.py --model mini --steps 8 0 --batch 256 --bucket-mb $MB --out runs/mb$MB
            done'
-   Expected: one bucket hides nothing; small ones hide all but the embeddings', ready last.
+   Expected: large buckets hide nothing, small ones a part, and never the embeddings', ready last.
 3. `--balance`. Figure: the imbalance of each step, a histogram.
        for N in 2 4; do for FLAG in "" --balance; do
            $RUN=$N train.py --steps 0 60 $FLAG --out runs/deal-$N$FLAG
@@ -419,7 +419,8 @@ def verify(names):
 
 
 def main():
-    """Runs the program; what it cannot do is one line on stderr and status 1."""
+    """Runs the program; what it cannot do is one line on stderr and status 1; a wrong command line
+    is status 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("command", choices=["list", "start", "check", "hint", "solve", "verify"])

@@ -574,6 +574,7 @@ WRONG = [
     ("--bucket-mb -1", 2, "--bucket-mb: must be in .1e-06, inf), not -1"),
     ("--steps 1 2 3", 1, "--steps, --batch, --micro-batch: give one number, or 2"),
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
+    ("--vocab-size 300", 1, "has 320 pieces: remove it or set no --vocab-size"),
     ("--freeze 0.5", 1, "--freeze means nothing to lamb"),
     ("--optimizer onebit-lamb --steps 9 2", 1, "no freeze after 0 of 2 steps; change --freeze"),
     ("--optimizer onebit-lamb --compression topk", 1, "needs --compression none, fp16 or bf16"),
@@ -705,20 +706,25 @@ def test_micro_batches_are_equal_parts_of_about_8192_tokens():
     assert planned(4, "--micro-batch", 100)[1].micro_batch == 8    # no more than a rank's share
 
 
-def test_a_gpus_memory_decides_its_micro_batch():
+def test_a_gpus_memory_decides_its_micro_batch(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)                   # without shards of other pieces
     argv = "--model base --precision bf16 --vocab-size 30522 --recipe nvlamb-64k".split()
-    few, many, most = (planned(8, *argv, "--gpu-memory", gb, *more)[0].micro_batch
-                       for gb, more in ((8, ()), (16, ()), (16, ["--recompute"])))
-    # 110 million parameters take 18 bytes each; 8192 examples a rank in equal parts
+    few, many, most, one_bit = (
+        planned(8, *argv, "--gpu-memory", gb, *more)[0].micro_batch for gb, more in (
+            (8, ()), (16, ()), (16, ["--recompute"]), (8, ["--optimizer", "onebit-lamb"])))
+    # 110 million parameters take 18 bytes each, 34 with a 1-bit optimizer; 8192 examples a rank in
+    # equal parts
     config = bert.BertConfig.preset("base", 30522)
     one = bert.activation_bytes(config, 128, 0.15 * 128, 2)
-    for gb, found in (8, few), (16, many):
-        fit = (0.8e9 * gb - 18 * 110e6) / one
+    for gb, each, found in (8, 18, few), (16, 18, many), (8, 34, one_bit):
+        fit = (0.8e9 * gb - each * 110e6) / one
         assert 0.9 * fit < found <= fit
     assert most > 4 * many
 
 
-def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
+def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, shards, tmp_path):
+    argv = "--plan", "4", "--data", str(shards), "--vocab-size", "512"    # of a text still to come
+    assert train.fill_in(train.parse_arguments(argv), dist.World()).config.vocab_size == 512
     monkeypatch.chdir(tmp_path)
     argv = "--plan 4 --gpus-per-node 2 --tflops 10 --gbps 1 --model base --recipe nvlamb-64k"
     monkeypatch.setattr(sys, "argv", ["train.py", *argv.split(), "--vocab-size", "30522"])
@@ -932,6 +938,10 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     code, line = refused("--data", tmp_path / "other", "--out", tmp_path / "out", "--init", model)
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
+    for name in "tokenizer.model", "SHA256SUMS":              # as of another's BERT
+        (model / name).unlink()
+    code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model)
+    assert code == 1 and f"is not {model}/tokenizer.model" in line
     before = metrics(out)[0]["loss"]
     shutil.rmtree(model)                  # a run that resumes does not need it
     run(shards, out, tmp_path, *argv)

@@ -5,8 +5,7 @@
 
 Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code (yangluo7/CAME, CAME.py). Of a
 matrix (R, C), Adam keeps two moments of R x C elements; CAME keeps one, and for the rest the means
-of rows and columns, R + C elements each. x -> mean(x) stands for these two means, 1 / sqrt of them
-for the matrix that they approximate:
+of rows and columns, R + C elements each. A(r, c) is 1 / sqrt of the matrix that they approximate:
 
     A(r, c) = (r / mean(r))^-1/2 c^-1/2                     r (R, 1), c (1, C): the factors
     r, c = b2 (r, c) + (1 - b2) row and column means of g^2 + 1e-30

@@ -9,11 +9,12 @@ backward of step t goes on, the ranks average the parts that are due, and only t
     due at step t:      the parts b with floor(b H / B) = t mod H
     w_r = (mean over the ranks of w_r, if due at t, else w_r) - update of rank r's own gradient
 
-So H times fewer bytes are sent, in every step about as many, and behind backward. The paper's parts
-are layers, and a search over measured times makes the schedule; ours are the Reducer's buckets,
-evenly spread. The paper (from memory, not checked) updates a layer within backward and averages
-the result at once. train.py clips by the global norm, which is known only after backward; so here
-what is averaged is what step t began with, and the update is added to the mean: one step late.
+So H times fewer bytes are sent, spread over the steps as far as there are parts, behind backward.
+The paper's parts are layers, and a search over measured times makes the schedule; ours are the
+Reducer's buckets (3 of tiny, 7 of mini, 14 of base), evenly spread. The paper (from memory, not
+checked) updates a layer within backward and averages the result at once. train.py clips by the
+global norm, which is known only after backward; so here what is averaged is what step t began with,
+and the update is added to the mean: one step late.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
 gradients, and the optimizer's `synchronise`, which train.py calls before it evaluates or saves:
