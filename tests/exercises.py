@@ -31,7 +31,7 @@ line named, run the same command again with another --out, and change it back. F
            for MB in 0.3 1 2 8 32; do
                $RUN=2 train.py --model mini --steps 8 0 --batch 256 --bucket-mb $MB --out runs/mb$MB
            done'
-   Expected: large buckets hide nothing, small ones a part, and never the embeddings', ready last.
+   Expected: large buckets hide little, small ones more, and never the embeddings', ready last.
 3. `--balance`. Figure: the imbalance of each step, a histogram.
        for N in 2 4; do for FLAG in "" --balance; do
            $RUN=$N train.py --steps 0 60 $FLAG --out runs/deal-$N$FLAG
