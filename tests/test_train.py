@@ -103,8 +103,8 @@ def one_rank(shards, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("size,micro", [(1, 4), (2, 16), (3, 5), (4, 4)])
+@pytest.mark.parametrize("phase,size,micro", [
+    (1, 1, 4), (1, 2, 16), (1, 3, 5), (1, 4, 4), (2, 2, 3), (2, 4, 16)])
 def test_losses_do_not_depend_on_ranks_or_micro_batches(
         shards, tmp_path, one_rank, phase, size, micro):
     sums = run(shards, tmp_path / "out", tmp_path, *EQUAL, *PHASES[phase], "--micro-batch", micro,
@@ -776,7 +776,7 @@ def log_memory(world, path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_does_not_grow(shards, tmp_path):
-    argv = "--steps 300 0 --batch 8 --workers 0 --checkpoint-every 100 --precision fp32".split()
+    argv = "--steps 300 0 --batch 4 --workers 0 --checkpoint-every 100 --precision fp32".split()
     run(shards, tmp_path / "out", tmp_path, *argv, sabotage=(log_memory, tmp_path / "rss"))
     lines = [line.split() for line in (tmp_path / "rss").read_text().splitlines()]
     rss = [int(size) for kind, size in lines if kind == "train"]
