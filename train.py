@@ -737,7 +737,8 @@ def log_plan(plan, world, log, model, step):
 def report(plan, log, model, step, stop_requests):
     """Says what came out: the curve of held-out losses, the last evaluation of each phase; for the
     demo, sentences filled in."""
-    with contextlib.suppress(LookupError, TypeError, ValueError):        # metrics.jsonl was damaged
+    # metrics.jsonl may have been damaged
+    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
         lines = [json.loads(line) for line in open(log.metrics)]
         evaluations = [line for line in lines if line["kind"] == "eval"]
         log.say(f"\nHeld-out MLM loss in phase 1 and 2; -: by word frequency\n{curve(evaluations)}")

@@ -116,7 +116,7 @@ def load_model(path):
 
 def load_log(path):
     plan = types.SimpleNamespace(phases=optim.RECIPES["demo"].phases, ends=STEPS, reads_docs=False,
-                                 tensorboard=False, out=path.parent)
+                                 pairs="nsp", tensorboard=False, out=path.parent)
     log = train.Log(plan, True)
     log.say = lambda text: None
     train.report(plan, log, None, STEPS[-1], [])

@@ -844,6 +844,18 @@ def test_curve_puts_each_loss_on_its_row():
         "  6.000 | ---", "  5.750 |    ", "  5.500 | 1  ", "  5.250 |   2", "  5.000 |  1 "]
 
 
+@pytest.mark.parametrize("damage", [{"step": 0}, {"step": -5}, {"phase": "x"}, {"phase": 99},
+                                    {"mlm_loss": None}, {"mlm_loss": float("inf")}])
+def test_a_damaged_log_does_not_stop_the_end_of_a_run(tmp_path, damage):
+    line = {"kind": "eval", "step": 3, "phase": 1, "mlm_loss": 5.0, "unigram_entropy": 6.0,
+            "mlm_accuracy": 0.1, "nsp_accuracy": 0.5, "nsp_error": 0.01}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | damage))
+    plan = train.argparse.Namespace(phases=optim.RECIPES["demo"].phases, ends=[3], out=tmp_path,
+                                    reads_docs=False, pairs="nsp", tensorboard=False)
+    train.report(plan, train.Log(plan, True), None, 3, [])
+    assert "Done after step 3 of 3" in (tmp_path / "log.txt").read_text()
+
+
 def test_tensorboard_gets_every_number_or_says_what_is_missing(tmp_path, monkeypatch):
     scalars = []
     board = type("Board", (), {"__init__": lambda self, folder: scalars.append(folder),
