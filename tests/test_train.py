@@ -849,7 +849,8 @@ def test_curve_puts_each_loss_on_its_row():
 def test_a_damaged_log_does_not_stop_the_end_of_a_run(tmp_path, damage):
     line = {"kind": "eval", "step": 3, "phase": 1, "mlm_loss": 5.0, "unigram_entropy": 6.0,
             "mlm_accuracy": 0.1, "nsp_accuracy": 0.5, "nsp_error": 0.01}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | damage))
+    step = {"kind": "train", "phase": 1, "padding": 0.0, "imbalance": 1.0, "data_share": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(line | damage)}\n{json.dumps(step)}\n")
     plan = train.argparse.Namespace(phases=optim.RECIPES["demo"].phases, ends=[3], out=tmp_path,
                                     reads_docs=False, pairs="nsp", tensorboard=False)
     train.report(plan, train.Log(plan, True), None, 3, [])
