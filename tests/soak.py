@@ -80,7 +80,8 @@ def disturb(run, what, moment, rng):
     problems = [f"left: {process.kind} {process.rank}" for process in left]
     problems += [f"gone after {seconds:.0f} s"] * (seconds > LIMIT)
     asked = signum in (signal.SIGTERM, signal.SIGINT) and not startup and rank is None
-    if last - newest > (0 if asked else 10):
+    missed = run.text().count("no checkpoint of step")       # as the disk was full
+    if last - newest > (0 if asked else 10 * (1 + missed)):
         problems.append(f"{last - newest} steps lost")
     own = re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text())
     if own and not (startup and "KeyboardInterrupt" in run.text()):      # amid Python's imports
