@@ -605,8 +605,8 @@ def print_plan(args):
     plan = fill_in(args, dataclasses.replace(here, size=args.plan * args.gpus_per_node))
     config, shapes = plan.config, bert.parameter_shapes(plan.config)
     elements = sum(map(math.prod, shapes))
-    tflops = args.tflops or bert.measure_tflops(config, here.device,
-                                                optim.PRECISIONS[plan.precision])
+    precision = optim.PRECISIONS[plan.precision]
+    tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
     names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
     packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 

@@ -1,6 +1,6 @@
 """Each file of tests/variants beside what it changes: loss, bytes, time, memory of the optimizer.
 
-    python tests/bench_variants.py                                # 20 minutes on two idle cores
+    python tests/bench_variants.py                                # half an hour on two cores
     python tests/bench_variants.py --runs lamb albert --steps 1200 --seeds 0
     sudo python tests/bench_variants.py --link 100mbit --steps 60 --seeds 0 --runs lamb albert
 

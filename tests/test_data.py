@@ -349,7 +349,7 @@ def test_workers_end_with_their_loop_and_not_before(shards, tmp_path):
     try:
         for process, (_, status, says) in zip(processes, ENDS):
             workers = process.stdout.readline().split()
-            said = process.communicate(timeout=30)[1]    # until the last worker has ended, too
+            said = process.communicate(timeout=15)[1]    # until the last worker has ended, too
             assert len(workers) == 2 and process.returncode == status and says in said
     finally:
         for process in processes:
