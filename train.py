@@ -643,10 +643,10 @@ def print_plan(args):
     # The first that is hardly slower than the fastest: what loses nothing stands first
     mine = {name: days(name, args.plan, args.gbps) for name in names}
     best = next(name for name in names if mine[name] <= 1.05 * min(mine.values()))
-    hours = 24 * mine[best] * args.plan * args.gpus_per_node
+    hours, rate = 24 * mine[best] * args.plan * args.gpus_per_node, args.price_per_gpu_hour
     print(f"Take the largest micro-batch that fits and --compression {best}"
           + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (none: "
-          f"{mine['none']:.3g}), {hours:,.0f} GPU hours, at {args.price_per_gpu_hour * hours:,.0f}")
+          f"{mine['none']:.3g}), {hours:,.0f} GPU hours" + f", at {rate * hours:,.0f}" * (rate > 0))
 
 
 def memory(plan, phase):

@@ -8,12 +8,14 @@ Both take the same batches: theirs as a data collator makes them, padded to the 
 with labels of -100 where nothing is masked. In bf16 theirs runs under autocast, as its Trainer does
 it; ours with bf16 weights and fp32 masters. Both clip, and step with fused AdamW. Their steps take
 turns in one run; a time is the sum over batches of the median over rounds. With torchrun each rank
-has batches of its own, theirs is in DistributedDataParallel, and the figures are of one rank.
+has batches of its own, dealt by length; theirs is in DistributedDataParallel; the figures are of
+one rank.
 
 The table "real" has text of prepared shards, "full" random tokens without any padding. TFLOP/s are
 those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two matrices
 of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
-packages take, in a process of each side's own.
+packages take, in a process of each side's own. `work` is their operations over ours: their layers
+compute padding too, and their heads all tokens. At the same operations a second it is the ratio.
 """
 import argparse
 import contextlib
@@ -48,7 +50,7 @@ CASES = {                    # model: batches as (examples, tokens), vocabulary 
     "large": ([(8, 128), (2, 512)], 30522)}
 HEADER = (f"{'':<37}{'---------------- ours ----------------':<44}-- Hugging Face --\n"
           f"{'batch':<18}{'format':>8}{'dropout':>9}{'examples/s':>12}{'TFLOP/s':>9}{'of mm':>11}"
-          f"{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}")
+          f"{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}{'work':>7}")
 
 
 class Ours:
@@ -116,10 +118,10 @@ def padded(batch):
 
 
 def real_batches(world, folder, examples, length, count):
-    """Returns Batches of prepared shards; each rank has examples of its own."""
-    dataset, first = data.PretrainingData(folder, length), world.rank * count
-    return [dataset.batch(range(k * examples, (k + 1) * examples))
-            for k in range(first, first + count)]
+    """Returns Batches of prepared shards, dealt to the ranks as train.py --balance does."""
+    dataset, total = data.PretrainingData(folder, length), examples * world.size
+    return [dataset.batch(data.micro_batches(step, total, examples, world.rank, world.size,
+                                             dataset.lengths)[0]) for step in range(count)]
 
 
 def full_batches(vocabulary, examples, length, count):
@@ -176,14 +178,18 @@ def compare(world, config, precision, batches, rounds):
     totals = [sum(map(statistics.median, found)) for found in times]
     examples = sum(len(batch.pair_labels) for batch in batches)
     flops = sum(bert.flops_per_example(config, n, masked_of(batch) / len(batch.pair_labels))
-                for batch in batches for n in batch.lengths[:-1].tolist()) / totals[0]
+                for batch in batches for n in batch.lengths[:-1].tolist())
+    theirs = sum(bert.flops_per_example(config, n, n) * len(batch.pair_labels)
+                 for batch in batches for n in [int(batch.lengths[:-1].max())])
     with multiprocessing.get_context("forkserver").Pool(1, maxtasksperchild=1) as pool:
         memory = [pool.apply(peak, (side, config, precision, batches))
                   if world.size == 1 else math.nan for side in sides]
-    row = (f"{examples / totals[0]:>12.1f}{flops / 1e12:>9.3f}"
-           f"{flops * statistics.median(products[1:]) / 2 / 2048 ** 3:>11.0%}{memory[0]:>8.0f}")
+    rate = flops / totals[0]
+    row = (f"{examples / totals[0]:>12.1f}{rate / 1e12:>9.3f}"
+           f"{rate * statistics.median(products[1:]) / 2 / 2048 ** 3:>11.0%}{memory[0]:>8.0f}")
     if transformers:
         row += f"{examples / totals[1]:>14.1f}{memory[1]:>8.0f}{totals[1] / totals[0]:>8.2f}"
+        row += f"{theirs / flops:>7.2f}"
     return row
 
 

@@ -94,13 +94,18 @@ PHASES = {1: ["--steps", 10, 0], 2: ["--steps", 0, 10]}
 
 @pytest.fixture(scope="module")
 def one_rank(shards, tmp_path_factory):
-    """Losses of 10 steps on one rank, for each phase alone."""
+    """`curve` of 10 steps on one rank, for each phase alone."""
     found = {}
     for phase, steps in PHASES.items():
         out = tmp_path_factory.mktemp("one") / "out"
         run(shards, out, out.parent, *EQUAL, *steps)
-        found[phase] = [line["loss"] for line in metrics(out)]
+        found[phase] = curve(out)
     return found
+
+
+def curve(out):
+    """Returns the loss, then the norm of the gradient, of each step."""
+    return [line[key] for line in metrics(out) for key in ("loss", "grad_norm")]
 
 
 @pytest.mark.parametrize("phase,size,micro", [
@@ -109,10 +114,10 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
         shards, tmp_path, one_rank, phase, size, micro):
     sums = run(shards, tmp_path / "out", tmp_path, *EQUAL, *PHASES[phase], "--micro-batch", micro,
                size=size)
-    losses = [line["loss"] for line in metrics(tmp_path / "out")]
-    assert len(set(losses)) == 10 and len(set(sums)) == 1
-    assert losses[0] == pytest.approx(one_rank[phase][0], rel=1e-6)
-    assert losses == pytest.approx(one_rank[phase], rel=1e-4)
+    found = curve(tmp_path / "out")
+    assert len(set(found)) == 20 and len(set(sums)) == 1
+    assert found[:2] == pytest.approx(one_rank[phase][:2], rel=1e-6)
+    assert found == pytest.approx(one_rank[phase], rel=1e-4)
 
 
 def test_the_divisor_is_that_of_the_whole_step(shards):
@@ -133,7 +138,7 @@ def test_balance_changes_the_padding_and_not_the_losses(shards, tmp_path, one_ra
     run(shards, tmp_path / "out", tmp_path, *argv, "--balance", size=size)
     run(shards, tmp_path / "plain", tmp_path, *argv, "--max-steps", 5, size=size)
     lines, plain = metrics(tmp_path / "out"), metrics(tmp_path / "plain")
-    assert [line["loss"] for line in lines] == pytest.approx(one_rank[2], rel=1e-5)
+    assert curve(tmp_path / "out") == pytest.approx(one_rank[2], rel=1e-5)
     means = [[sum(line[key] for line in some[:5]) / 5 for some in (lines, plain)]
              for key in ("padding", "imbalance")]
     assert means[0][0] < 0.8 * means[0][1] and means[1][0] <= means[1][1]
@@ -160,8 +165,7 @@ def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_
     share = take_share, tmp_path / "wiki", 2
     argv = *EQUAL, *PHASES[1]
     run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=share)
-    losses = [line["loss"] for line in metrics(tmp_path / "out")]
-    assert losses == pytest.approx(one_rank[1], rel=1e-5)
+    assert curve(tmp_path / "out") == pytest.approx(one_rank[1], rel=1e-5)
     outcomes = run(shards, tmp_path / "no", tmp_path, *argv, "--balance", size=2, sabotage=share,
                    check=False)
     assert all(isinstance(outcome, train.ConfigError) for outcome in outcomes)
@@ -730,7 +734,7 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, shards, tm
     monkeypatch.setattr(sys, "argv", ["train.py", *argv.split(), "--vocab-size", "30522"])
     train.main()
     printed = capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and printed.endswith(" GPU hours\n")     # no price, no bill
     config = bert.BertConfig.preset("base", 30522)
     phases = optim.RECIPES["nvlamb-64k"].phases
     flops = sum(p.steps * p.global_batch
