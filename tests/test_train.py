@@ -441,6 +441,25 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precisi
     assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
 
 
+def note_seeds(world, path):
+    """Appends the seed of each training forward pass to a file."""
+    forward = bert.BertForPreTraining.forward
+
+    def patched(self, batch):
+        with open(path, "a") as file:
+            file.write(f"{torch.initial_seed()}\n" * self.training)
+        return forward(self, batch)
+
+    bert.BertForPreTraining.forward = patched
+
+
+def test_dropout_differs_in_each_step_micro_batch_and_rank(shards, tmp_path):
+    argv, path = "--steps 3 0 --batch 8 --micro-batch 2 --workers 0".split(), tmp_path / "seeds"
+    run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=(note_seeds, path))
+    seeds = path.read_text().split()
+    assert len(seeds) == len(set(seeds)) == 3 * 2 * 2
+
+
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
 def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, monkeypatch, optimizer):
     """With accumulation, through both stages of two phases; fp16 with its loss scale."""
