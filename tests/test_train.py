@@ -260,8 +260,8 @@ def test_one_bit_optimizers_resume_in_both_phases_with_the_same_bits(shards, tmp
 
 
 def test_a_save_makes_weights_equal_that_ranks_step_alone(shards, tmp_path):
-    """0/1 Adam, frozen after step 3, agrees after steps 4, 5 and 7; after step 8 weights differ, and
-    a save compares them."""
+    """0/1 Adam, frozen after step 3, agrees after steps 4, 5 and 7; after step 8 weights differ,
+    and a save compares them."""
     argv = "--steps 9 0 --batch 8 --workers 0 --checkpoint-every 8 --optimizer zeroone-adam"
     sums = run(shards, tmp_path / "out", tmp_path, *argv.split(), "--freeze", 0.34, size=2)
     assert steps_kept(tmp_path / "out") == [8, 9] and sums[0] == sums[1]
