@@ -12,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 
 import numpy as np
@@ -312,6 +314,24 @@ def test_what_fails_in_a_worker_is_said(function, item, kind, message):
     while error:                         # what holds the worker: else it ends when garbage goes
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
+
+
+def die_amid_a_message(size):
+    """Ends the worker after half a second: `size` numbers do not fit into its pipe till then."""
+    threading.Timer(0.5, os._exit, [1]).start()
+    return np.zeros(size)
+
+
+def test_a_worker_that_dies_amid_a_message_is_said():
+    results = data.in_workers(die_amid_a_message, [0, 10**7], 1)
+    next(results)
+    time.sleep(1)                        # nobody reads the second one
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("reads for ever"))
+    signal.alarm(10)
+    with pytest.raises(data.DataError, match="a worker process died"):
+        next(results)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 LOOP = """
