@@ -181,6 +181,15 @@ def test_dropout_is_of_the_attention_weights():
     assert 0.9 < sums.mean() < 1.1 and sums.std() > 0.1
 
 
+def test_dropout_is_of_embeddings_and_of_both_branches_in_training_alone():
+    """A dropout of 1 leaves nothing: embeddings are 0, a block is its two norms."""
+    batch, model = make_batch(), make_model(config=CONFIG._replace(dropout=1.0))
+    assert not model.embeddings(batch.tokens, batch.segments, batch.positions).any()
+    block, x = model.blocks[0], torch.randn(len(batch.tokens), CONFIG.width)
+    assert torch.equal(block(x, batch.bounds, batch.lengths), block.norm(block.attention_norm(x)))
+    assert torch.equal(encode(model.eval(), batch), encode(make_model(), batch))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
 def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
@@ -449,6 +458,14 @@ def test_fill_in_program(shards, tmp_path, program, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bert.py", str(tmp_path), "nothing to fill in"])
     with pytest.raises(SystemExit, match=r"bert.py: .*no \[MASK\]"):
         bert.main()
+
+
+def test_fill_mask_takes_pieces_alone_and_leaves_the_model_training(shards):
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(shards / "tokenizer.model"))
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 384))     # of 320 pieces
+    model.mlm_bias.data[7], model.mlm_bias.data[320:] = 50.0, 100.0
+    word = tokenizer.id_to_piece(7).replace("▁", "")
+    assert bert.fill_mask(model, tokenizer, "The [MASK].", 1) == [f"{word} 100%"] and model.training
 
 
 def test_masks_stand_where_the_words_would(shards):
