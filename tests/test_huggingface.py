@@ -44,6 +44,7 @@ def test_token_ids_are_sentencepieces(tokenizers, documents):
     ours, theirs, _ = tokenizers
     sentences = "\n".join(documents[:100]).split("\n") + HARD
     assert len(sentences) > 500 and theirs.is_fast and len(theirs) == ours.get_piece_size() == 300
+    assert theirs.model_max_length == 512
     assert theirs(sentences, add_special_tokens=False)["input_ids"] == ours.encode(sentences)
     for sentence in MASKED + sentences[:20]:
         assert theirs(sentence)["input_ids"] == bert.encode_with_masks(ours, sentence), sentence

@@ -497,11 +497,12 @@ def test_loss_scaler_halves_doubles_and_is_bounded():
     assert not scaler.update(True, 1, {})
     assert scaler.scale == 4.0 and scaler.skipped == 1
     assert [scaler.update(False, 2, {}) for _ in range(3)] == [True] * 3 and scaler.scale == 8.0
-    scaler.update(False, 5, {})
-    scaler.update(True, 6, {})                         # the count of good steps starts again
     for _ in range(2):
+        scaler.update(False, 5, {})
+    scaler.update(True, 6, {})                         # the count of good steps starts again
+    for scale in 4.0, 4.0, 8.0:
         scaler.update(False, 7, {})
-    assert scaler.scale == 4.0
+        assert scaler.scale == scale
     for _ in range(20):
         scaler.update(False, 9, {})
     assert scaler.scale == 16.0 and scaler.skipped == 2

@@ -275,6 +275,7 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     run(shards, tmp_path / "two", tmp_path, *argv, size=3)
     one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
     assert len(two) == 14 and two == pytest.approx(one, rel=1e-4)    # so the same examples, too
+    assert metrics(tmp_path / "two")[-1]["examples"] == 8 * 9 + 6 * 7
 
 
 def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
