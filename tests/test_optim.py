@@ -468,7 +468,7 @@ def test_groups_put_every_bias_and_layer_norm_without_decay():
         assert free == {name for name in names.values() if name.endswith("bias") or "norm" in name}
         assert {name for part, decay in groups if decay == 0.01 for name in part} == {
             *names.values()} - free
-        assert made.param_groups[0]["betas"] == (0.9, 0.98)
+        assert made.param_groups[0]["betas"] == (0.9, 0.98) and made.param_groups[0]["eps"] == 1e-6
     assert order == [name for part, _ in groups for name in part]
 
 
