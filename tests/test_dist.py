@@ -454,6 +454,10 @@ def test_the_plans_bytes_are_what_a_large_bucket_sends(name):
     for nodes in 2, 4:
         sent = dist.Bucket(shapes, Unplugged(size=nodes, nodes=nodes), name).average(1.0)
         assert dist.wire_bytes(name, shapes.values(), nodes) == pytest.approx(sent, rel=0.01)
+    # A ring through two nodes of two ranks, as NCCL's: one rank of a node sends to the other
+    four, two_nodes = Unplugged(size=4), Unplugged(size=4, nodes=2, local_size=2)
+    ring, leaves = (dist.Bucket(shapes, world, name).average(1.0) for world in (four, two_nodes))
+    assert leaves == ring // 2
 
 
 @pytest.mark.parametrize("size,local_size", [(1, 1), (2, 2), (3, 3), (4, 2)])
@@ -492,6 +496,15 @@ def powersgd_in_float64(world):
 
 def test_powersgd_is_algorithm_1(tmp_path):
     run_ranks(powersgd_in_float64, 2, tmp_path)
+
+
+def test_int8_has_127_levels_and_leaves_half_of_one_at_most():
+    blocks = torch.randn(3, 256) * torch.tensor([[0.1], [1.0], [10.0]])
+    exact, out = blocks.clone(), torch.empty_like(blocks)
+    wire = dist.encode_int8(blocks, None, out)
+    assert (wire[:, :-4].view(torch.int8).short().abs().amax(1) == 127).all()
+    assert (blocks.abs() < 0.501 / 127 * exact.abs().amax(1, keepdim=True)).all()
+    torch.testing.assert_close(dist.decode_int8(wire, out) + blocks, exact)
 
 
 def test_padding_does_not_count_in_the_scale_of_onebit():
