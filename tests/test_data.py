@@ -155,6 +155,23 @@ def test_the_masks_of_an_array(shards, whole_words):
     assert same(alone, after[some, :60])
 
 
+def test_a_word_of_many_tokens_counts_as_several(shards):
+    dataset = data.PretrainingData(shards, 32, whole_words=True)
+    begins = [*dataset.begins_word]
+    begin, inside = begins.index(True, data.MASK + 1), begins.index(False, data.MASK + 1)
+    tokens = np.array([[data.CLS, begin, *[inside] * 18, begin, data.SEP]])
+    starts = dataset.word_starts(tokens, tokens > data.MASK)
+    assert starts[0, 1:-1].tolist() == [1] * 8 + [9] * 8 + [17] * 3 + [20]
+
+
+def test_each_epoch_of_each_shard_has_an_order_of_its_own(shards):
+    dataset = data.PretrainingData(shards, 32)
+    dataset.shards = {s: (None, None, None, [100]) for s in (0, 1)}       # as many windows in both
+    orders = [dataset.order(s, epoch).tolist() for s in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(order) == [*range(100)] for order in orders)
+    assert len(set(map(tuple, orders))) == 4
+
+
 @pytest.mark.parametrize("spaces", [True, False])
 def test_whole_words_are_masked_whole(shards, spaces):
     dataset, several = data.PretrainingData(shards, 64, whole_words=True, mask_fraction=0.2), 0
@@ -583,6 +600,24 @@ def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path):
     sentences = data.sentences_in(long[0], False)
     assert " ".join(sentences) == long[0] and max(map(len, sentences)) <= data.LONGEST_SENTENCE
     assert "".join(data.cut_text("é" * 30000, 8192)) == "é" * 30000      # without a single space
+
+
+# Tokenizer
+
+def test_the_tokenizer_sees_all_parts_of_a_corpus(monkeypatch):
+    monkeypatch.setattr(data, "BLOCK", 1)                # a block is then a document
+    corpus = [str(number) for number in range(1000)]
+    identity, sample = data.survey(corpus)
+    drawn = sorted(int(number) for number, in sample)
+    assert identity["documents"] == 1000 and len(set(drawn)) == data.SAMPLE
+    assert 300 < np.mean(drawn) < 700 and drawn != sorted(map(int, corpus[:data.SAMPLE]))
+
+
+def test_the_tokenizer_sees_sentences_as_long_as_they_get():
+    sentence = " ".join(["слово", "дело", "число"] * 600)[:data.LONGEST_SENTENCE]
+    model = data.train_tokenizer(iter([sentence] * 3), 16)
+    tokenizer = data.sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert len(sentence.encode()) > 12_000 and data.UNK not in tokenizer.encode("слово дело")
 
 
 # Shards on disk
