@@ -3,6 +3,7 @@ import dataclasses
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -467,6 +468,40 @@ def test_dropout_differs_in_each_step_micro_batch_and_rank(shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=(note_seeds, path))
     seeds = path.read_text().split()
     assert len(seeds) == len(set(seeds)) == 3 * 2 * 2
+
+
+def note_norms(world, folder):
+    """Appends each norm of gradients that a rank takes to a file."""
+    global_norm = optim.global_norm
+
+    def patched(tensors):
+        norm = global_norm(tensors)
+        with open(folder / f"norms-{world.rank}", "a") as file:
+            file.write(f"{norm.item()}\n")
+        return norm
+
+    optim.global_norm = patched
+
+
+def test_norms_of_local_gradients_compare_with_those_of_means(shards, tmp_path):
+    """In step 2, of the second stage, each rank has its own gradient, sqrt(2) times noisier."""
+    argv = "--steps 2 0 --batch 8 --workers 0 --precision fp32 --optimizer onebit-adam".split()
+    run(shards, tmp_path / "out", tmp_path, *argv, "--freeze", 0.5, size=2,
+        sabotage=(note_norms, tmp_path))
+    own, other = (float((tmp_path / f"norms-{rank}").read_text().split()[1]) for rank in (0, 1))
+    expected = math.sqrt((own ** 2 + other ** 2) / 2) / math.sqrt(2)
+    assert own != other and metrics(tmp_path / "out")[1]["grad_norm"] == pytest.approx(expected)
+
+
+def test_evaluation_masks_15_percent_however_many_training_does(shards, monkeypatch):
+    monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 320))
+    phase = dataclasses.replace(optim.RECIPES["demo"].phases[0], micro_batch=16)
+    plan = train.argparse.Namespace(data=shards, pairs="nsp", masks={"pairs": "nsp"})
+    plan.mask_fraction = 0.15
+    usual = train.evaluate(model, plan, phase, dist.World())
+    plan.mask_fraction = 0.6
+    assert train.evaluate(model, plan, phase, dist.World()) == usual and model.training
 
 
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
