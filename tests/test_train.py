@@ -277,6 +277,8 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
     assert len(two) == 14 and two == pytest.approx(one, rel=1e-4)    # so the same examples, too
     assert metrics(tmp_path / "two")[-1]["examples"] == 8 * 9 + 6 * 7
+    rates = [optim.learning_rate(k, p) for p in planned(1, *argv) for k in range(p.steps)]
+    assert [line["lr"] for line in metrics(tmp_path / "two")] == rates
 
 
 def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
