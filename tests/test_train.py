@@ -279,6 +279,8 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     assert metrics(tmp_path / "two")[-1]["examples"] == 8 * 9 + 6 * 7
     rates = [optim.learning_rate(k, p) for p in planned(1, *argv) for k in range(p.steps)]
     assert [line["lr"] for line in metrics(tmp_path / "two")] == rates
+    seconds = [line["seconds"] for line in metrics(tmp_path / "two")]
+    assert seconds == sorted(seconds)                        # they go on where they were
 
 
 def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
@@ -453,44 +455,34 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precisi
     assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
 
 
-def note_seeds(world, path):
-    """Appends the seed of each training forward pass to a file."""
-    forward = bert.BertForPreTraining.forward
+def note(world, folder):
+    """Appends the seed of each training forward pass, and each norm of gradients, to files."""
+    forward, global_norm = bert.BertForPreTraining.forward, optim.global_norm
 
-    def patched(self, batch):
-        with open(path, "a") as file:
-            file.write(f"{torch.initial_seed()}\n" * self.training)
+    def append(name, number):
+        with open(folder / f"{name}-{world.rank}", "a") as file:
+            file.write(f"{number}\n")
+
+    def noted_forward(self, batch):
+        if self.training:
+            append("seeds", torch.initial_seed())
         return forward(self, batch)
 
-    bert.BertForPreTraining.forward = patched
+    def noted_norm(tensors):
+        append("norms", global_norm(tensors).item())
+        return global_norm(tensors)
+
+    bert.BertForPreTraining.forward, optim.global_norm = noted_forward, noted_norm
 
 
-def test_dropout_differs_in_each_step_micro_batch_and_rank(shards, tmp_path):
-    argv, path = "--steps 3 0 --batch 8 --micro-batch 2 --workers 0".split(), tmp_path / "seeds"
-    run(shards, tmp_path / "out", tmp_path, *argv, size=2, sabotage=(note_seeds, path))
-    seeds = path.read_text().split()
-    assert len(seeds) == len(set(seeds)) == 3 * 2 * 2
-
-
-def note_norms(world, folder):
-    """Appends each norm of gradients that a rank takes to a file."""
-    global_norm = optim.global_norm
-
-    def patched(tensors):
-        norm = global_norm(tensors)
-        with open(folder / f"norms-{world.rank}", "a") as file:
-            file.write(f"{norm.item()}\n")
-        return norm
-
-    optim.global_norm = patched
-
-
-def test_norms_of_local_gradients_compare_with_those_of_means(shards, tmp_path):
-    """In step 2, of the second stage, each rank has its own gradient, sqrt(2) times noisier."""
-    argv = "--steps 2 0 --batch 8 --workers 0 --precision fp32 --optimizer onebit-adam".split()
-    run(shards, tmp_path / "out", tmp_path, *argv, "--freeze", 0.5, size=2,
-        sabotage=(note_norms, tmp_path))
-    own, other = (float((tmp_path / f"norms-{rank}").read_text().split()[1]) for rank in (0, 1))
+def test_ranks_have_their_own_dropout_and_in_the_second_stage_their_own_gradients(shards, tmp_path):
+    argv = "--steps 2 0 --batch 8 --micro-batch 2 --workers 0 --precision fp32".split()
+    run(shards, tmp_path / "out", tmp_path, *argv, "--optimizer", "onebit-adam", "--freeze", 0.5,
+        size=2, sabotage=(note, tmp_path))
+    seeds, norms = ([(tmp_path / f"{name}-{rank}").read_text().split() for rank in (0, 1)]
+                    for name in ("seeds", "norms"))
+    assert len({*seeds[0], *seeds[1]}) == 2 * 2 * 2          # steps, micro-batches, ranks
+    own, other = (float(norm[1]) for norm in norms)          # of step 2, sqrt(2) times noisier
     expected = math.sqrt((own ** 2 + other ** 2) / 2) / math.sqrt(2)
     assert own != other and metrics(tmp_path / "out")[1]["grad_norm"] == pytest.approx(expected)
 
