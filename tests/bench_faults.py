@@ -1,6 +1,6 @@
 """What a run survives: the faults that one Linux machine can make, and what came of each, a table.
 
-    python tests/bench_faults.py                       # 15 minutes; as root also slow and cut links
+    python tests/bench_faults.py                       # 25 minutes; as root also slow and cut links
     python tests/bench_faults.py kill-rank flags-seed  # some of them; --list tells their names
     python tests/bench_faults.py --soak 1              # 200 steps, disturbed 20 times, see soak.py
 

@@ -32,7 +32,7 @@ GUARDS = {                       # name: (owner, function, how often: in steps)
     "flags and code of all ranks, at the start": (dist.World, "all_gather_object", 3000),
     "the digest of a checkpoint": (hashlib, "sha256", 300),
     "weights and moments, finite and the same": (train, "compare_weights", 300),
-    "asked to stop?": (train, "asked_to_stop", 1),
+    "asked to stop?": (dist, "asked_to_stop", 1),
 }
 
 
