@@ -875,6 +875,7 @@ def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):
         path.name for path in (out / "model").iterdir()}
     train.main()                          # the same command again
     assert "Done after step 6 of 6" in capsys.readouterr().out and metrics(out) == lines
+    assert metrics(out, "run") == [header]
 
 
 def test_the_demo_fills_in_its_sentences_and_draws_its_losses(
