@@ -109,7 +109,7 @@ def parse_arguments(argv=None):
     add("--gpu-memory", **X(0), help="of X GB each (16; in training, as it is)")
     add("--tflops", **X(1e-6), help="that reach X TFLOP/s in training (as measured here)")
     add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
-    add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill (0)")
+    add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill, too (no price)")
     return parser.parse_args(argv)
 
 

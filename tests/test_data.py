@@ -345,10 +345,12 @@ def test_a_worker_that_dies_amid_a_message_is_said():
     time.sleep(1)                        # nobody reads the second one
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("reads for ever"))
     signal.alarm(10)
-    with pytest.raises(data.DataError, match="a worker process died"):
-        next(results)
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    try:
+        with pytest.raises(data.DataError, match="a worker process died"):
+            next(results)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 LOOP = """

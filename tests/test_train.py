@@ -469,8 +469,9 @@ def note(world, folder):
         return forward(self, batch)
 
     def noted_norm(tensors):
-        append("norms", global_norm(tensors).item())
-        return global_norm(tensors)
+        norm = global_norm(tensors)
+        append("norms", norm.item())
+        return norm
 
     bert.BertForPreTraining.forward, optim.global_norm = noted_forward, noted_norm
 
@@ -803,6 +804,11 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, shards, tm
     # On 64 nodes most of an exchange of 110 million gradients, 6.9 s, does not hide
     exchanges = sum(p.steps for p in phases) * 6.9 / 86400
     assert 0.6 < (days["none"][-1] - days["none"][0] / 64) / exchanges < 1
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--model", "tiny", "--price-per-gpu-hour", "2"])
+    train.main()
+    told = re.search(r" ([\d,]+) GPU hours, at ([\d,]+)\n$", capsys.readouterr().out).groups()
+    hours, bill = (int(number.replace(",", "")) for number in told)
+    assert hours > 10 and abs(bill - 2 * hours) <= 1
 
 
 def test_the_published_recipes():
