@@ -228,6 +228,17 @@ def test_seconds_of_the_thread_are_counted(alone):
     assert max(reducer.bucket_seconds[1:]) < 0.2 and 0.1 < reducer.wait_seconds < 2
 
 
+def test_the_thread_takes_one_core_and_leaves_the_others_alone(alone):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        reducer = alone(nn.Linear(4, 4))
+        assert reducer.thread.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 # ----- What goes wrong in a step -----
 
 def test_an_unused_parameter_is_named(alone):
