@@ -179,20 +179,21 @@ class BertForPreTraining(nn.Module):
         nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
         mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
         pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
-        sums = [CrossEntropy.apply(logits, labels) for logits, labels in pairs]
-        if self.training:
-            return Losses(*sums)
-        return Losses(*sums, *((logits.argmax(-1) == labels).sum() for logits, labels in pairs))
+        hits = [] if self.training else [(logits.argmax(-1) == labels).sum()
+                                         for logits, labels in pairs]
+        return Losses(*itertools.starmap(CrossEntropy.apply, pairs), *hits)
 
 
 class CrossEntropy(torch.autograd.Function):
     """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. The
-    gradient is written over the log-softmax: torch's own takes two more arrays of that size."""
+    log-softmax is written over the logits, if they are not in 16 bits, and the gradient over both:
+    each array of that size is memory that the system hands out and takes back every step."""
 
     @staticmethod
     def forward(ctx, logits, labels):
         # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
-        logs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+        logs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        torch.log_softmax(logs, -1, out=logs)
         ctx.save_for_backward(logs, labels)
         return F.nll_loss(logs, labels, reduction="sum")
 
@@ -230,12 +231,12 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
     (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
     dropout three masks of D (attention's is taken for one); with `recompute` its input alone, but
-    for the layer under way. A masked token leaves V numbers in fp32, V gradients in this format.
+    for the layer under way. A masked token leaves V numbers in fp32, and in 16 bits V gradients.
     """
     D, L = config.width, config.layers
     layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
     layers = layer + (L - 1) * size * D if recompute else L * layer
-    return tokens * layers + masked * config.vocab_size * (size + 4)
+    return tokens * layers + masked * config.vocab_size * (4 + size * (size < 4))
 
 
 def state_gigabytes(config, size, lossy, one_bit):
