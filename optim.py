@@ -88,10 +88,11 @@ class LAMB(Optimizer):
         u = torch._foreach_div(m, denominator(v, c * group["eps"]))
         torch._foreach_add_(u, w, alpha=decay / k)
         # w = w - lr (||w|| / ||u||) u, where k cancels; it is left where the ratio is 1
-        ratios = [k] * len(w)
+        ratios = torch.tensor([k] * len(w), dtype=torch.float64)
         if decay or group["adapt_all"]:
-            ratios = safe_ratios(norms(w), norms(u), otherwise=k).tolist()
-        torch._foreach_mul_(u, [-group["lr"] * ratio for ratio in ratios])
+            ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
+        # Factors are tensors of shape (): for numbers the program would have to wait for the GPU
+        torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)
 
 
@@ -282,7 +283,7 @@ class LANS(Optimizer):
     def _update(self, group, w, g, m, v):
         (b1, b2), decay, t = group["betas"], group["weight_decay"], group["step"] + 1
         # g / ||g||, in new tensors that become c below
-        c = torch._foreach_mul(g, [1 / norm if norm > 0 else 1.0 for norm in norms(g).tolist()])
+        c = torch._foreach_mul(g, safe_ratios(torch.tensor(1.0), norms(g)).unbind())
         move_moments(m, v, c, b1, b2)
         d = denominator(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
         # r from the momentum, c from the gradient alone
@@ -295,7 +296,7 @@ class LANS(Optimizer):
         w_norms = norms(w)
         for u, part in (r, b1), (c, 1 - b1):
             ratios = safe_ratios(w_norms, norms(u))
-            torch._foreach_mul_(u, (-group["lr"] * part * ratios).tolist())
+            torch._foreach_mul_(u, (-group["lr"] * part * ratios).unbind())
             torch._foreach_add_(w, u)
 
 

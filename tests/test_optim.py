@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bert
+import data
 import dist
 import optim
 from tests.ranks import run_ranks
@@ -132,6 +133,27 @@ def test_tensor_groups_are_bounded_and_change_nothing(monkeypatch):
         results.append((len(optimizer.param_groups), [p.detach().numpy() for p in params]))
     assert [count for count, _ in results] == [2, 5]
     assert_equal(results[0][1], results[1][1], 0.0)
+
+
+@pytest.mark.parametrize("name", ["lamb", "nvlamb", "lans"])
+def test_no_step_waits_for_a_gpu(name):
+    """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
+    asks once in a step, for the norm and the losses, between backward and these updates."""
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=torch.int64, device="meta")
+
+    with torch.device("meta"):
+        model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192)).bfloat16()
+    batch = data.Batch(zeros(64), zeros(64), zeros(64), zeros(4), zeros(4), zeros(5), zeros(3),
+                       torch.tensor([12, 16, 31, 5]))
+    losses = model(batch.to("meta"))
+    (losses.mlm_sum + losses.nsp_sum).backward()
+    masters = optim.master_weights(model)
+    for p, master in zip(model.parameters(), masters.values()):
+        master.grad = p.grad.float()
+    optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
+    optim.make_optimizer(name, masters, (0.9, 0.98), 100, None).step()
+    optim.copy_to_model(masters, model)
 
 
 # ----- 1-bit optimizers, on simulated ranks -----
