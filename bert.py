@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
@@ -45,8 +44,8 @@ class BertConfig(NamedTuple):
     """The shape of a BERT. Field names are this project's; `CONFIG` below translates them."""
     layers: int
     width: int                  # D
-    heads: int                  # H, of width / 64 each
-    feed_forward: int           # 4 D
+    heads: int                  # H; a preset has width / 64 of them
+    feed_forward: int           # 4 D in a preset
     vocab_size: int             # V, a multiple of 64: matrix products are fastest at such shapes
     max_positions: int = 512
     dropout: float = 0.1        # of the hidden states and of the attention weights
@@ -113,10 +112,10 @@ class Block(nn.Module):
 
 
 def attention(qkv, bounds, lengths, dropout):
-    """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): the rows of each example, mixed by their
-    attention to one another, softmax(Q K^T / sqrt(D/H)) V in each head, and to no other example's.
-    bounds, lengths: as in `data.Batch`, the rows that only fill up N last, as one more example (of
-    length 0 if there are none). dropout: of the attention weights. 16 bits in, 16 bits out."""
+    """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): softmax(Q K^T / sqrt(D/H)) V in each head,
+    for each example by itself. bounds, lengths: as in `data.Batch`; the rows that only fill up N
+    come last and count as one more example (of length 0 if there are none). dropout: of the
+    attention weights. 16 bits in, 16 bits out."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
         from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
@@ -181,13 +180,15 @@ class BertForPreTraining(nn.Module):
         pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
         hits = [] if self.training else [(logits.argmax(-1) == labels).sum()
                                          for logits, labels in pairs]
-        return Losses(*itertools.starmap(CrossEntropy.apply, pairs), *hits)
+        # Not before: it overwrites the logits
+        return Losses(*(CrossEntropy.apply(*pair) for pair in pairs), *hits)
 
 
 class CrossEntropy(torch.autograd.Function):
     """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. The
-    log-softmax is written over the logits, if they are not in 16 bits, and the gradient over both:
-    each array of that size is memory that the system hands out and takes back every step."""
+    log-softmax overwrites the logits, if they are not in 16 bits, and the gradient overwrites the
+    log-softmax: each array of that size is memory that the system hands out and takes back every
+    step."""
 
     @staticmethod
     def forward(ctx, logits, labels):
@@ -256,6 +257,7 @@ def parameter_shapes(config):
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
     """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
+    from torch.utils.benchmark import Timer      # takes 0.15 s to import, and only --plan needs it
     block = Block(config).to(device, dtype)
     lengths = torch.tensor([length] * examples + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
@@ -267,8 +269,8 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
 
 
 def profiled(batches, path):
-    """Yields from an iterator over steps; traces five of them, from the sixth to the eleventh item:
-    PATH.json (for chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt."""
+    """Yields from an iterator over steps, and traces the sixth to the tenth of them: PATH.json (for
+    chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt."""
     yield from itertools.islice(batches, 5)                  # the first ones are not typical
     with torch.profiler.profile() as profiler:
         yield from itertools.islice(batches, 5)
@@ -534,7 +536,7 @@ def read_weights(folder):
 
 # ----- The program: fill in a [MASK] -----
 
-STAND_IN = "\ue000"                # a private character in place of [MASK], which no text can spell
+STAND_IN = "\ue000"                # a private character for [MASK], whose token no text can spell
 
 
 def fill_mask(model, tokenizer, text, count=5):

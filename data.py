@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     lengths: torch.Tensor           # (B + 1,) int64, the differences of `bounds`; on the CPU always
 
     def to(self, device):
-        """Returns the batch on another device; that of `lengths`, which are shapes, is the CPU."""
+        """Returns the batch on another device; `lengths`, which are shapes, stay on the CPU."""
         *tensors, lengths = self
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), lengths)
 
@@ -95,7 +95,7 @@ class PretrainingData:
 
     It comes from shard i mod S. Each document is cut into windows of about `seq_len` tokens,
     special symbols included; an epoch of a shard takes all its windows in an order of its own. The
-    text of an example begins where the sentence at the start of its window does.
+    text of an example begins near the start of its window, with a sentence if it can.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two at the end of a
     sentence; for half of the examples the second part is replaced by as much text from another
@@ -210,7 +210,6 @@ class PretrainingData:
         _, sentences, documents, _ = self.shard(s)
         if self.pairs == "none":
             return s, start, end, end, end, IGNORED
-        # A ends where a sentence does; in the middle if none does in between
         low, high = bisect_right(sentences, start), bisect_left(sentences, end)
         middle = sentences[low + int(place * (high - low))] if low < high else (start + end) // 2
         if replace >= 0.5:
@@ -311,8 +310,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 
     lengths: a function of indices (n,), to deal the examples by length instead of by number:
     sorted, then to the ranks in snake order, so that each has about as many tokens; a micro-batch
-    takes neighbours, so that there is little padding. Lengths follow from indices: ranks need not
-    talk. (Presorting: Kim et al., arXiv 2402.02447; padding exchange: Zeng et al., 2208.08124.)
+    takes neighbours, since attention computes equal lengths together. Lengths follow from indices:
+    ranks need not talk. (Presorting: Kim et al., arXiv 2402.02447; Zeng et al., 2208.08124.)
     """
     indices = np.arange(step * global_batch, (step + 1) * global_batch)
     owner = indices % size
@@ -845,7 +844,7 @@ def main():
     """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
     parser = Parser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
     add = parser.add_argument_group("text in, shards out").add_argument
-    add("corpus", nargs="*", help="read these files and folders; default: Python's documentation")
+    add("corpus", nargs="*", help="read these files and folders; default: this machine's docs")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
     add("--held-out", **number(float, 0, 1), default=0.01, help="hold out this part; default: 0.01")

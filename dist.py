@@ -440,7 +440,8 @@ class Reducer:
                 for name, rest in bucket.fold().items()}
 
     def load_state_dict(self, state):
-        """Takes up what `state_dict` returned, on any number of ranks and with any bucket size."""
+        """Takes up what `state_dict` returned, on any number of ranks and with any bucket size;
+        None: forgets what is not yet sent."""
         for bucket in self._buckets:
             bucket.restart(state)
 
@@ -452,11 +453,11 @@ class Reducer:
 
 
 def order_of_readiness(module):
-    """Returns two lists of (name, trainable parameter), about as backward completes gradients."""
+    """Returns two lists of (name, trainable parameter), each about as backward completes gradients:
+    of modules that hold no embedding, and of those that do."""
     named = [(name, p) for name, p in reversed(list(module.named_parameters())) if p.requires_grad]
     named.sort(key=lambda pair: "." in pair[0])    # the module's own parameters are its output's
-    # Modules that hold an embedding come last, in buckets of their own: what shared those would
-    # have to wait for the end of backward too
+    # In buckets of their own: what shared those would wait for the end of backward too
     late = {p for owner in module.modules() for p in owner.parameters()
             if any(isinstance(child, torch.nn.Embedding) for child in owner.children())}
     return [[pair for pair in named if (pair[1] in late) == last] for last in (False, True)]
@@ -639,7 +640,7 @@ def largest(x, k):
     """Returns the indices (k,) of the k largest |x| of a flat tensor, in any order.
 
     On a CPU, a sample of 1 in 97 gives a threshold that a little more than k elements should pass,
-    and only those are sorted (as Deep Gradient Compression does, section 3.4, but exact).
+    and only those are searched (as Deep Gradient Compression does, section 3.4, but exact).
     """
     if not x.is_cpu:
         return x.abs().topk(k, sorted=False).indices
@@ -813,8 +814,6 @@ def parse_compression(text):
                     "fraction in (0, 1], as topk:0.01 and chunk:0.05, or a rank, as powersgd:4")
 
 
-# ----- The program: what this network does -----
-
 def is_lossy(compression):
     """Returns True if a compression keeps residuals."""
     return parse_compression(compression)[0] is not dense
@@ -826,6 +825,8 @@ def wire_bytes(compression, shapes, nodes):
     world = World(size=nodes, device=torch.device("meta"))       # tensors without memory
     return Bucket(dict(enumerate(shapes)), world, compression).average(1.0)
 
+
+# ----- The program: what this network does -----
 
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of

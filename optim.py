@@ -117,7 +117,7 @@ def norms(tensors):
 
 
 def safe_ratios(a, b, otherwise=1.0):
-    """Returns a / b, both (n,), with `otherwise` where one of them is 0."""
+    """Returns a / b, elementwise, with `otherwise` where one of them is 0."""
     return torch.where((a > 0) & (b > 0), a / b, otherwise)
 
 
@@ -155,7 +155,7 @@ class LossScaler:
         elif self.good_steps % self.growth_interval == 0:
             self.scale = min(2 * self.scale, self.largest)
         if self.scale < self.smallest:
-            broken, *_ = *(n for n, g in gradients.items() if not g.isfinite().all()), "a rank"
+            broken = next((n for n, g in gradients.items() if not g.isfinite().all()), "a rank")
             raise TrainingStopped(f"step {step}: gradient of {broken} is not finite at the scale's "
                                   f"floor of {2 * self.scale:g}; start anew at a lower --lr-scale")
         return not overflow
@@ -167,8 +167,8 @@ global_norm = torch.nn.utils.get_total_norm
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients in place by the loss scale and shrinks them to a global norm of max_norm.
-    norm: their global norm as they are, scaled; max_norm: None does not clip."""
-    shrink = 1.0 if max_norm is None else min(1.0, max_norm * scale / max(norm, 1e-30))
+    norm: their global norm as they are, scaled; a max_norm of inf does not clip."""
+    shrink = min(1.0, max_norm * scale / max(norm, 1e-30))
     if shrink != scale:                # both in one pass over memory, or in none
         torch._foreach_mul_(tensors, shrink / scale)
 
@@ -529,8 +529,8 @@ def make_optimizer(name, masters, betas, steps, compressed_mean):
     steps: of the whole run; compressed_mean: makes what the 1-bit optimizers need, of a list of
     (name, tensor).
     """
-    decayed, rest = ([pair for pair in masters.items() if (pair[1].dim() > 1) == is_matrix]
-                     for is_matrix in (True, False))
+    decayed = [pair for pair in masters.items() if pair[1].dim() > 1]
+    rest = [pair for pair in masters.items() if pair[1].dim() <= 1]
     groups = [{"params": [p for _, p in decayed], "weight_decay": WEIGHT_DECAY},
               {"params": [p for _, p in rest], "weight_decay": 0.0}]
     options = {"compressed_mean": compressed_mean(decayed + rest)} if name in ONE_BIT else {}

@@ -59,9 +59,12 @@ EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.
 
 # ----- Flags -----
 
+N, X = functools.partial(data.number, int), functools.partial(data.number, float)
+
+
 def parse_arguments(argv=None):
     """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
-    parser = data.Parser(description="BERT pre-training. (The default.)", allow_abbrev=False)
+    parser = data.Parser(description="BERT pre-training. In (): the default.", allow_abbrev=False)
     add = parser.add_argument_group("text and results").add_argument
     add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
@@ -112,8 +115,6 @@ def parse_arguments(argv=None):
     add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill, too (no price)")
     return parser.parse_args(argv)
 
-
-N, X = functools.partial(data.number, int), functools.partial(data.number, float)
 
 # ----- Training -----
 
@@ -175,8 +176,8 @@ def train(plan, world):
                 break
 
             # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
-            #    In a 1-bit optimizer's second stage each keeps its own, which are sqrt(N) times
-            #    noisier than their mean: divided so, the norms compare.
+            #    Where a 1-bit optimizer wants them local each keeps its own, which are sqrt(N)
+            #    times noisier than their mean: divided so, the norms compare.
             if not local:
                 reducer.finish()
             norm = float(optim.global_norm(reducer.buckets)) / math.sqrt(world.size if local else 1)
@@ -213,7 +214,7 @@ def train(plan, world):
                 **step_figures(plan, phase, sums, masked, slots, tokens, duration),
                 **outlook(plan, step, seconds)}
             log.metric("train", **figures)
-            bar.set_postfix_str("mlm {mlm_loss:.3f}".format(**figures))
+            bar.set_postfix_str(f"mlm {figures['mlm_loss']:.3f}")
             bar.update()
             if step % plan.log_every == 0 or step == end:
                 log.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.pairs, **figures))
@@ -385,7 +386,7 @@ def make_plan(args, world):
     """Returns `fill_in`'s plan, the same on every rank, with its shards prepared and checked, and
     `same_run`, what the results depend on.
 
-    Raises ConfigError or data.DataError, on every rank, if it cannot work.
+    Raises one of EXPECTED if it cannot work.
     """
     plan = fill_in(args, world)
     manifest = prepare_folders(plan, world)
@@ -402,7 +403,7 @@ def make_plan(args, world):
 def fill_in(args, world):
     """Returns the arguments as a plan: what they leave open is the recipe's or follows from the
     hardware, and `phases` (list of Phase), `config` and both folders (Path) follow from all of it.
-    Raises ConfigError, or DistError for the compression, if it cannot work."""
+    Raises ConfigError, data.DataError, or DistError for the compression, if it cannot work."""
     plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
     plan.arguments = vars(args)                              # as given, for the log
     for field in ("optimizer", "dropout", "mask_fraction"):
@@ -465,8 +466,8 @@ def plan_phase(plan, world, phase, steps, batch, micro_batch):
 
 
 def prepare_folders(plan, world):
-    """Makes the folder of results, and the shards, by each node's first rank, if they are not yet
-    there; checks them and returns their manifest. Raises ConfigError on all ranks."""
+    """Rank 0 makes the folder of results, and each node's first rank the shards, if they are not
+    yet there; all check them. Returns their manifest; raises ConfigError on all ranks."""
     def make():
         if world.rank == 0:
             (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -594,10 +595,11 @@ def print_plan(args):
 
         step = compute + max(late, exchange - backward)
 
-    backward: 2/3 of the compute of the last micro-batch, behind which the exchange between nodes
-    hides; all but `late`, that of the embeddings, which are ready at its end. To compress counts
-    where it can be measured: without --tflops. Not counted: what happens inside a node, the
-    optimizer (and what a 1-bit one saves), padding (examples count as full), loading, evaluation.
+    backward: 2/3 (with --recompute 3/4) of the compute of the last micro-batch, behind which the
+    exchange between nodes hides; all but `late`, that of the embeddings, which are ready at its
+    end. To compress counts where it can be measured: without --tflops. Not counted: what happens
+    inside a node, the optimizer (and what a 1-bit one saves), that some examples are shorter,
+    loading, evaluation.
     """
     args.gpu_memory = args.gpu_memory or 16
     # As many ranks as there would be, though none of them exists
@@ -618,7 +620,7 @@ def print_plan(args):
         exchange = packing[compression] * (nodes > 1 and not args.tflops)
         exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
         late = exchange * config.vocab_size * config.width / elements
-        backward = 2 / 3 * compute * min(1, phase.micro_batch / share)
+        backward = (0.75 if plan.recompute else 2 / 3) * compute * min(1, phase.micro_batch / share)
         return compute, exchange, compute + max(late, exchange - backward)
 
     def days(*case):

@@ -151,7 +151,7 @@ EXERCISES = {
     "dealing": Exercise(
         "data.micro_batches train.step_totals",
         "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "
-        "test_data.py::test_balance_evens_ranks_and_saves_padding "
+        "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths "
         "test_train.py::test_the_divisor_is_that_of_the_whole_step",
         45, 13, "the same step on any number of ranks: who takes which example, and the divisor",
         ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",

@@ -288,11 +288,12 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(shards, size, balan
 
 
 @pytest.mark.parametrize("size", [4, 3])
-def test_balance_evens_ranks_and_saves_padding(shards, size):
+def test_balance_evens_ranks_and_joins_equal_lengths(shards, size):
     dataset = data.PretrainingData(shards, 512)
 
     def work(lengths):
-        """The fraction of padding, and the largest ratio of a rank's tokens to the mean."""
+        """The padding that rectangles would have, and the largest ratio of a rank's tokens to
+        the mean."""
         tokens, slots = np.zeros((3, size)), 0
         for step in range(3):
             for rank in range(size):
