@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
            "base": (12, 768), "large": (24, 1024)}           # layers, width
+# This kernel of attention is compiled again for each shape, and may round dropout to 1/16
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class ModelError(ValueError):
@@ -116,7 +118,7 @@ def attention(qkv, bounds, lengths, dropout):
     for each example by itself. bounds, lengths: as in `data.Batch`; the rows that only fill up N
     come last and count as one more example (of length 0 if there are none). dropout: of the
     attention weights. 16 bits in, 16 bits out."""
-    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # all that this kernel can do
+    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # fp16 means an old GPU
         from torch.nn.attention.varlen import varlen_attn        # takes a second to import
         longest = int(lengths.max())
         return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
@@ -257,7 +259,8 @@ def parameter_shapes(config):
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
     """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
-    from torch.utils.benchmark import Timer      # takes 0.15 s to import, and only --plan needs it
+    # Here: when it is imported it asks for GPUs, after which no process may be forked
+    from torch.utils.benchmark import Timer
     block = Block(config).to(device, dtype)
     lengths = torch.tensor([length] * examples + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)

@@ -175,7 +175,9 @@ def init(timeout=600.0, init_method="env://"):
             name, _ = interface_towards(store.get(f"address/{nodes - 1}").decode())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, None, limit, size, rank, store)
+        # Where NCCL gives up it aborts the process: Gloo, which gives up first, lets us say why
+        torch.distributed.init_process_group(backend, None, 2 * limit, size, rank, store)
+        torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(limit)
         threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         places = world.all_gather_object((local_rank, local_size, gpu))
@@ -399,9 +401,11 @@ class Reducer:
             job.result()                   # after an error in one bucket no further one is sent
         event.synchronize()
         began = time.perf_counter()
-        with torch.cuda.stream(self.stream):                   # None on a CPU: changes nothing
-            sent = bucket.average(self.scale)
-            event.record()
+        # For good: leaving it would set the device that threads begin with, and take memory of
+        # GPU 0 on every rank. None on a CPU: changes nothing
+        torch.cuda.set_stream(self.stream)
+        sent = bucket.average(self.scale)
+        event.record()
         event.synchronize()                # only this thread waits, and its seconds are real
         return sent, time.perf_counter() - began
 
@@ -420,8 +424,7 @@ class Reducer:
             self.world.sum([0])
         began = time.perf_counter()
         sent, self.bucket_seconds = zip(*[job.result() for job in self.jobs])
-        self.wait_seconds = time.perf_counter() - began
-        self.bytes_sent = sum(sent)
+        self.wait_seconds, self.bytes_sent = time.perf_counter() - began, sum(sent)
 
     def commit(self, step_taken):
         """Ends a step for the compressors: a skipped one leaves their residuals as they were."""

@@ -519,7 +519,6 @@ OPTIMIZERS = {               # each from parameter groups and betas
     "adamw": functools.partial(AdamW, eps=1e-6, fused=True),
     "onebit-adam": OneBitAdam, "onebit-lamb": OneBitLAMB, "zeroone-adam": ZeroOneAdam}
 ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
-WEIGHT_DECAY = 0.01
 
 
 def make_optimizer(name, masters, betas, steps, compressed_mean):
@@ -531,7 +530,7 @@ def make_optimizer(name, masters, betas, steps, compressed_mean):
     """
     decayed = [pair for pair in masters.items() if pair[1].dim() > 1]
     rest = [pair for pair in masters.items() if pair[1].dim() <= 1]
-    groups = [{"params": [p for _, p in decayed], "weight_decay": WEIGHT_DECAY},
+    groups = [{"params": [p for _, p in decayed], "weight_decay": 0.01},
               {"params": [p for _, p in rest], "weight_decay": 0.0}]
     options = {"compressed_mean": compressed_mean(decayed + rest)} if name in ONE_BIT else {}
     if name == "zeroone-adam":                     # the published 32,678 steps of 125,000

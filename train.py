@@ -6,7 +6,8 @@
     torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \\
         train.py --data shards/wiki --model large --recipe nvlamb-64k
 
-The same command again resumes from the last checkpoint, bit for bit. Results are in --out.
+The same command again resumes from the last checkpoint, bit for bit (on a GPU: see README.md).
+Results are in --out.
 
 Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
 """
@@ -793,7 +794,7 @@ def main():
 
 def explain(error):
     """Returns what an exception says to a user: a line, or the traceback of an error of ours."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate" in str(error):
+    if any(x in repr(error) for x in ("MemoryError", "out of memory", "allocate", "ALLOC_F")):
         return f"out of memory; set --micro-batch lower ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"

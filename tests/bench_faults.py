@@ -380,6 +380,8 @@ CASES = {
     "gpu-memory": Case("out of memory, on a GPU", "names the flag to lower", ranks=0, gpus=1,
                        argv="--model large --batch 65536 --micro-batch 65536",
                        says="--micro-batch", again=False),
+    "gpu-one-card": Case("two ranks on one card, over Gloo", "as on two", gpus=1, ends="goes on",
+                         again=False, same=False),
     "gpu-kill-rank": Case("kill -9 of rank 1, over NCCL", "its peer stops, and says why", gpus=2,
                           act=send(KILL, "rank", 1), says=LOST),
     "gpu-stop-rank": Case("SIGSTOP of rank 1, over NCCL", "an error at the timeout of 10 s",

@@ -55,6 +55,13 @@ def make_documents(count=400, seed=0):
     return documents
 
 
+@pytest.fixture(autouse=True)
+def programs_without_gpu(request, monkeypatch):
+    """Programs under test run on the CPU, several ranks too, also where there is a GPU."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="session")
 def documents():
     return make_documents()

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import uuid
 from collections import namedtuple
 from pathlib import Path
@@ -279,8 +280,10 @@ def temporary_files(*folders):
 
 if "ONE_CARD" in os.environ:               # NCCL refuses two ranks on one card; Gloo copies
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    meet = torch.distributed.init_process_group
+    meet, properties = torch.distributed.init_process_group, torch.cuda.get_device_properties
     torch.distributed.init_process_group = lambda _, *arguments: meet("gloo", *arguments)
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
+        uuid=os.environ["RANK"], total_memory=properties(device).total_memory)
 if text := os.environ.get("FAULT"):        # in a worker this file has another name than __main__
     inject(text)
 if __name__ == "__main__":

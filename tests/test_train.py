@@ -741,7 +741,11 @@ def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
 def test_memory_that_is_not_there_names_the_flag():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10 ** 15)
-    assert "out of memory; set --micro-batch lower" in train.explain(caught.value)
+    for error in (caught.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried"),
+                  RuntimeError("CUDA error: out of memory"),
+                  RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")):
+        assert train.explain(error).startswith("out of memory; set --micro-batch lower")
+    assert "out of memory" not in train.explain(RuntimeError("another"))
 
 
 def test_each_node_says_what_is_wrong_with_its_flags(monkeypatch, capsys):
