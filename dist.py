@@ -125,9 +125,10 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
-            lost = self.first_to_fail() and self._ask(lambda store: absent(store, "alive"))
+            # Each asks: torchrun ends all when one leaves, also the first while it still asks
+            _, lost = self.first_to_fail(), self._ask(lambda store: absent(store, "alive"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
-                           f"resumes from the last checkpoint ({error!r:.160})") from error
+                           f"resumes (was it busy? raise --timeout) ({error!r:.160})") from error
 
     def first_to_fail(self):
         """Returns True on the rank that calls it first, and False on the others: of all that fail,

@@ -233,8 +233,10 @@ def train(plan, world):
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, model, step, stop_requests)
-    if stop >= dist.SIGNALLED and dist.TORCHRUN:     # no success: other nodes' would wait for us
-        raise dist.DistError(f"stopped, with a checkpoint of step {step}; the same command resumes")
+    # No success, or other nodes' torchrun would wait for us. After a sum, that is when rank 0 has
+    # written all: the first that fails has the others killed
+    if stop >= dist.SIGNALLED and dist.TORCHRUN and world.sum([1]):
+        raise dist.DistError(f"stopped after step {step}; the same command resumes")
 
 
 # ----- What the loop is built of, in the order of its steps -----
@@ -248,10 +250,11 @@ def build(plan, world):
     rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
     model.mlm_bias.data.fill_(-rarity.max())
     model.mlm_bias.data[:len(rarity)] = -rarity
-    # The reducer sends rank 0's weights to the others; a run that resumes needs none of these
-    anew = plan.init and world.rank == 0 and not optim.checkpoints_in(plan.out / "checkpoints")
-    world.on_all_ranks(EXPECTED, lambda: anew and bert.copy_weights(
-        plan.init, model, plan.data / "tokenizer.model"))
+    # The reducer sends rank 0's weights to the others. A run that resumes needs none of these, but
+    # for the heads that --pairs none does not train: they are not in the checkpoint
+    whole = plan.pairs != "none" and optim.checkpoints_in(plan.out / "checkpoints")
+    world.on_all_ranks(EXPECTED, lambda: plan.init and world.rank == 0 and not whole
+                       and bert.copy_weights(plan.init, model, plan.data / "tokenizer.model"))
     # With --pairs none these are unused, and weight decay alone would wear them away
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.pairs != "none")
@@ -610,12 +613,13 @@ def print_plan(args):
     elements = sum(map(math.prod, shapes))
     precision = optim.PRECISIONS[plan.precision]
     tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
-    names = [*dict.fromkeys([*dist.COMPRESSORS, args.compression])]
+    # A 1-bit optimizer takes only those that lose nothing: they stand first
+    names = [*dict.fromkeys([*[*dist.COMPRESSORS][:3 if plan.one_bit else 9], args.compression])]
     packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 
     def seconds(phase, compression, nodes, gbps):
         """Returns those of compute, of exchange, and of a step in which they overlap."""
-        share = phase.global_batch / (nodes * args.gpus_per_node)
+        share = -(-phase.global_batch // (nodes * args.gpus_per_node))       # of the busiest rank
         flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
         compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
         exchange = packing[compression] * (nodes > 1 and not args.tflops)
@@ -637,11 +641,11 @@ def print_plan(args):
               f"({most} fit {args.gpu_memory:g}); a step computes {compute:.3g} s, exchanges "
               f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden: "
               f"{phase.steps * step / 86400:.3g} days")
-    print("GB of a rank:", ", ".join(f"{part} {gb:.2f}" for part, gb in state.items()))
+    print(f"GB of a rank in {plan.precision}:", *(f"{part} {gb:.2f}" for part, gb in state.items()))
     nodes = [1 << k for k in range(7)]
     print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
     for gbps in 1, 10, 25, 100:
-        for name in dist.COMPRESSORS:
+        for name in names:
             print(f"{gbps:>4} Gb/s  {name:<10}", *(f"{days(name, n, gbps):8.3g}" for n in nodes))
     # The first that is hardly slower than the fastest: what loses nothing stands first
     mine = {name: days(name, args.plan, args.gbps) for name in names}

@@ -813,6 +813,10 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, shards, tm
     told = re.search(r" ([\d,]+) GPU hours, at ([\d,]+)\n$", capsys.readouterr().out).groups()
     hours, bill = (int(number.replace(",", "")) for number in told)
     assert hours > 10 and abs(bill - 2 * hours) <= 1
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--optimizer", "onebit-lamb"])
+    train.main()               # nothing that this optimizer would refuse
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[2] for line in lines if "Gb/s  " in line} == {"none", "fp16", "bf16"}
 
 
 def test_the_published_recipes():
@@ -1033,6 +1037,50 @@ def test_init_starts_from_a_folders_weights(refused, documents, shards, tmp_path
     assert metrics(out)[0]["loss"] == before and metrics(out)[-1]["step"] == 4
     code, line = refused("--data", shards, "--out", tmp_path / "out", "--init", model)
     assert code == 1 and f"{model} is no model folder" in line
+
+
+def heads_that_nobody_trains(folder):
+    model = bert.load_huggingface(folder)
+    return [model.pooler.weight, model.pooler.bias, model.nsp.weight, model.nsp.bias]
+
+
+def test_init_gives_a_resumed_run_its_untrained_heads(shards, tmp_path):
+    argv = *EQUAL, "--steps", 4, 0, "--pairs", "none"
+    run(shards, tmp_path / "first", tmp_path, *argv, "--seed", 1)
+    init = *argv, "--init", tmp_path / "first" / "model"
+    run(shards, tmp_path / "second", tmp_path, *init, "--max-steps", 2)
+    run(shards, tmp_path / "second", tmp_path, *init)
+    first, second = (heads_that_nobody_trains(tmp_path / name / "model")
+                     for name in ("first", "second"))
+    assert all(map(torch.equal, first, second)) and first[0].any()
+
+
+def stop_rank_1_while_rank_0_writes_slowly(world, moments):
+    dist.TORCHRUN, write, rate = os.getppid(), optim.write_checkpoint, optim.learning_rate
+
+    def write_slowly(*arguments, **options):
+        time.sleep(2)
+        write(*arguments, **options)
+        (moments / "written").touch()
+
+    def signalled(*arguments):
+        if world.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rate(*arguments)
+
+    optim.write_checkpoint, optim.learning_rate = write_slowly, signalled
+    leave = dist.DistError.__init__
+    dist.DistError.__init__ = lambda self, *words: (
+        (moments / f"{world.rank}: {(moments / 'written').exists()}").touch()
+        or leave(self, *words))
+
+
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(shards, tmp_path):
+    (moments := tmp_path / "moments").mkdir()
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
+                   sabotage=(stop_rank_1_while_rank_0_writes_slowly, moments))
+    assert all("stopped after step" in str(outcome) for outcome in outcomes)
+    assert {path.name for path in moments.iterdir()} == {"written", "0: True", "1: True"}
 
 
 def test_signals_stop_with_a_checkpoint(shards, tmp_path):
