@@ -514,9 +514,10 @@ def default_folder(paths):
 class TextFiles:
     """The documents of text files; can be iterated again and again.
 
-    Of a folder all files are taken that are not hidden. A file is text with blank lines between
-    documents, or JSON lines with a `text` field; each also as .gz, .bz2 or .xz. White space around
-    lines and blank lines go, so that the same documents are the same corpus in any kind of file.
+    Of a folder all files are taken that are not hidden, nor behind a link to another folder. A file
+    is text with blank lines between documents, or JSON lines with a `text` field; each also as .gz,
+    .bz2 or .xz. White space around lines and blank lines go, so that the same documents are the
+    same corpus in any kind of file.
     """
     OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -675,7 +676,7 @@ def write_shards(encoded, folder, settings):
                 append(folder / name, totals[shard], tokens, sentences, documents)
                 unigrams += np.bincount(tokens, minlength=len(unigrams)) if shard else 0
     if totals[:, 2].min() < 2:
-        raise DataError(f"too few documents for {len(names)} shards; blank lines separate them")
+        raise DataError(f"too few documents (apart by blank lines) for --shards {len(names) - 1}")
     unigrams.tofile(folder / "unigrams")
     return {"token_type": tokens.dtype.name, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, totals[0].tolist())),
