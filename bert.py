@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
            "base": (12, 768), "large": (24, 1024)}           # layers, width
-# This kernel of attention is compiled again for each shape, and may round dropout to 1/16
+# cuDNN's attention is planned anew for each shape, and may round dropout to a multiple of 1/16
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

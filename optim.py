@@ -91,7 +91,7 @@ class LAMB(Optimizer):
         ratios = torch.tensor([k] * len(w), dtype=torch.float64)
         if decay or group["adapt_all"]:
             ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
-        # Factors are tensors of shape (): for numbers the program would have to wait for the GPU
+        # Factors are tensors of shape (), fp64 to round once: for numbers one has to wait for a GPU
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)
 

@@ -438,11 +438,10 @@ def fill_in(args, world):
 def plan_phases(plan, phases, world):
     """Returns a recipe's phases, changed as the flags say; raises ConfigError, or DistError for the
     compression, if that cannot work."""
-    dist.parse_compression(plan.compression)
+    if dist.is_lossy(plan.compression) and plan.one_bit:
+        raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
     if plan.freeze is not None and not plan.one_bit:
         raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
-    if plan.one_bit and plan.compression not in ("none", "fp16", "bf16"):
-        raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
     # Each flag has one number for all phases, or one for each; None is the recipe's
     given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
     if not all(len(numbers) in (1, len(phases)) for numbers in given):
@@ -613,8 +612,8 @@ def print_plan(args):
     elements = sum(map(math.prod, shapes))
     precision = optim.PRECISIONS[plan.precision]
     tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
-    # A 1-bit optimizer takes only those that lose nothing: they stand first
-    names = [*dict.fromkeys([*[*dist.COMPRESSORS][:3 if plan.one_bit else 9], args.compression])]
+    names = [name for name in dict.fromkeys([*dist.COMPRESSORS, args.compression])
+             if not (dist.is_lossy(name) and plan.one_bit)]            # `plan_phases` refuses these
     packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
 
     def seconds(phase, compression, nodes, gbps):

@@ -519,7 +519,8 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         assert run(*flags.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith("data.py: argument --") and said.count("\n") == 1
-    assert "too few documents (apart by blank lines) for --shards 300" in run("--tokenizer", model, "--shards", 300)
+    assert "too few documents (apart by blank lines) for --shards 300" in run(
+        "--tokenizer", model, "--shards", 300)
     assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
         f"data.py: {tmp_path}/b.txt: No such file or directory"
     assert sorted(tmp_path.iterdir()) == files
