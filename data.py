@@ -98,8 +98,8 @@ class PretrainingData:
     text of an example begins near the start of its window, with a sentence if it can.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two at the end of a
-    sentence; for half of the examples the second part is replaced by as much text from another
-    document of the same shard. "sop" (ALBERT, arXiv 1909.11942, section 3.1) swaps the two parts
+    sentence; for half of the examples the second part is that of a text of another document in
+    the same shard. "sop" (ALBERT, arXiv 1909.11942, section 3.1) swaps the two parts
     for half of them. "none" leaves one text.
 
     `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
@@ -181,48 +181,58 @@ class PretrainingData:
                          for i, (short, fraction, *chance) in zip(indices, chances.tolist())])
 
     def locate(self, i, short, fraction):
-        """Returns the text of example i: (shard, where its document begins and ends, where the text
-        does). short, fraction: random numbers in [0, 1).
+        """Returns the text of example i: (shard, epoch, window, how many tokens it may have).
+        short, fraction: random numbers in [0, 1).
 
-        A turn is a place in the order of an epoch; documents and windows are counted in the shard.
+        A turn is a place in the order of an epoch; windows are counted in the shard.
         """
         turn, s = divmod(i, len(self.names))
-        _, sentences, documents, windows = self.shard(s)
-        epoch, turn = divmod(turn, windows[-1])
-        window = int(self.order(s, epoch)[turn])
-        document = bisect_right(windows, window) - 1
-        first, last = documents[document], documents[document + 1]
-        # Each epoch cuts at other places: multiples of the golden ratio spread evenly
-        token = first + int((window - windows[document] + 0.618 * epoch % 1) * self.body)
-        start = segment_start(sentences, token, first, last, self.body)
+        epoch, turn = divmod(turn, self.shard(s)[-1][-1])
         length = 2 + int(fraction * (self.body - 1)) if short < SHORT_FRACTION else self.body
-        return s, first, last, start, min(start + length, last)
+        return s, epoch, int(self.order(s, epoch)[turn]), length
 
-    def cut(self, s, first, last, start, end, place, replace, other):
-        """Returns `layout`'s row of the text [start, end) in the document [first, last) of shard
-        s. place, replace, other: random numbers in [0, 1).
+    def cut(self, s, epoch, window, length, place, replace, other):
+        """Returns `layout`'s row of a text of `length` tokens at most; place, replace and other are
+        random numbers in [0, 1).
 
-        A ends where a sentence does, `place` tells at which; in the middle if none ends inside. By
-        `replace` half of the pairs are true, B being the rest of the text. In the others B is as
-        long, or as its document allows: `other` draws a token from all other documents of the
-        shard, and B holds it (`segment_start`). For "sop" and "none" see the class.
+        By `replace` half of the pairs are true: B is the second part of the text. In the others it
+        is that of a text of another document, drawn by `other`. So it begins and ends where true
+        ones do: else a model could tell them apart without A. For "sop" and "none" see the class.
         """
-        _, sentences, documents, _ = self.shard(s)
+        start, middle, end, document, _ = self.halves(s, epoch, window, length, place)
         if self.pairs == "none":
             return s, start, end, end, end, IGNORED
-        low, high = bisect_right(sentences, start), bisect_left(sentences, end)
-        middle = sentences[low + int(place * (high - low))] if low < high else (start + end) // 2
         if replace >= 0.5:
             return s, start, middle, middle, end, 0
         if self.pairs == "sop":
             return s, middle, end, start, middle, 1
-        # B holds a token drawn evenly from all other documents: long ones come as often as in A
-        token = int(other * (documents[-1] - (last - first)))
-        token += last - first if token >= first else 0
-        document = bisect_right(documents, token) - 1
+        windows = self.shard(s)[-1]
+        own, after = windows[document], windows[document + 1]
+        window = (after + int(other * (windows[-1] - after + own))) % windows[-1]
+        _, b, _, _, last = self.halves(s, epoch, window, length, place)
+        return s, start, middle, b, min(b + length - (middle - start), last), 1
+
+    def halves(self, s, epoch, window, length, place):
+        """Returns the text of a window in two parts: (where the first begins, where the second
+        does, where it ends, the number of their document, where that ends).
+
+        The text begins with a sentence unless the next one is more than half a text away. It is cut
+        where a sentence ends, `place` in [0, 1) tells at which; in the middle if none ends inside.
+        """
+        _, sentences, documents, windows = self.shard(s)
+        document = bisect_right(windows, window) - 1
         first, last = documents[document], documents[document + 1]
-        b = segment_start(sentences, token, first, last, end - middle)
-        return s, start, middle, b, min(b + end - middle, last), 1
+        # Each epoch cuts at other places: multiples of the golden ratio spread evenly. Three in
+        # four are early, since a document's last window moves back to end with it
+        shift = (0.618 * epoch + 0.75) % 1 - 0.75
+        token = first + int((window - windows[document] + shift) * self.body)
+        token = max(first, min(token, last - self.body))
+        sentence = sentences[bisect_left(sentences, token)]
+        start = sentence if sentence - token <= self.body // 2 else token
+        end = min(start + length, last)
+        low, high = bisect_right(sentences, start), bisect_left(sentences, end)
+        middle = sentences[low + int(place * (high - low))] if low < high else (start + end) // 2
+        return start, middle, end, document, last
 
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns (masked_positions,
@@ -288,15 +298,6 @@ def uniform(counters, key):
     for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0 ** -53
-
-
-def segment_start(sentences, token, first, last, length):
-    """Returns where a segment of about `length` tokens begins that holds a token of the document
-    [first, last): at the token's sentence if that is at most length / 2 before it, else at the
-    token; near the end of the document it moves back to fit."""
-    sentence = sentences[bisect_right(sentences, token) - 1]
-    start = sentence if token - sentence <= length // 2 else token
-    return start if token < last - length else max(first, last - length)
 
 
 # ----- Batches: dealt to the ranks, made ahead in worker processes -----

@@ -97,14 +97,15 @@ EXERCISES = {
         "data.PretrainingData.cut",
         "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere "
         "test_data.py::test_sentence_order_and_no_pairs "
-        "test_data.py::test_an_a_ends_where_a_sentence_does",
-        45, 15, "how next-sentence pairs are made, and what a classifier could cheat by",
-        ["`self.shard(s)` says where sentences and documents begin, in order: bisect finds those "
-         "between two offsets. A may end at the beginnings inside (start, end).",
-         "The true pair and the swapped one (\"sop\") only name the two halves; \"none\" has an "
-         "empty B at the end, and the label IGNORED.",
-         "Count the shard's tokens without A's document, take the one at the fraction `other`, and "
-         "step over A's document. `segment_start` makes a beginning of B of that token."]),
+        "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one",
+        45, 12, "how next-sentence pairs are made, and what a classifier could cheat by",
+        ["`self.halves` says where a window's text begins, is cut in two and ends, and in which "
+         "document it is: a true pair, the swapped one (\"sop\") and \"none\" need no more; \"none\" "
+         "has an empty B at the end, and the label IGNORED.",
+         "`self.shard(s)[-1]` says how many windows come before each document, and all together. "
+         "Draw one of those that are not A's document's, by the fraction `other`.",
+         "Halve its text too. B begins where its second part does, and goes on until the pair has "
+         "`length` tokens or its document ends."]),
     "attention": Exercise(
         "bert.attention",
         "test_bert.py::test_losses_and_gradients_are_those_of_a_padded_model "

@@ -24,19 +24,17 @@ WRONG = {
     "pairs": {
         "B of the same document": (
             "data.PretrainingData.cut",
-            ("(documents[-1] - (last - first))", "documents[-1]"),
-            ("last - first if token >= first else 0", "0")),
+            ("(windows[-1] - after + own)", "windows[-1]")),
         "labels the wrong way round": (
             "data.PretrainingData.cut",
             ("middle, middle, end, 0", "middle, middle, end, 1"),
             ("last), 1", "last), 0")),
-        "A ends anywhere": (
+        "B from where its text begins": (
             "data.PretrainingData.cut",
-            ("sentences[low + int(place * (high - low))] if low < high else (start + end) // 2",
-             "start + 1 + int(place * (end - start - 1))")),
+            ("_, b, _, _, last", "b, _, _, _, last")),
         "B as long as its document": (
             "data.PretrainingData.cut",
-            ("min(b + end - middle, last)", "last")),
+            ("min(b + length - (middle - start), last)", "last")),
     },
     "attention": {
         "to all examples": (
