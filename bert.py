@@ -574,7 +574,7 @@ def encode_with_masks(tokenizer, text):
     tokens, blank = [CLS], tokenizer.piece_to_id("▁")
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
         # Characters that the tokenizer does not know share a piece, the stand-in among them
-        for part in piece.replace(STAND_IN, f" {STAND_IN} ").split():
+        for part in filter(None, piece.replace(STAND_IN, f" {STAND_IN} ").split(" ")):
             if part == STAND_IN and tokens[-1] == blank:
                 tokens.pop()                       # the word's begin belongs to the masked word
             tokens.append(MASK if part == STAND_IN else tokenizer.piece_to_id(part))

@@ -224,9 +224,8 @@ class PretrainingData:
         first, last = documents[document], documents[document + 1]
         # Each epoch cuts at other places: multiples of the golden ratio spread evenly. Three in
         # four are early, since a document's last window moves back to end with it
-        shift = (0.618 * epoch + 0.75) % 1 - 0.75
-        token = first + int((window - windows[document] + shift) * self.body)
-        token = max(first, min(token, last - self.body))
+        window += (0.618 * epoch + 0.75) % 1 - 0.75 - windows[document]
+        token = max(first, min(first + int(window * self.body), last - self.body))
         sentence = sentences[bisect_left(sentences, token)]
         start = sentence if sentence - token <= self.body // 2 else token
         end = min(start + length, last)
@@ -628,8 +627,9 @@ def train_tokenizer(sentences, vocab_size, cased=False):
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf", minloglevel=2,
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:], max_sentence_length=4 * LONGEST_SENTENCE, num_threads=4)
-    except RuntimeError as error:
-        raise DataError(f"--vocab-size {vocab_size}: {str(error).rpartition('] ')[2]}") from None
+    except RuntimeError as error:       # it also names a flag of a program of its own
+        said = str(error).rpartition("] ")[2].partition(" or decrease")[0]
+        raise DataError(f"--vocab-size {vocab_size}: {said}") from None
     return model.getvalue()
 
 
@@ -650,8 +650,7 @@ def encode(tokenizer, prose, held_out, shards, documents):
     parts = {}
     for document, text in zip(documents, texts):
         sentences = [*filter(None, itertools.islice(ids, len(text)))]
-        size = sum(map(len, sentences))
-        if size >= 2:                   # else there is no A and B
+        if (size := sum(map(len, sentences))) >= 2:      # else there is no A and B
             # Dealt by content: the same document twice is never both trained on and held out
             draw = zlib.crc32(document.encode())
             shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
@@ -738,7 +737,10 @@ def files_of(manifest, rank, size):
 
 
 def node_files(folder, node, nodes, ranks_per_node=1):
-    """Returns the names of the files that the ranks of a node read, the manifest among them."""
+    """Returns the names of the files that the ranks of a node read, the manifest among them; raises
+    DataError where there is no such node."""
+    if node >= nodes:
+        raise DataError(f"--node-rank {node} of --nodes {nodes}: they count from 0")
     manifest, first = load_manifest(folder), node * ranks_per_node
     return ["manifest.json", *sorted({
         name for rank in range(first, first + ranks_per_node)

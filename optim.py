@@ -295,8 +295,7 @@ class LANS(Optimizer):
         # Both ratios are of the old w
         w_norms = norms(w)
         for u, part in (r, b1), (c, 1 - b1):
-            ratios = safe_ratios(w_norms, norms(u))
-            torch._foreach_mul_(u, (-group["lr"] * part * ratios).unbind())
+            torch._foreach_mul_(u, (-group["lr"] * part * safe_ratios(w_norms, norms(u))).unbind())
             torch._foreach_add_(w, u)
 
 

@@ -481,6 +481,8 @@ def test_masks_stand_where_the_words_would(shards):
     assert masked == whole[:begin] + [4] + whole[begin + people:]
     assert bert.encode_with_masks(tokenizer, "[MASK]") == [2, 4, 3]
     assert bert.encode_with_masks(tokenizer, "[MASK] [MASK]") == [2, 4, 4, 3]
+    unknown = "school\x85 [MASK]"                 # a character that str.split takes for a space
+    assert bert.encode_with_masks(tokenizer, unknown) == [2, *tokenizer.encode("school\x85"), 4, 3]
     assert [piece(s) for s in ("[CLS]", "[SEP]", "[MASK]")] == [bert.CLS, bert.SEP, bert.MASK]
 
 

@@ -543,6 +543,10 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         assert said.startswith("data.py: argument --") and said.count("\n") == 1
     assert "too few documents (apart by blank lines) for --shards 300" in run(
         "--tokenizer", model, "--shards", 300)
+    said = run("--vocab-size", 20)
+    assert "Increase vocab_size" in said and "character_coverage" not in said
+    assert main(monkeypatch, "--list", shards, "--node-rank", 2, "--nodes", 2) == \
+        "data.py: --node-rank 2 of --nodes 2: they count from 0"
     assert main(monkeypatch, tmp_path / "b.txt", "--out", tmp_path / "out") == \
         f"data.py: {tmp_path}/b.txt: No such file or directory"
     assert sorted(tmp_path.iterdir()) == files
