@@ -279,8 +279,7 @@ def profiled(batches, path):
         yield from itertools.islice(batches, 5)
     profiler.export_chrome_trace(f"{path}.json")
     sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-    table = profiler.key_averages().table(sort_by=sort, row_limit=10)
-    Path(f"{path}.txt").write_text(table)
+    Path(f"{path}.txt").write_text(profiler.key_averages().table(sort_by=sort, row_limit=10))
     yield from batches
 
 

@@ -95,12 +95,13 @@ class PretrainingData:
 
     It comes from shard i mod S. Each document is cut into windows of about `seq_len` tokens,
     special symbols included; an epoch of a shard takes all its windows in an order of its own. The
-    text of an example begins near the start of its window, with a sentence if it can.
+    text of an example begins around the start of its window, which moves from epoch to epoch, with
+    a sentence if it can.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two at the end of a
-    sentence; for half of the examples the second part is that of a text of another document in
-    the same shard. "sop" (ALBERT, arXiv 1909.11942, section 3.1) swaps the two parts
-    for half of them. "none" leaves one text.
+    sentence, if one ends inside; for half of the examples the second part is that of another
+    document's text in the same shard. "sop" (ALBERT, arXiv 1909.11942, section 3.1) swaps the two
+    parts for half of them. "none" leaves one text.
 
     `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
     10 % stay (BERT, appendix A.1). whole_words: all tokens of a word are chosen, or none.
@@ -196,8 +197,9 @@ class PretrainingData:
         random numbers in [0, 1).
 
         By `replace` half of the pairs are true: B is the second part of the text. In the others it
-        is that of a text of another document, drawn by `other`. So it begins and ends where true
-        ones do: else a model could tell them apart without A. For "sop" and "none" see the class.
+        is that of a window of another document, drawn by `other`: it begins as true ones do, and
+        ends nearly so, or a model could tell them apart without reading. A cue is left in short
+        texts: A may end amid a sentence where B does not begin so. "sop", "none": see the class.
         """
         start, middle, end, document, _ = self.halves(s, epoch, window, length, place)
         if self.pairs == "none":
@@ -216,20 +218,23 @@ class PretrainingData:
         """Returns the text of a window in two parts: (where the first begins, where the second
         does, where it ends, the number of their document, where that ends).
 
-        The text begins with a sentence unless the next one is more than half a text away. It is cut
+        The text begins with the next sentence, if that is less than half a window away. It is cut
         where a sentence ends, `place` in [0, 1) tells at which; in the middle if none ends inside.
         """
         _, sentences, documents, windows = self.shard(s)
         document = bisect_right(windows, window) - 1
         first, last = documents[document], documents[document + 1]
-        # Each epoch cuts at other places: multiples of the golden ratio spread evenly. Three in
-        # four are early, since a document's last window moves back to end with it
-        window += (0.618 * epoch + 0.75) % 1 - 0.75 - windows[document]
-        token = max(first, min(first + int(window * self.body), last - self.body))
+        # Each epoch cuts at other places: multiples of the golden ratio spread evenly. In three
+        # epochs of four windows begin early, since the last one of a document moves back to fit
+        at = window + ((0.618 * epoch + 0.75) % 1 - 0.75 - windows[document])
+        token = max(first, min(first + int(at * self.body), last - self.body))
         sentence = sentences[bisect_left(sentences, token)]
-        start = sentence if sentence - token <= self.body // 2 else token
+        start = sentence if sentence - token < self.body / 2 else token
         end = min(start + length, last)
         low, high = bisect_right(sentences, start), bisect_left(sentences, end)
+        # A text that ends amid a sentence would show that it is swapped: the one before is its last
+        if self.pairs == "sop" and (k := bisect_right(sentences, end) - 1) > low:
+            high, end = k, sentences[k]
         middle = sentences[low + int(place * (high - low))] if low < high else (start + end) // 2
         return start, middle, end, document, last
 
@@ -267,8 +272,7 @@ class PretrainingData:
         begins = self.begins_word[tokens] | ~text
         begins[:, 1:] |= ~text[:, :-1]       # the first token of a segment
         t = np.arange(tokens.shape[1])
-        start = np.maximum.accumulate(np.where(begins, t, 0), axis=1)
-        return t - (t - start) % LONGEST_WORD
+        return t - (t - np.maximum.accumulate(np.where(begins, t, 0), axis=1)) % LONGEST_WORD
 
     def shard(self, s):
         """Returns shard s, mapped at its first use: (its tokens, where sentences begin, where

@@ -96,13 +96,28 @@ def test_sentence_order_and_no_pairs(shards):
     assert not batch.segments.any() and (batch.pair_labels == data.IGNORED).all()
 
 
-def test_an_a_ends_where_a_sentence_does(shards):
-    dataset, inside = data.PretrainingData(shards, 128), 0
-    for s, start, middle, b, b_end, label in dataset.layout(range(1000)):
-        sentences = dataset.shard(s)[1]
-        if any(start < sentence < middle + b_end - b for sentence in sentences):
-            inside += middle in sentences
-    assert inside > 900
+def test_an_a_begins_and_ends_where_sentences_do(shards):
+    dataset, inside, begins, cuts = data.PretrainingData(shards, 128), 0, 0, []
+    for s, start, middle, b, b_end, label in dataset.layout(range(2000)):
+        sentences = np.array(dataset.shard(s)[1])
+        possible = sentences[(sentences > start) & (sentences < middle + b_end - b)]
+        inside += len(possible) and middle in sentences
+        begins += start in sentences
+        if label == 0 and len(possible) > 1:
+            cuts.append([middle == possible[0], middle == possible[-1]])
+    assert inside > 1800 and begins > 1800
+    first, last = np.mean(cuts, 0)
+    assert 0.1 < first < 0.5 and 0.1 < last < 0.5
+
+
+@pytest.mark.parametrize("seq_len", [64, 128])
+def test_swapped_texts_end_where_others_do(shards, seq_len):
+    dataset = data.PretrainingData(shards, seq_len, pairs="sop")
+    rows = dataset.layout(range(0, 32000, 4))
+    sentences, ends = np.array(dataset.shard(0)[1]), []
+    for label in 0, 1:
+        ends.append(np.isin(rows[rows[:, 5] == label][:, [2, 4]], sentences).mean(0))
+    assert np.abs(np.diff(ends, axis=0)).max() < 0.05
 
 
 @pytest.mark.parametrize("seq_len", [64, 128])
@@ -112,13 +127,16 @@ def test_a_b_from_elsewhere_looks_like_a_true_one(shards, seq_len):
     _, sentences, documents, windows = map(np.array, dataset.shard(0))
     uses, looks = np.diff(windows), []
     for label in 0, 1:
-        b, end = rows[rows[:, 5] == label, 3:5].T
+        a, b, end = rows[rows[:, 5] == label][:, [1, 3, 4]].T
         home = np.searchsorted(documents, b, "right") - 1
         looks.append([np.isin(b, sentences).mean(), (end - b).mean() / seq_len,
                       (uses[home] > np.median(uses)).mean(), np.isin(b, documents).mean(),
                       np.isin(end, sentences).mean()])
     # Ends are not quite alike: a B from elsewhere ends where it is full, or with its document
     assert (np.abs(np.diff(looks, axis=0)[0]) < (0.02, 0.02, 0.02, 0.02, 0.15)).all()
+    gaps = (home - np.searchsorted(documents, a, "right") + 1) % len(uses)       # from A's document
+    counts = np.bincount(gaps, minlength=len(uses)) / len(gaps) * len(uses)
+    assert counts[0] == 0 and counts[1:].min() > 0.3 and counts.max() < 2
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
@@ -259,6 +277,9 @@ def test_an_epoch_takes_every_window_of_its_shard_and_the_next_differently(shard
         starts = [row[1] for row in dataset.layout(range(s, s + 8 * count, 4))]     # two epochs
         used = np.searchsorted(documents, starts, "right") - 1
         assert (np.bincount(used[:count], minlength=len(uses)) == uses).all()
+        # Neither in the order of the file nor twice in one order
+        assert (np.diff(used[:count]) < 0).mean() > 0.4
+        assert (used[:count] == used[count:]).mean() < 0.1
         assert (np.bincount(used[count:], minlength=len(uses)) == uses).all()
 
 
