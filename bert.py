@@ -264,7 +264,7 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
     block = Block(config).to(device, dtype)
     lengths = torch.tensor([length] * examples + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    x = torch.randn(examples * length, config.width, device=device, dtype=dtype)
+    x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
     timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
                   num_threads=torch.get_num_threads())               # it waits for a GPU
     one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
@@ -544,7 +544,8 @@ STAND_IN = "\ue000"                # a private character for [MASK], whose token
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Raises ModelError if there is no [MASK] or the text is longer than the model's positions.
+    Of more tokens than it was trained on (128 in the demo) a model guesses. Raises ModelError if
+    there is no [MASK] or the text is longer than the model's positions.
     """
     device, training = model.mlm_bias.device, model.training
     tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)

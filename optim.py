@@ -70,8 +70,9 @@ class LAMB(Optimizer):
         w = w - lr (||w|| / ||u||) u            the ratio is 1 where a norm is 0
 
     adapt_all=False, the paper's code: tensors without decay (biases, LayerNorm) have ratio 1. True,
-    NVIDIA's "NVLAMB" (fused_lamb.py): all are adapted. NVLAMB also divides all gradients by max(1,
-    their global norm): train.py clips to a norm of 1 before any optimizer, which is the same.
+    NVIDIA's "NVLAMB" (use_nvlamb of fused_lamb.py): all are adapted. NVLAMB also divides gradients
+    by max(1, their global norm): train.py clips to a norm of 1 before any optimizer, which is the
+    same. Q, K and V are one tensor in our model, three in theirs.
     """
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
@@ -96,12 +97,13 @@ class LAMB(Optimizer):
         torch._foreach_add_(w, u)
 
 
-def move_moments(m, v, g, b1, b2):
-    """Moves moments, in place, towards the gradients and their squares; v=None: only m."""
+def move_moments(m, v, g, b1, b2, k=1):
+    """Moves moments, in place, towards the gradients and their squares; v=None: only m. k: how many
+    steps the move of v stands for."""
     torch._foreach_lerp_(m, g, 1 - b1)                   # lerp(a, b, x) = a + x (b - a)
     if v is not None:
-        torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, g, g, value=1 - b2)
+        torch._foreach_mul_(v, b2 ** k)
+        torch._foreach_addcmul_(v, g, g, value=1 - b2 ** k)
 
 
 def denominator(v, eps):
@@ -234,8 +236,9 @@ RECIPES = {
     "demo": Recipe("lamb", (0.9, 0.98), 0.0, 0.3, [
         Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
         Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1)]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
-    "nvlamb-64k": Recipe("nvlamb", (0.9, 0.999), 0.1, 0.15, [
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh; its code
+    # leaves use_nvlamb False.
+    "nvlamb-64k": Recipe("lamb", (0.9, 0.999), 0.1, 0.15, [
         Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0, power=0.5),
         Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0, power=0.5)]),
     # "54 minutes" (arXiv 2006.13484). The batches and the shape of the schedule are the paper's;
@@ -264,8 +267,7 @@ def learning_rate(phase_step, phase):
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with what train.py asks of every optimizer; see `Optimizer`."""
-    bytes_sent = 0
-    local_gradients, synchronise = Optimizer.local_gradients, Optimizer.synchronise
+    bytes_sent, local_gradients, synchronise = 0, Optimizer.local_gradients, Optimizer.synchronise
 
 
 class LANS(Optimizer):
@@ -313,12 +315,13 @@ class OneBitAdam(Optimizer):
         p = m / (sqrt(v) + eps)                 in the second within [-1, 1], see `bound`
         w = w - lr (p + decay w)
 
-    As published, without bias correction: begin with a warm-up. Not as published: the bound, and
-    tensors share scales (`_set_magnitudes`). Gradients are overwritten.
+    As published, without bias correction: begin with a warm-up. v of n steps is frozen at 1 - b2^n
+    of the mean square, so the steps stay longer than Adam's, by (1 - b2^n)^-0.5: 1.6 after 500. Not
+    as published: the bound, and tensors share scales (`_set_magnitudes`). Overwrites gradients.
     compressed_mean: a dist.CompressedMean of all parameters, in the order of their groups.
     """
     DEFAULTS = Optimizer.DEFAULTS | {"frozen": False}    # "step" counts from the stage's beginning
-    BOUNDED = True
+    BOUNDED, k = True, 1               # k: see move_moments
 
     def __init__(self, params, compressed_mean, **options):
         super().__init__(params, **options)
@@ -346,7 +349,7 @@ class OneBitAdam(Optimizer):
             torch._foreach_lerp_(g, m, -b1 / (1 - b1))   # (M - b1 m) / (1 - b1)
 
     def _update(self, group, w, g, m, v):
-        move_moments(m, v if self.learns else None, g, *group["betas"])
+        move_moments(m, v if self.learns else None, g, *group["betas"], self.k)
         # p, as m times 1 / d in the memory of d: on a CPU new memory costs more than a pass over it
         u = denominator(v, group["eps"])
         torch._foreach_reciprocal_(u)
@@ -442,25 +445,29 @@ class OneBitLAMB(OneBitAdam):
 class ZeroOneAdam(OneBitAdam):
     """0/1 Adam: the variance moves rarely and the ranks agree rarely (Lu et al., arXiv 2202.06009,
     algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py). First stage: on every k-th step
-    (`variance_interval`) gradients are averaged exactly and v moves; on the others only m does,
-    with g = average(g_i) in one bit. Second stage: rank i steps alone, on g_i and without a bound.
-    On every j-th step (`agreement_interval`) all agree. With W the weights that they last agreed on
-    and L the sum of the learning rates since then:
+    (`variance_interval`) gradients are averaged exactly and v moves, with b2^k in place of b2; on
+    the others only m does, with g = average(g_i) in one bit. Second stage: rank i steps alone, on
+    g_i and without a bound. On every j-th step (`agreement_interval`) all agree. With W the weights
+    that they last agreed on and L the sum of the learning rates since then:
 
-        K = (1 - L decay) W                     U = average((w - K) (sqrt(v) + eps))
-        m = -U / L                              w = K + U / (sqrt(v) + eps)
+        K = (1 - L decay) W                     m = average((K - w) (sqrt(v) + eps) / L)
+                                                w = K - L m / (sqrt(v) + eps)
 
-    As published U also holds the decay (W in place of K), which so becomes a part of m and acts up
-    to 1 / (1 - b1) times as strongly.
+    Three things are not as published. There v moves with b2 on a k-th step, too: frozen, it is that
+    of some 16 log2(n / 16) steps, and updates are up to 3 times as long. What is averaged is -L m:
+    an agreement soon after another, as before an evaluation, divides what the one before has left
+    over by its own short L. And it holds the decay (W in place of K), which so becomes a part of m
+    and acts up to 1 / (1 - b1) times as strongly.
     """
     DEFAULTS = OneBitAdam.DEFAULTS | {"L": 0.0, "variance_updates": 16, "interval_steps": 32678}
-    BOUNDED = False                                      # U is a sum of momenta
+    BOUNDED = False                                      # or m would not be a mean of momenta
 
     def local_gradients(self, frozen):
         """See OneBitAdam."""
         super().local_gradients(frozen)
         t, updates = self.param_groups[0]["step"] + 1, self.param_groups[0]["variance_updates"]
-        self.learns = not frozen and t % variance_interval(t, updates) == 0
+        self.k = variance_interval(t, updates)
+        self.learns = not frozen and t % self.k == 0
         return not self.learns
 
     def _change_stage(self, frozen):
@@ -494,11 +501,11 @@ class ZeroOneAdam(OneBitAdam):
             torch._foreach_mul_(K, 1 - group["L"] * group["weight_decay"])   # in place of W
             torch._foreach_sub_(w, K)
             torch._foreach_mul_(w, denominator(v, group["eps"]))
-        self._average(self.params)                       # U, in place of w
+            torch._foreach_div_(w, -group["L"])
+        self._average(self.params)                       # m, in place of w
         for group, w, m, v, K in parts:
             torch._foreach_copy_(m, w)
-            torch._foreach_mul_(m, -1 / group["L"])
-            torch._foreach_addcdiv_(K, w, denominator(v, group["eps"]))      # the new W
+            torch._foreach_addcdiv_(K, w, denominator(v, group["eps"]), value=-group["L"])   # W
             torch._foreach_copy_(w, K)
             group["L"] = 0.0
 

@@ -247,9 +247,10 @@ def build(plan, world):
     model = bert.BertForPreTraining(plan.config)
     # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
     # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
-    rarity = torch.from_numpy(data.unigram_losses(plan.data)).float()
-    model.mlm_bias.data.fill_(-rarity.max())
-    model.mlm_bias.data[:len(rarity)] = -rarity
+    # The mean changes no probability, but LANS would step ten times as far, and bf16 round more.
+    rarity = torch.from_numpy(data.unigram_losses(plan.data))
+    model.mlm_bias.data.fill_(rarity.mean() - rarity.max())
+    model.mlm_bias.data[:len(rarity)] = rarity.mean() - rarity
     # The reducer sends rank 0's weights to the others. A run that resumes needs none of these, but
     # for the heads that --pairs none does not train: they are not in the checkpoint
     whole = plan.pairs != "none" and optim.checkpoints_in(plan.out / "checkpoints")
@@ -323,12 +324,12 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def outlook(plan, step, seconds):
     """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
     GPU's, and the minutes left at the mean speed of the `seconds` until now."""
-    # Tokens of each step, since those of phase 2 are longer and take more time
+    # A step of phase 2 takes longer: twice as long by its length, somewhat less as texts end before
     work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
     unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
     memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"memory_gb": torch.cuda.max_memory_allocated() / 1e9 or memory,
-            "minutes_left": seconds / 60 * sum(work[step:]) / sum(work[:step])}
+            "minutes_left": seconds / 60 * sum(work[step:plan.max_steps]) / sum(work[:step])}
 
 
 # ----- Evaluation -----
@@ -340,8 +341,8 @@ def evaluate(model, plan, phase, world):
     Examples and masks are the same at every evaluation, 15 % of the tokens however many training
     masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
     tokens of a predictor that knows only how often the training text has each token: the line to
-    beat. nsp_error is the standard error of nsp_accuracy, which is None without pairs. Leaves the
-    model in training mode.
+    beat. nsp_error is the standard error of nsp_accuracy (None without pairs), as if examples were
+    independent; of few documents they are not, and it is larger. Leaves the model in training mode.
     """
     model.eval()
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
@@ -495,8 +496,8 @@ def same_run(plan, manifest):
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes the order of sums, dropout's masks, and what lossy compression leaves over."""
     # Flat, so that a field that differs can be named
-    run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "precision",
-                                            "mask_fraction", "seed", "balance", *plan.masks)}
+    run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "balance", "init",
+                                            "mask_fraction", "seed", "precision", *plan.masks)}
     run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
@@ -755,7 +756,7 @@ def report(plan, log, model, step, stop_requests):
                 [line["padding"], line["imbalance"], line["data_share"]] for line in lines
                 if line["kind"] == "train" and line["phase"] == index], axis=0)
             log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
-                    f"the mean tokens, waiting for data {waited:.1%} of the time")
+                    f"the mean tokens, waiting for data {waited:.1%} of a step")
     if plan.reads_docs:
         for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, model)):
             log.say(f"\n{sentence}\n    {words}")

@@ -1,4 +1,4 @@
-"""How fast text becomes shards and shards become batches, and what padding costs.
+"""How fast text becomes shards and shards become batches, and how long ranks wait.
 
     python tests/bench_data.py                         # 5 minutes on 2 cores
     python tests/bench_data.py --megabytes 1000 4000 --rounds 1      # does memory stay bounded?
@@ -100,18 +100,16 @@ def load(shards, seq_len, size=32, seconds=5):
 
 
 def balance(shards, seq_len, size, on, steps=20):
-    """Returns (fraction of padding, mean over steps of the most tokens of a rank over the mean), of
-    a global batch of 256 in micro-batches of 8."""
+    """Returns the mean over steps of the most tokens of a rank over the mean of all, of a global
+    batch of 256 in micro-batches of 8."""
     length_of = data.PretrainingData(shards, seq_len).lengths
     balanced = length_of if on else None
-    tokens, slots = np.zeros((steps, size)), 0
+    tokens = np.zeros((steps, size))
     for step in range(steps):
         for rank in range(size):
             for part in data.micro_batches(step, 256, 8, rank, size, balanced):
-                longest = length_of(part)
-                tokens[step, rank] += longest.sum()
-                slots += len(part) * -(-longest.max() // 8) * 8
-    return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).mean()
+                tokens[step, rank] += length_of(part).sum()
+    return (tokens.max(1) / tokens.mean(1)).mean()
 
 
 def measure(args, folder):
@@ -140,13 +138,11 @@ def measure(args, folder):
         rate = statistics.median(load(out, seq_len) for _ in range(args.rounds))
         print(f"length {seq_len}: {rate:,.0f} examples/s", flush=True)
     print("\nglobal batch 256, micro-batches of 8, the documentation (mean of 20 steps)")
-    print(f"{'length':>6}{'ranks':>7}{'padding':>12}{'--balance':>11}{'ratio':>7}{'imbalance':>11}"
-          f"{'--balance':>11}")
+    print(f"{'length':>6}{'ranks':>7}{'imbalance':>11}{'--balance':>11}")
     for seq_len in 128, 512:
         for size in 2, 8:
-            (before, uneven), (after, even) = (balance(first, seq_len, size, on) for on in (0, 1))
-            print(f"{seq_len:>6}{size:>7}{before:>12.1%}{after:>11.1%}{after / before:>7.2f}"
-                  f"{uneven:>11.3f}{even:>11.3f}")
+            uneven, even = (balance(first, seq_len, size, on) for on in (0, 1))
+            print(f"{seq_len:>6}{size:>7}{uneven:>11.3f}{even:>11.3f}")
 
 
 def main():

@@ -100,8 +100,8 @@ EXERCISES = {
         "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one",
         45, 12, "how next-sentence pairs are made, and what a classifier could cheat by",
         ["`self.halves` says where a window's text begins, is cut in two and ends, and in which "
-         "document it is: a true pair, the swapped one (\"sop\") and \"none\" need no more; \"none\" "
-         "has an empty B at the end, and the label IGNORED.",
+         "document it is: a true pair, the swapped one (\"sop\") and \"none\" need no more; "
+         "\"none\" has an empty B at the end, and the label IGNORED.",
          "`self.shard(s)[-1]` says how many windows come before each document, and all together. "
          "Draw one of those that are not A's document's, by the fraction `other`.",
          "Halve its text too. B begins where its second part does, and goes on until the pair has "

@@ -142,9 +142,12 @@ def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
             sum(sums).backward()
             results[name, dtype] = [*(part.detach().double() for part in sums),
                                     *(p.grad.double() for p in model.parameters())]
+    # From the exact numbers, since with AVX2 the padded model in fp32 is itself 1e-6 away from them
     for dtype, tolerance in (torch.float64, 1e-12), (torch.float32, 1e-6):
-        for ours, padded in zip(results["ours", dtype], results["padded", dtype]):
-            assert (ours - padded).norm() <= tolerance * max(padded.norm(), 1)
+        for ours, padded, exact in zip(results["ours", dtype], results["padded", dtype],
+                                       results["padded", torch.float64]):
+            near = max(tolerance * max(exact.norm(), 1), 1.2 * (padded - exact).norm())
+            assert (ours - exact).norm() <= near
     # In bf16 as near to the exact numbers as the padded model is
     errors = [[(part - exact).norm() / exact.norm() for part, exact in zip(
         results[name, torch.bfloat16], results["padded", torch.float64])]

@@ -691,6 +691,15 @@ def test_shards_hold_every_document_once(documents, shards):
     assert np.allclose(data.unigram_losses(shards), -np.log((unigrams + 1) / (unigrams + 1).sum()))
 
 
+@pytest.mark.parametrize("count, repeats, least, most", [(60, 2000, 2, 18), (60, 30, 20, 40)])
+def test_half_a_megabyte_is_enough_to_hold_out(shards, tmp_path, count, repeats, least, most):
+    """Of few long documents 8 in the mean; of few short ones half."""
+    corpus = [f"Number {k} has many words in it. " * repeats for k in range(count)]
+    manifest = data.prepare(corpus, tmp_path / "out", shards=2, split="prose",
+                            tokenizer=shards / "tokenizer.model")
+    assert manifest["heldout"]["documents"] in range(least, most)
+
+
 class Letters:
     """A tokenizer of 100,000 tokens: letters in the upper end, nothing for a full stop."""
 

@@ -291,7 +291,8 @@ class NumpyZeroOneAdam(NumpyRanks):
         self.t += 1
         if not self.frozen:
             if self.t % self.k == 0:
-                self.v = [b2 * v + (1 - b2) * g ** 2 for v, g in zip(self.v, mean)]
+                c = b2 ** self.k                       # k steps in one
+                self.v = [c * v + (1 - c) * g ** 2 for v, g in zip(self.v, mean)]
                 self.learned += 1
                 if self.learned == 2:
                     self.learned, self.k = 0, 2 * self.k
@@ -318,10 +319,11 @@ class NumpyZeroOneAdam(NumpyRanks):
             return
         d = [np.sqrt(v) + self.eps for v in self.v]
         kept = [(1 - self.rates * decay) * w for w, decay in zip(self.agreed, self.decays)]
-        u = self.average([[(w - k) * x for w, k, x in zip(mine, kept, d)] for mine in self.w])
-        self.agreed = [k + s / x for k, s, x in zip(kept, u, d)]
+        m = self.average([[(k - w) * x / self.rates for w, k, x in zip(mine, kept, d)]
+                          for mine in self.w])
+        self.agreed = [k - self.rates * s / x for k, s, x in zip(kept, m, d)]
         self.w = [list(self.agreed) for _ in range(self.ranks)]
-        self.m = [[-s / self.rates for s in u] for _ in range(self.ranks)]
+        self.m = [m] * self.ranks
         self.rates = 0.0
 
 

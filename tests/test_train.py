@@ -544,6 +544,16 @@ def test_compiled_layers_complete_gradients_in_turn(shards, tmp_path, monkeypatc
     assert torch.allclose(found[1][2], found[0][2], rtol=1e-4, atol=1e-6)
 
 
+def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(shards, tmp_path, monkeypatch):
+    """Around 0, or its norm would be ten times that of what NVLAMB and LANS move it by."""
+    shrink(monkeypatch.setattr)
+    argv = f"--precision fp32 --data {shards} --out {tmp_path}/out".split()
+    plan = train.make_plan(train.parse_arguments(argv), dist.World())
+    bias = train.build(plan, dist.World())[0].mlm_bias.detach()
+    expected = torch.from_numpy(train.data.unigram_losses(shards)).float()
+    assert torch.allclose(bias.log_softmax(0), -expected, atol=1e-5) and abs(bias.mean()) < 1e-5
+
+
 def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
     shrink(monkeypatch.setattr)
     argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
@@ -667,7 +677,8 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(refused, shards
     assert code == 1 and str(tmp_path / "file") in line
 
 
-CHANGES = "--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2"
+CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2",
+           "--init another")
 
 
 def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
