@@ -13,7 +13,6 @@ import contextlib
 import copy
 import io
 import json
-import os
 import random
 import resource
 import signal

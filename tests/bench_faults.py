@@ -29,7 +29,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 import optim  # noqa: E402
-import train  # noqa: E402
 from tests import soak  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 from tests.faulty import Run, lines_of, temporary_files  # noqa: E402

@@ -17,7 +17,6 @@ import time
 import torch
 
 import optim
-import train
 from tests.faulty import Run, fill_disk, lines_of, temporary_files
 
 ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "

@@ -18,7 +18,6 @@ import traceback
 
 import numpy as np
 import pytest
-import torch
 
 import data
 from tests.conftest import ROOT, make_documents
