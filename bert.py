@@ -116,7 +116,7 @@ class Block(nn.Module):
 def attention(qkv, bounds, lengths, dropout):
     """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): softmax(Q K^T / sqrt(D/H)) V in each head,
     for each example by itself. bounds, lengths: as in `data.Batch`; the rows that only fill up N
-    come last and count as one more example (of length 0 if there are none). dropout: of the
+    come last and count as one more example (a length of 0 can be left out). dropout: of the
     attention weights. 16 bits in, 16 bits out."""
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # fp16 means an old GPU
         from torch.nn.attention.varlen import varlen_attn        # takes a second to import
@@ -125,11 +125,11 @@ def attention(qkv, bounds, lengths, dropout):
     # The CPU's kernel takes twice as long for the backward of 16 bits
     values = qkv.float() if qkv.dtype.itemsize == 2 and not qkv.is_cuda else qkv
     # Neighbours of the same length are a rectangle, which needs neither padding nor a mask
-    runs = [[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]
+    runs = [(len([*run]), T) for T, run in itertools.groupby(lengths.tolist()) if T]
     mixed = []
-    for rows, run in zip(values.split([*map(sum, runs)]), runs):
-        q, k, v = rows.unflatten(0, (len(run), run[0])).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)     # (b, H, T, D/H)
+    for rows, (b, T) in zip(values.split([b * T for b, T in runs]), runs):
+        q, k, v = rows.unflatten(0, (b, T)).permute(2, 0, 3, 1, 4)           # (b, H, T, D/H) each
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).to(qkv.dtype)
 
@@ -179,15 +179,16 @@ class BertForPreTraining(nn.Module):
                              batch.segments, batch.positions, batch.bounds, batch.lengths)
         nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
         mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
-        pairs = (mlm, batch.labels), (nsp, batch.pair_labels)
+        heads = (mlm, batch.labels), (nsp, batch.pair_labels)
         hits = [] if self.training else [(logits.argmax(-1) == labels).sum()
-                                         for logits, labels in pairs]
+                                         for logits, labels in heads]
         # Not before: it overwrites the logits
-        return Losses(*(CrossEntropy.apply(*pair) for pair in pairs), *hits)
+        return Losses(*(CrossEntropy.apply(*head) for head in heads), *hits)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. The
+    """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. Its
+    gradient is softmax(logits), less 1 at the label; 0 where the label does not count. The
     log-softmax overwrites the logits, if they are not in 16 bits, and the gradient overwrites the
     log-softmax: each array of that size is memory that the system hands out and takes back every
     step."""
@@ -203,9 +204,9 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         logs, labels = ctx.saved_tensors
-        counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1)
-        change = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
-        return change.mul_(gradient * counts), None
+        counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1), 0 or 1
+        own = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
+        return own.mul_(gradient * counts), None
 
 
 def flops_per_example(config, length, masked):
@@ -252,9 +253,9 @@ def state_gigabytes(config, size, lossy, one_bit):
 
 
 def parameter_shapes(config):
-    """Returns the shapes of all parameters, a list; no memory is taken."""
+    """Returns the shapes of all parameters, a tuple; no memory is taken."""
     with torch.device("meta"):
-        return [parameter.shape for parameter in BertForPreTraining(config).parameters()]
+        return tuple(parameter.shape for parameter in BertForPreTraining(config).parameters())
 
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
@@ -267,6 +268,7 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
     x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
     timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
                   num_threads=torch.get_num_threads())               # it waits for a GPU
+    # What a layer more takes: of the last one most is computed for a few rows only
     one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
     return 1e-12 * examples * (two - one) / timer.blocked_autorange(min_run_time=1).median
 
@@ -351,7 +353,7 @@ def save_huggingface(model, tokenizer, folder):
                 "tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
                 "tokenizer_config.json": [json.dumps(about, indent=2).encode() + b"\n"],
                 "tokenizer.model": [Path(tokenizer).read_bytes()],
-                "SHA256SUMS": sha256_sums(folder)}       # as they lie there when it is their turn
+                "SHA256SUMS": sha256_sums(folder)}       # a generator: it reads the five above
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, parts in contents.items():
         path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
@@ -359,7 +361,7 @@ def save_huggingface(model, tokenizer, folder):
             with open(temporary, "wb") as file:
                 file.writelines(parts)
             os.replace(temporary, path)            # a killed program leaves the old file whole
-        except OSError as error:                   # of a full disk does not tell which file
+        except OSError as error:                   # that of a full disk does not name the file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -391,9 +393,9 @@ def tokenizer_json(model):
     """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
     Ids differ where two ways to cut a text are equally likely: Hugging Face's `tokenizers` adds
-    scores in fp64, SentencePiece in fp32. It also drops an accent that its letter cannot have. And
-    text can spell [MASK], as in all their tokenizers. Raises ModelError for models unlike data.py's
-    that would differ in more. Field numbers are those of sentencepiece_model.proto.
+    scores in fp64, SentencePiece in fp32; `tokenizers` also drops an accent that its letter cannot
+    have. And text can spell [MASK], as in all their tokenizers. Raises ModelError for models unlike
+    data.py's that would differ in more. Field numbers are those of sentencepiece_model.proto.
     """
     pieces = [dict(protobuf(value)) for part, value in protobuf(model) if part == 1]
     trainer, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
@@ -565,8 +567,8 @@ def fill_mask(model, tokenizer, text, count=5):
     # Without the rows that only pad the vocabulary to a multiple of 64
     best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
     return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"
-                      for token, probability in zip(tokens, probabilities))
-            for tokens, probabilities in zip(best.indices.tolist(), best.values.tolist())]
+                      for token, probability in zip(ids, probabilities))
+            for ids, probabilities in zip(best.indices.tolist(), best.values.tolist())]
 
 
 def encode_with_masks(tokenizer, text):

@@ -228,8 +228,9 @@ class PretrainingData:
         _, sentences, documents, windows = self.shard(s)
         document = bisect_right(windows, window) - 1
         first, last = documents[document], documents[document + 1]
-        # Each epoch cuts at other places: multiples of the golden ratio spread evenly. In three
-        # epochs of four windows begin early, since the last one of a document moves back to fit
+        # The window's number in its document, and a shift in [-0.75, 0.25) for the epoch, at first
+        # 0: multiples of the golden ratio spread evenly. In three epochs of four windows begin
+        # early, since the last one of a document moves back to fit
         at = window + ((0.618 * epoch + 0.75) % 1 - 0.75 - windows[document])
         token = max(first, min(first + int(at * self.body), last - self.body))
         sentence = sentences[bisect_left(sentences, token)]
@@ -259,8 +260,8 @@ class PretrainingData:
         want = self.mask_fraction * text.sum(1)                                    # (B,)
         bound = np.take_along_axis(np.sort(draws), want.astype(np.int64)[:, None], 1)
         chosen, next_word = draws < bound, draws == bound                          # (B, T)
-        # The word or token at `bound` is taken too by the chance that makes the mean right, or if
-        # nothing is chosen yet
+        # The word or token at `bound` is taken too by a chance that makes the mean right, which is
+        # (want - before) / size, or if nothing is chosen yet
         before, size = chosen.sum(1), next_word.sum(1)                             # (B,)
         chosen |= next_word & ((spare * size < want - before) | (before == 0))[:, None]
         positions = np.flatnonzero(chosen)                                         # (M,)
@@ -354,7 +355,7 @@ def in_workers(function, items, workers):
     if workers:
         start_server()
     try:
-        # np.s_[item] is item itself: so what is computed is collate_fn(item)
+        # A DataLoader wants a dataset; np.s_[item] is item: so what it yields is function(item)
         results = iter(torch.utils.data.DataLoader(
             np.s_, None, sampler=items, collate_fn=function, worker_init_fn=set_up_worker,
             num_workers=workers, multiprocessing_context="forkserver" if workers else None))
@@ -386,10 +387,11 @@ def start_server():
     """Starts the server that worker processes are forked from, if there is none: a plain fork can
     hang (it copies locks that other threads hold), and a spawn imports torch anew each time."""
     forkserver.set_forkserver_preload(["torch", "numpy", "sentencepiece"])
-    # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C, to all processes of a run. The
-    # parent still needs its workers then, to finish the step and save it. They inherit what the
-    # server that forks them ignores from its beginning.
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)}
+    # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C or SIGHUP, to all processes of
+    # a run. The parent still needs its workers then, to finish the step and save it. They inherit
+    # what the server that forks them ignores from its beginning.
+    ignored = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignored}
     forkserver.ensure_running()
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -862,7 +864,7 @@ def main():
     add("corpus", nargs="*", help="read these files and folders; default: this machine's docs")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
-    add("--held-out", **number(float, 0, 1), default=0.01, help="hold out X or more; default: 0.01")
+    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out X or more (0.01)")
     add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
     add("--workers", **number(int, 0, 1024), help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")
@@ -888,7 +890,7 @@ def main():
             print(f"{show(out)}\n\n{out} is ready")
     except (DataError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
-    except OSError as error:                           # a full disk does not tell which file
+    except OSError as error:                           # that of a full disk does not name the file
         sys.exit(f"data.py: {error.filename or out}: {error.strerror or error}")
 
 

@@ -50,7 +50,6 @@ class World:
     size: int = 1
     local_rank: int = 0      # among those of this node
     local_size: int = 1
-    node: int = 0
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None is all processes
@@ -82,7 +81,7 @@ class World:
         try:
             result, problem = job(), ""
         except expected as error:
-            result, problem = None, str(error)
+            result, problem = None, str(error) or repr(error)
         if problems := [words for words in self.all_gather_object(problem) if words]:
             raise expected[0](problems[0])
         return result
@@ -125,6 +124,7 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
+            # The first to fail sets `failed`; who is alive sees it (`answer`) and sets alive/RANK.
             # Each asks: torchrun ends all when one leaves, also the first while it still asks
             _, lost = self.first_to_fail(), self._ask(lambda store: absent(store, "alive"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
@@ -164,7 +164,7 @@ def init(timeout=600.0, init_method="env://"):
     if torch.cuda.is_available():              # a scheduler may show each rank only its own GPU
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    world = World(rank, size, local_rank, local_size, node, nodes, device)
+    world = World(rank, size, local_rank, local_size, nodes, device)
     if size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
@@ -246,6 +246,7 @@ def interface_towards(address):
 def two_levels(world, limit):
     """Returns the World with levels: the Worlds of this node, and of this local rank on all."""
     ranks, levels = torch.arange(world.size).view(world.nodes, world.local_size), []
+    limit *= 2 if world.device.type == "cuda" else 1         # of NCCL, see `init`
     for teams in ranks.tolist(), ranks.T.tolist():
         # torch asks that every rank creates every group, its own or not, in the same order
         group, _ = torch.distributed.new_subgroups_by_enumeration(teams, limit)
@@ -267,16 +268,19 @@ TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def listen_to_signals(max_minutes):
-    """Returns a list that SIGTERM, Ctrl-C and the end of max_minutes add their names to, so that
-    training can stop with a checkpoint. A second Ctrl-C ends the process at once."""
+    """Returns a list that SIGTERM, Ctrl-C, a closed terminal (SIGHUP) and the end of max_minutes
+    add their names to, so that training can stop with a checkpoint. A second Ctrl-C ends the
+    process at once, as does one after another signal. What nohup or a shell has set to be ignored
+    stays so, but not under torchrun, which passes its own signals on and kills who ignores them."""
     requests = []
 
     def request(signum, _):
         requests.append(signal.Signals(signum).name)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, request)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if TORCHRUN or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, request)
     if max_minutes is not None:
         timer = threading.Timer(60 * max_minutes, requests.append, ["--max-minutes"])
         timer.daemon = True                                  # it must not outlive the training
@@ -460,7 +464,7 @@ def order_of_readiness(module):
     """Returns two lists of (name, trainable parameter), each about as backward completes gradients:
     of modules that hold no embedding, and of those that do."""
     named = [(name, p) for name, p in reversed(list(module.named_parameters())) if p.requires_grad]
-    named.sort(key=lambda pair: "." in pair[0])    # the module's own parameters are its output's
+    named.sort(key=lambda pair: "." in pair[0])    # first the module's own: its output's (mlm_bias)
     # In buckets of their own: what shared those would wait for the end of backward too
     late = {p for owner in module.modules() for p in owner.parameters()
             if any(isinstance(child, torch.nn.Embedding) for child in owner.children())}
@@ -523,7 +527,7 @@ class Bucket:
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
-        self.shapes, self.lossy = shapes, self.compressor is not dense
+        self.shapes, self.lossy = shapes, is_lossy(compression)
         two = world.levels and (self.lossy or world.device.type == "cpu")     # NCCL has its own
         self.inner, self.outer = world.levels if two else (World(), world)
         n, multiple = sum(map(math.prod, shapes.values())), padding(self.outer.size)
@@ -560,8 +564,7 @@ class Bucket:
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])      # v
         value[n:] = 0                              # padding, in which onebit leaves rounding errors
         sent = self.compressor(self.outer, value, self.padded, state, self.argument)
-        if scale != 1:
-            self.flat.mul_(scale)                                                    # g
+        self.flat.mul_(scale)                                                        # g
         self.pending_state = state                 # and `value`, rest, is the pending residual
         return sent
 
@@ -630,7 +633,10 @@ def topk(world, value, mean, state, fraction):
 
     8 bytes an element go to each other rank: from N = 1 / fraction ranks on, fp32 sends less.
     """
-    indices = largest(value, max(1, int(fraction * len(value))))
+    sizes, k = value.abs(), max(1, int(fraction * len(value)))
+    # On a CPU NumPy finds them five times as fast
+    indices = (torch.from_numpy(np.argpartition(sizes.numpy(), -k)[-k:]) if value.is_cpu
+               else sizes.topk(k, sorted=False).indices)
     wire = torch.stack([value[indices], indices.int().view(torch.float32)])              # (2, k)
     wire[0, 0] += 0 * value.dot(value)             # an inf or NaN must be seen, wherever it is
     value.index_fill_(0, indices, 0)
@@ -638,22 +644,6 @@ def topk(world, value, mean, state, fraction):
     for elements, indices in world.all_gather(wire):
         mean.index_add_(0, indices.view(torch.int32), elements, alpha=1 / world.size)
     return (world.size - 1) * wire.numel() * 4
-
-
-def largest(x, k):
-    """Returns the indices (k,) of the k largest |x| of a flat tensor, in any order.
-
-    On a CPU, a sample of 1 in 97 gives a threshold that a little more than k elements should pass,
-    and only those are searched (as Deep Gradient Compression does, section 3.4, but exact).
-    """
-    if not x.is_cpu:
-        return x.abs().topk(k, sorted=False).indices
-    a = np.abs(x.numpy())
-    sample = np.sort(a[::97])
-    indices = np.flatnonzero(a >= sample[max(0, len(sample) - 8 - int(1.2 * k / 97))])
-    if len(indices) < k:                           # an unlucky sample, or NaN in it
-        indices = np.arange(len(a))
-    return torch.from_numpy(indices[np.argpartition(a[indices], len(indices) - k)[-k:]])
 
 
 def chunk(world, value, mean, state, fraction, size=1024):
@@ -823,6 +813,7 @@ def is_lossy(compression):
     return parse_compression(compression)[0] is not dense
 
 
+@functools.cache
 def wire_bytes(compression, shapes, nodes):
     """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes, as one
     bucket of them counts: `Reducer.bytes_sent` is a little more, for the padding of many."""

@@ -55,7 +55,7 @@ class Optimizer(torch.optim.Optimizer):
             group["step"] += 1
 
     def _share(self):
-        """Makes gradients equal on all ranks, where `local_gradients` kept them apart."""
+        """Averages over the ranks what `local_gradients` kept apart, where this step needs it."""
 
     def _state(self, params, *names):
         return [[self.state[p][name] for p in params] for name in names]
@@ -89,7 +89,7 @@ class LAMB(Optimizer):
         u = torch._foreach_div(m, denominator(v, c * group["eps"]))
         torch._foreach_add_(u, w, alpha=decay / k)
         # w = w - lr (||w|| / ||u||) u, where k cancels; it is left where the ratio is 1
-        ratios = torch.tensor([k] * len(w), dtype=torch.float64)
+        ratios = torch.full((len(w),), k, dtype=torch.float64)
         if decay or group["adapt_all"]:
             ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
         # Factors are tensors of shape (), fp64 to round once: for numbers one has to wait for a GPU
@@ -137,7 +137,8 @@ class LossScaler:
         overflow:   skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
-    Formats that need none take scale = largest = 1, and still skip what is not finite.
+    Formats that need none take scale = largest = 1, and still skip what is not finite: 15 such
+    steps, without growth_interval good ones in a row between two, end the training.
     """
     scale: float = 2.0 ** 16           # a power of two changes no bit of a gradient in range
     growth_interval: int = 1000
@@ -453,11 +454,11 @@ class ZeroOneAdam(OneBitAdam):
         K = (1 - L decay) W                     m = average((K - w) (sqrt(v) + eps) / L)
                                                 w = K - L m / (sqrt(v) + eps)
 
-    Three things are not as published. There v moves with b2 on a k-th step, too: frozen, it is that
-    of some 16 log2(n / 16) steps, and updates are up to 3 times as long. What is averaged is -L m:
-    an agreement soon after another, as before an evaluation, divides what the one before has left
-    over by its own short L. And it holds the decay (W in place of K), which so becomes a part of m
-    and acts up to 1 / (1 - b1) times as strongly.
+    The published algorithm differs in three things. There v moves with b2 on a k-th step, too:
+    frozen, it is that of some 16 log2(n / 16) steps, and updates are up to 3 times as long. There
+    the ranks average -L m: an agreement soon after another, as before an evaluation, divides what
+    the one before has left over by its own short L. And that holds the decay (W in place of K),
+    which so becomes a part of m and acts up to 1 / (1 - b1) times as strongly.
     """
     DEFAULTS = OneBitAdam.DEFAULTS | {"L": 0.0, "variance_updates": 16, "interval_steps": 32678}
     BOUNDED = False                                      # or m would not be a mean of momenta
@@ -512,7 +513,7 @@ class ZeroOneAdam(OneBitAdam):
 
 def variance_interval(t, updates):
     """Returns k at step t = 1, 2, ... of a stage: 1 for `updates` updates, 2 for as many, 4, ..."""
-    return 1 << ((t - 1) // updates + 1).bit_length() - 1
+    return 1 << (((t - 1) // updates + 1).bit_length() - 1)
 
 
 def agreement_interval(t, steps):

@@ -6,7 +6,7 @@
     torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \\
         train.py --data shards/wiki --model large --recipe nvlamb-64k
 
-The same command again resumes from the last checkpoint, bit for bit (on a GPU: see README.md).
+The same command again resumes from the last checkpoint, bit for bit (but see README.md).
 Results are in --out.
 
 Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
@@ -163,7 +163,8 @@ def train(plan, world):
                 if stop:
                     break
                 # Dropout's seed is a function of the step, so that no generator's state has to be
-                # saved, and another one for each micro-batch and rank
+                # saved, and another one for each micro-batch and rank (Python's hash of numbers is
+                # the same in every process, that of text is not)
                 torch.manual_seed(hash((plan.seed, step, k, world.rank)))
                 sends = k + 1 == len(micro_batches) and not local
                 with contextlib.nullcontext() if sends else reducer.accumulate():
@@ -173,7 +174,7 @@ def train(plan, world):
                     (loss * world.size * scale).backward()
                 sums += torch.stack([part.detach().double() for part in losses[:2]])
             if stop:
-                stop_at = step
+                stop_at = step                               # which ends the loop over phases, too
                 break
 
             # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
@@ -247,7 +248,7 @@ def build(plan, world):
     model = bert.BertForPreTraining(plan.config)
     # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
     # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
-    # The mean changes no probability, but LANS would step ten times as far, and bf16 round more.
+    # The mean changes no probability, but LANS would step eight times as far, and bf16 round more.
     rarity = torch.from_numpy(data.unigram_losses(plan.data))
     model.mlm_bias.data.fill_(rarity.mean() - rarity.max())
     model.mlm_bias.data[:len(rarity)] = rarity.mean() - rarity
@@ -261,10 +262,10 @@ def build(plan, world):
         head.requires_grad_(plan.pairs != "none")
     model.to(world.device, optim.PRECISIONS[plan.precision])
     model.recompute = plan.recompute
-    if plan.compile:                     # but what depends on each batch's lengths
-        bert.attention = torch.compiler.disable(bert.attention)
-    for block in model.blocks if plan.compile else ():
-        block.compile(dynamic=True)      # one by one, so that backward still completes them in turn
+    if plan.compile:
+        bert.attention = torch.compiler.disable(bert.attention)      # depends on a batch's lengths
+        for block in model.blocks:       # one by one, so that backward still completes them in turn
+            block.compile(dynamic=True)
     reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
@@ -324,7 +325,7 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
 def outlook(plan, step, seconds):
     """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
     GPU's, and the minutes left at the mean speed of the `seconds` until now."""
-    # A step of phase 2 takes longer: twice as long by its length, somewhat less as texts end before
+    # A step of phase 2 takes longer: in proportion to its tokens, as if no text were shorter
     work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
     unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
     memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -341,7 +342,7 @@ def evaluate(model, plan, phase, world):
     Examples and masks are the same at every evaluation, 15 % of the tokens however many training
     masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
     tokens of a predictor that knows only how often the training text has each token: the line to
-    beat. nsp_error is the standard error of nsp_accuracy (None without pairs), as if examples were
+    beat. nsp_accuracy is None without pairs; nsp_error is its standard error, as if examples were
     independent; those of one document are not: it is 1.3 times that in the demo. Leaves the model
     in training mode.
     """
@@ -577,6 +578,8 @@ def find_checkpoint(plan, log):
     found = optim.checkpoints_in(folder)
     if plan.resume not in ("auto", "never"):
         state = optim.read_checkpoint(Path(plan.resume))
+        # That is the length of its own folder's log; another one begins anew
+        state["log_bytes"] *= folder.resolve() == Path(plan.resume).resolve().parent
     for step in sorted(found, reverse=True) if auto else ():
         try:
             state = optim.read_checkpoint(found[step], step)
@@ -586,7 +589,7 @@ def find_checkpoint(plan, log):
     if auto and found and not state:
         raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
     if not auto and max(found, default=0) > (state["step"] if state else 0):
-        raise ConfigError(f"{folder} holds step {max(found)}; move it away or take another --out")
+        raise ConfigError(f"{folder} holds step {max(found)}: resume from it, or change --out")
     if state and (differ := dist.differences(plan.same_run, state["run"])):
         raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
     return state
@@ -683,8 +686,7 @@ class Log:
     def say(self, text):
         """Prints a line, above the progress bar, and adds it to log.txt."""
         if self.active:
-            tqdm.write(text)
-            sys.stdout.flush()
+            self._print(text)
             self._append(self.folder / "log.txt", text)
 
     def metric(self, kind, **fields):
@@ -698,6 +700,11 @@ class Log:
                 if isinstance(value, (int, float)):
                     self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
+    def _print(self, text):
+        with contextlib.suppress(OSError):           # a closed terminal, a file on a full disk
+            tqdm.write(text)
+            sys.stdout.flush()
+
     def _append(self, path, line):
         lines = self.unwritten.pop(path, b"") + f"{line}\n".encode()
         try:
@@ -705,7 +712,7 @@ class Log:
                 while lines:                         # a disk that fills up takes a part first
                     lines = lines[file.write(lines):]
         except OSError as error:                     # a full disk must not end the training
-            tqdm.write(f"warning: {path}: {error.strerror}")
+            self._print(f"warning: {path}: {error.strerror}")
             self.unwritten[path] = lines
 
     def bytes(self):
@@ -722,7 +729,7 @@ class Log:
 def log_plan(plan, world, log, model, step):
     """Says what is about to run, and writes it as the first line of metrics.jsonl."""
     parameters = sum(p.numel() for p in model.parameters())
-    if not log.bytes():
+    if log.active and not log.bytes():
         commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty")
         log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=commit,
                    python=sys.version, torch=torch.__version__, numpy=np.__version__,

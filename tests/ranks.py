@@ -10,6 +10,7 @@ import time
 import traceback
 import types
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from tqdm import tqdm
@@ -59,6 +60,12 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         pickle.dump(outcome, file)
     if isinstance(outcome, BaseException):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
+
+
+def together(*calls):
+    """Returns what each of the calls of run_ranks returns: at the same time, as there are cores."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,

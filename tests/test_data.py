@@ -690,9 +690,11 @@ def test_shards_hold_every_document_once(documents, shards):
     assert np.allclose(data.unigram_losses(shards), -np.log((unigrams + 1) / (unigrams + 1).sum()))
 
 
-@pytest.mark.parametrize("count, repeats, least, most", [(60, 2000, 2, 18), (60, 30, 20, 40)])
+@pytest.mark.parametrize("count, repeats, least, most", [
+    (60, 2000, 2, 18), (200, 350, 25, 60), (60, 30, 20, 40)])
 def test_half_a_megabyte_is_enough_to_hold_out(shards, tmp_path, count, repeats, least, most):
-    """Of few long documents 8 in the mean; of few short ones half."""
+    """Of few long documents 8 in the mean; of 200 of 12 kB those of half a megabyte; of few short
+    ones half."""
     corpus = [f"Number {k} has many words in it. " * repeats for k in range(count)]
     manifest = data.prepare(corpus, tmp_path / "out", shards=2, split="prose",
                             tokenizer=shards / "tokenizer.model")

@@ -469,6 +469,17 @@ def test_zero_one_adam_without_compression_goes_on_as_in_its_first_stage(monkeyp
     assert_equal(*results, 1e-9)
 
 
+def test_the_variance_of_zero_one_adam_forgets_with_time_not_with_its_updates(exact_mean):
+    w = torch.ones(4, requires_grad=True)
+    optimizer = optim.ZeroOneAdam([w], exact_mean, lr=0.01, betas=(0.9, 0.99))
+    for t in range(1, 241):
+        optimizer.local_gradients(False)
+        apply(optimizer, [w], [np.full(4, 2, np.float32)])
+        if optimizer.learns:
+            assert_equal([optimizer.state[w]["exp_avg_sq"].numpy()], [4 * (1 - 0.99 ** t)], 1e-5)
+    assert optimizer.k == 8
+
+
 def test_intervals_of_zero_one_adam():
     moves = [t for t in range(1, 241) if t % optim.variance_interval(t, 16) == 0]
     assert np.diff([0, *moves]).tolist() == [1] * 16 + [2] * 16 + [4] * 16 + [8] * 16

@@ -39,8 +39,8 @@ WRONG = {
     "attention": {
         "to all examples": (
             "bert.attention",
-            ("[[*run] for _, run in itertools.groupby(filter(None, lengths.tolist()))]",
-             "[[len(qkv)]]")),
+            ("[(len([*run]), T) for T, run in itertools.groupby(lengths.tolist()) if T]",
+             "[(1, len(qkv))]")),
         "over heads": (
             "bert.attention",
             (".permute(2, 0, 3, 1, 4)", ".permute(2, 0, 1, 3, 4)"),
@@ -173,7 +173,7 @@ WRONG = {
         "forgets the loss scale": (
             "dist.Bucket._send",
             ("alpha=1 / scale, out", "out"),
-            ("if scale != 1:", "if False:")),
+            ("self.flat.mul_(scale)", "pass")),
         "no residual": (
             "dist.Bucket._send",
             ("torch.add(self.residual[:n],", "torch.add(0 * self.residual[:n],")),
