@@ -517,7 +517,8 @@ class Bucket:
         e_r = rest_r                           `commit`: only if the step is taken
 
     So an overflow leaves no trace, and what went in comes out: mean_r v_r = q + mean_r rest_r (and
-    what the server error of int8 and onebit grew by).
+    what the server error of int8 and onebit grew by). A spike that is finite comes out as well: it
+    stays in e_r for many steps, since gradients are clipped after this.
 
     Several nodes with several ranks each have two levels (as Goyal et al., arXiv 1706.02677,
     section 4.2): a node's ranks add up at one of them, the bucket's leader; the leaders of all

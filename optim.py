@@ -553,7 +553,7 @@ class CheckpointError(ValueError):
 
 def write_checkpoint(folder, state, keep):
     """Writes `state` (tensors, numbers, strings, plain containers) to the folder, whole or not at
-    all; then removes older checkpoints, but for the one before and those of the steps in `keep`.
+    all; then removes the others, but for the one before and those of the steps in `keep`.
 
     The file is what torch.save writes and the 64 hexadecimal digits of its SHA-256. It is built in
     memory, which holds the state twice meanwhile. Raises OSError on a full disk.
@@ -570,10 +570,11 @@ def write_checkpoint(folder, state, keep):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A later one can only be damaged, and counts for nothing
-    older = {step: old for step, old in checkpoints_in(folder).items() if step < state["step"]}
-    for step in set(sorted(older)[:-1]) - keep:
-        older[step].unlink()
+    # A later one can only be damaged: left there, it would count as the one before at some time
+    found = checkpoints_in(folder)
+    *older, _ = sorted(step for step in found if step <= state["step"])
+    for step in found.keys() - {state["step"], *older[-1:]} - keep:
+        found[step].unlink()
 
 
 def checkpoints_in(folder):

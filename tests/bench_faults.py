@@ -78,6 +78,7 @@ def twice(act):
 
 
 TERM, KILL, STOP, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGINT
+HUP = signal.SIGHUP
 FORWARD = "bert.BertForPreTraining.forward"                     # 4 calls a step and rank
 PRODUCT = r'File ".*/(train|dist|data|bert|optim)\.py"'          # in a traceback
 PORT = 29533
@@ -230,6 +231,7 @@ CASES = {
                        act=send(TERM, "torchrun")),
     "term-verify": Case("the same while shards are checked", "no hang", "pause * 1 data.verify 2",
                         act=send(TERM, "torchrun")),
+    "hangup": Case("the terminal is closed", SAVED, act=send(HUP, "torchrun"), ends="stops"),
     "interrupt": Case("Ctrl-C", SAVED, act=Run.interrupt, ends="stops"),
     "interrupt-twice": Case("Ctrl-C twice", "leaves at once", act=twice(Run.interrupt)),
     "interrupt-rank": Case("SIGINT to rank 1 alone", SAVED, act=send(INT, "rank", 1), ends="stops"),
