@@ -12,7 +12,8 @@ Read first: `Block`, `attention` and `BertForPreTraining.forward`. The second ha
 Hugging Face folders and the program, can be skipped.
 
 Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up to a multiple of
-64), T tokens of one example, D width, H heads, M masked tokens of the batch, V vocabulary.
+64), T tokens of one example, b examples of one length, R rows that a head reads, D width, H heads,
+M masked tokens of the batch, V vocabulary.
 """
 import argparse
 import base64

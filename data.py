@@ -545,6 +545,7 @@ class TextFiles:
     def __iter__(self):
         for path in self.files:
             with self.OPENERS.get(path.suffix, open)(path, "rb") as file:
+                # Its lines come faster than gzip's, bz2's and lzma's own
                 yield from documents_in(lines_in(path, io.BufferedReader(file)))
 
 
