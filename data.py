@@ -865,7 +865,7 @@ def main():
     add("corpus", nargs="*", help="read these files and folders; default: this machine's docs")
     add("--out", metavar="DIR", help="write this folder; default: shards/ and the corpus's name")
     add("--shards", **number(int, 1, 10 ** 6), default=8, help="deal to N shards; default: 8")
-    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out X or more (0.01)")
+    add("--held-out", **number(float, 0, 0.5), default=0.01, help="hold out >= X; default: 0.01")
     add("--sentences", choices=["lines", "prose"], help="one a line or not; default: as they look")
     add("--workers", **number(int, 0, 1024), help="encode in N processes; default: one a core")
     add("--cased", action="store_true", help="keep upper case in a new tokenizer")

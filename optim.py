@@ -570,10 +570,10 @@ def write_checkpoint(folder, state, keep):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A later one can only be damaged: left there, it would count as the one before at some time
+    # A later one is damaged or was not to be read: it would count as the one before at some time
     found = checkpoints_in(folder)
-    *older, _ = sorted(step for step in found if step <= state["step"])
-    for step in found.keys() - {state["step"], *older[-1:]} - keep:
+    older = [step for step in found if step < state["step"]]
+    for step in found.keys() - {state["step"], max(older, default=0)} - keep:
         found[step].unlink()
 
 

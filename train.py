@@ -578,8 +578,8 @@ def find_checkpoint(plan, log):
     found = optim.checkpoints_in(folder)
     if plan.resume not in ("auto", "never"):
         state = optim.read_checkpoint(Path(plan.resume))
-        # That is the length of its own folder's log; another one begins anew
-        state["log_bytes"] *= folder.resolve() == Path(plan.resume).resolve().parent
+        # Of another folder; the log of what died here before it saved anything begins anew
+        state["log_bytes"] *= bool(found)
     for step in sorted(found, reverse=True) if auto else ():
         try:
             state = optim.read_checkpoint(found[step], step)

@@ -367,8 +367,9 @@ def test_bad_folders_are_one_line(tmp_path, saved, monkeypatch):
     with pytest.raises(bert.ModelError, match="not a BERT"):
         bert.load_huggingface(folder)
     monkeypatch.setattr(sys, "argv", ["bert.py", str(tmp_path / "nowhere"), "a [MASK]"])
-    with pytest.raises(SystemExit, match="^bert.py: .*no model folder"):
+    with pytest.raises(SystemExit, match="^bert.py: .*no model folder") as caught:
         bert.main()
+    assert "\n" not in str(caught.value)
 
 
 def write_weights(folder, header, numbers):

@@ -401,7 +401,8 @@ import multiprocessing, os, signal, sys, time
 import data
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for signum in signal.SIGTERM, signal.SIGHUP:
+        signal.signal(signum, lambda *_: None)
     steps = ([[i, i + 1]] for i in range(10**9))
     loader = data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)    # alive to the end
     for number, batches in enumerate(loader):
@@ -410,6 +411,7 @@ if __name__ == "__main__":
             {then}
 """
 SIGTERM_FIRST = """os.killpg(0, signal.SIGTERM)
+            os.killpg(0, signal.SIGHUP)
             time.sleep(0.5)
         if number == 60:
             raise RuntimeError("after 40 more steps")"""

@@ -352,6 +352,12 @@ def test_later_steps_are_never_overwritten(shards, tmp_path):
         out / "checkpoints" / "step-00000008.pt")
     assert steps_kept(tmp_path / "new") == [9, 10]
     assert [line["step"] for line in metrics(tmp_path / "new")] == [9, 10]
+    newest = tmp_path / "new" / "checkpoints" / "step-00000010.pt"
+    shutil.copy(newest, tmp_path / "kept.pt")
+    newest.write_bytes(b"damaged")                # and a copy elsewhere goes on with the same log
+    run(shards, tmp_path / "new", tmp_path, *SHORT, "--max-steps", 11, "--resume",
+        tmp_path / "kept.pt")
+    assert [line["step"] for line in metrics(tmp_path / "new")] == [9, 10, 11]
 
 
 def some_state(step=7):
@@ -1012,8 +1018,7 @@ def test_under_torchrun_the_rank_that_fails_says_why_and_all_start_again(shards,
     torchrun = "-m torch.distributed.run --standalone --max-restarts=1 --nproc_per_node=2".split()
     began = time.time()
     run = program(*torchrun, tmp_path / "fails.py", "--data", shards, "--out", tmp_path / "out",
-                  *LITTLE, *"--steps 4 0 --workers 0".split(),
-                  *"--checkpoint-every 1 --compression bf16".split())
+                  *LITTLE, *"--steps 4 0 --checkpoint-every 1 --compression bf16".split())
     assert run.returncode == 0 and time.time() - began < 60, run.stderr
     reason, = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
     assert reason.startswith("train.py: rank 1:") and "a bug in a checkpoint" in run.stderr
