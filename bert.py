@@ -206,8 +206,8 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         logs, labels = ctx.saved_tensors
         counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1), 0 or 1
-        own = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
-        return own.mul_(gradient * counts), None
+        difference = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
+        return difference.mul_(gradient * counts), None
 
 
 def flops_per_example(config, length, masked):

@@ -578,7 +578,7 @@ def find_checkpoint(plan, log):
     found = optim.checkpoints_in(folder)
     if plan.resume not in ("auto", "never"):
         state = optim.read_checkpoint(Path(plan.resume))
-        # Of another folder; the log of what died here before it saved anything begins anew
+        # No checkpoint here: the file is another folder's, and what is in this log died unsaved
         state["log_bytes"] *= bool(found)
     for step in sorted(found, reverse=True) if auto else ():
         try:
