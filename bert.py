@@ -402,7 +402,7 @@ def tokenizer_json(model):
     trainer, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
     # Its type; pieces that are neither normal, unknown nor control; what it does with spaces
     if (trainer.get(3, 1) != 1 or {piece.get(3, 1) for piece in pieces} - {1, 2, 3}
-            or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4, 5))]):
+            or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4))]):
         raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
     vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
     added = [{"id": i, "content": f"[{name}]", "special": True, "normalized": False,

@@ -160,7 +160,7 @@ def init(timeout=600.0, init_method="env://"):
     """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     rank, size, local_rank, local_size = (int(os.environ.get(*item)) for item in defaults.items())
-    node, nodes, device = rank // local_size, size // local_size, torch.device("cpu")
+    nodes, device = size // local_size, torch.device("cpu")
     if torch.cuda.is_available():              # a scheduler may show each rank only its own GPU
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -171,9 +171,10 @@ def init(timeout=600.0, init_method="env://"):
     try:
         store = meet(rank, size, init_method, limit)
         name, address = interface_towards(os.environ.get("MASTER_ADDR", ""))
-        store.set(f"address/{node}", address)
-        if node == 0:        # MASTER_ADDR is often 127.0.1.1 here: take the way to the last node
-            name, _ = interface_towards(store.get(f"address/{nodes - 1}").decode())
+        store.set(f"address/{rank}", address)
+        # On node 0, where MASTER_ADDR is often 127.0.1.1: the way to the last node
+        if rank == local_rank:
+            name, _ = interface_towards(store.get(f"address/{size - 1}").decode())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # Where NCCL gives up it aborts the process: Gloo, which gives up first, lets us say why

@@ -194,7 +194,7 @@ def master_weights(model):
     """Returns what the optimizer shall update, {name: fp32 tensor}: copies of parameters in fp16 or
     bf16, the parameters themselves where they are fp32 (arXiv 1710.03740, section 3.1)."""
     # An update of 1e-3 of a weight is lost in bf16, whose neighbours lie 4e-3 apart
-    return {name: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_()
+    return {name: p if p.dtype.itemsize >= 4 else p.detach().float()
             for name, p in model.named_parameters() if p.requires_grad}
 
 

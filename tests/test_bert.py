@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
+import torch.utils.benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
 import bert
@@ -279,6 +280,27 @@ def test_activation_bytes_are_about_what_autograd_keeps(dropout, recompute):
         assert found == pytest.approx(expected, rel=0.25)
 
 
+def test_memory_of_16_bits():
+    config = bert.BertConfig.preset("tiny", 8192)
+    # A masked token leaves its logits in fp32 and the gradient of the logits in 16 bits
+    masked = bert.activation_bytes(config, 64, 10, 2) - bert.activation_bytes(config, 64, 0, 2)
+    assert masked == 10 * 8192 * 6
+    elements = 1e-9 * sum(p.numel() for p in bert.BertForPreTraining(config).parameters())
+    for lossy, one_bit, residuals in (False, False, 0), (True, False, 8), (False, True, 16):
+        found = bert.state_gigabytes(config, 2, lossy, one_bit)
+        assert {part: round(gb / elements) for part, gb in found.items()} == {
+            "weights": 2, "masters": 4, "gradients": 4, "moments": 8, "residuals": residuals}
+
+
+def test_the_measured_rate_is_that_of_a_layer(monkeypatch):
+    config = bert.BertConfig.preset("tiny", 192)
+    monkeypatch.setattr(torch.utils.benchmark, "Timer", lambda *_, **__: SimpleNamespace(
+        blocked_autorange=lambda **_: SimpleNamespace(median=0.5)))
+    flops = 3 * 16 * 128 * (24 * 128 ** 2 + 4 * 128 * 128)       # 16 examples of 128 tokens
+    found = bert.measure_tflops(config, torch.device("cpu"), torch.float32)
+    assert found == pytest.approx(1e-12 * flops / 0.5)
+
+
 def test_recomputed_activations_give_the_same_gradients():
     torch.manual_seed(0)
     model, batch, found = bert.BertForPreTraining(CONFIG._replace(dropout=0.1)), make_batch(), []
@@ -309,7 +331,9 @@ def test_cross_entropy_is_torchs(dtype):
 
 def test_initial_loss_is_that_of_guessing():
     torch.manual_seed(0)
-    losses = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192))(make_batch())
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192))
+    assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+    losses = model(make_batch())
     assert abs(losses.mlm_sum / 6 - torch.tensor(192.0).log()) < 0.3
     assert abs(losses.nsp_sum / 3 - torch.tensor(2.0).log()) < 0.1
 
@@ -331,6 +355,10 @@ def test_saved_weights_come_back_bit_for_bit(saved, shards):
         assert torch.equal(p, q), name
     assert (folder / "tokenizer.model").read_bytes() == (shards / "tokenizer.model").read_bytes()
     assert not list(folder.glob("*.tmp"))
+    config = json.loads((folder / "config.json").read_text())
+    assert {config[key] for key in config if "dropout" in key} == {model.config.dropout}
+    numbers = int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    assert numbers % 8 == 0                                  # they are aligned
 
 
 def test_old_names_and_other_vocabularies_load(tmp_path, saved):
@@ -354,6 +382,28 @@ def test_old_names_and_other_vocabularies_load(tmp_path, saved):
         (tmp_path / "model.safetensors").write_bytes(b"".join(bert.safetensors(short)))
         with pytest.raises(bert.ModelError, match=f"{name} .* wrong shape"):
             bert.load_huggingface(tmp_path)
+
+
+def test_a_bare_encoder_loads_and_absent_heads_are_named(tmp_path, saved, capsys):
+    """As BertModel(add_pooling_layer=False) is saved."""
+    model, folder = saved
+    tensors = {name.removeprefix("bert."): tensor for name, tensor in
+               bert.read_weights(folder).items() if name[:5] == "bert." and "pooler" not in name}
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"".join(bert.safetensors(tensors)))
+    loaded = bert.load_huggingface(tmp_path)
+    assert torch.equal(loaded.blocks[1].qkv.weight, model.blocks[1].qkv.weight)
+    assert "no weights for mlm_bias, pooler.weight, pooler.bias, nsp.w" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, dtype", [("BF16", torch.bfloat16), ("F16", torch.float16),
+                                         ("F64", torch.float64), ("I64", torch.int64)])
+def test_weights_of_other_types_are_read(tmp_path, name, dtype):
+    tensor = torch.tensor([1, -2, 3], dtype=dtype)
+    numbers = tensor.view(torch.uint8).numpy().tobytes()
+    write_weights(tmp_path, {"a": {"dtype": name, "shape": [3], "data_offsets": [0, len(numbers)]}},
+                  numbers)
+    assert torch.equal(bert.read_weights(tmp_path)["a"], tensor)
 
 
 def test_bad_folders_are_one_line(tmp_path, saved, monkeypatch):
@@ -415,6 +465,7 @@ def test_wrong_headers_and_configs_are_one_line(saved):
     fields += [{"max_position_embeddings": n} for n in (511, 513, 10 ** 12)]
     fields += [{"layer_norm_eps": n} for n in (None, float("nan"), -1, float("inf"), "1e-12")]
     fields += [{"hidden_dropout_prob": n} for n in (float("nan"), 1, True)]
+    fields += [{"hidden_act": name} for name in ("relu", "gelu_new", None)]
     for field in fields:
         (folder / "config.json").write_text(json.dumps(config | field))
         with pytest.raises(bert.ModelError):
@@ -464,6 +515,11 @@ def test_fill_in_program(shards, tmp_path, program, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bert.py", str(tmp_path), "nothing to fill in"])
     with pytest.raises(SystemExit, match=r"bert.py: .*no \[MASK\]"):
         bert.main()
+    (tmp_path / "SHA256SUMS").unlink()                       # as in a folder of others
+    for damage in (lambda path: path.write_bytes(b"damaged"), lambda path: path.unlink()):
+        damage(tmp_path / "tokenizer.model")
+        with pytest.raises(SystemExit, match="^bert.py: "):
+            bert.main()
 
 
 def test_fill_mask_takes_pieces_alone_and_leaves_the_model_training(shards):
@@ -472,6 +528,17 @@ def test_fill_mask_takes_pieces_alone_and_leaves_the_model_training(shards):
     model.mlm_bias.data[7], model.mlm_bias.data[320:] = 50.0, 100.0
     word = tokenizer.id_to_piece(7).replace("▁", "")
     assert bert.fill_mask(model, tokenizer, "The [MASK].", 1) == [f"{word} 100%"] and model.training
+
+
+def test_fill_mask_takes_as_many_tokens_as_the_model_has_positions(shards):
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(shards / "tokenizer.model"))
+    text = "school [MASK] money."
+    length = len(bert.encode_with_masks(tokenizer, text))
+    config = bert.BertConfig.preset("tiny", 384, max_positions=length)
+    assert len(bert.fill_mask(bert.BertForPreTraining(config), tokenizer, text)) == 1
+    with pytest.raises(bert.ModelError, match=f"{length} tokens; the model reads {length - 1}"):
+        bert.fill_mask(bert.BertForPreTraining(config._replace(max_positions=length - 1)),
+                       tokenizer, text)
 
 
 def test_masks_stand_where_the_words_would(shards):
@@ -496,10 +563,11 @@ def test_tokenizer_json_has_the_pieces_or_is_refused(documents, shards, tmp_path
     theirs = json.loads(bert.tokenizer_json(model))["model"]["vocab"]
     assert theirs == [[tokenizer.id_to_piece(i), tokenizer.get_score(i)] for i in range(320)]
     for option in ({"model_type": "bpe"}, {"byte_fallback": True}, {"split_by_whitespace": False},
-                   {"add_dummy_prefix": False}, {"user_defined_symbols": ["<x>"]}):
+                   {"add_dummy_prefix": False}, {"user_defined_symbols": ["<x>"]},
+                   {"treat_whitespace_as_suffix": True}, {"remove_extra_whitespaces": False}):
         other = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(documents), model_writer=other, vocab_size=400, minloglevel=2,
-            **option)
+            sentence_iterator=iter(documents[:40]), model_writer=other, vocab_size=310,
+            minloglevel=2, **option)
         with pytest.raises(bert.ModelError, match="no plain unigram model"):
             bert.tokenizer_json(other.getvalue())

@@ -258,6 +258,8 @@ def test_a_second_reducer_is_refused_until_the_first_is_closed(alone):
         alone(model)
     first.close()
     alone(model)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        first.thread.submit(print)
 
 
 def test_the_next_step_is_right_after_all_that_can_happen(alone):
@@ -314,7 +316,21 @@ def test_small_collectives(tmp_path):
         assert shared == {"from": 0} and ranks == [0, 1, 2, 3]
         assert total[:2] == [4.0, 6.0] and total[2] != total[2]          # rank 1's NaN is not lost
         assert place == (2, rank % 2)
-    assert dist.World().sum([3]) == [3.0] and dist.World().broadcast_object("x") == "x"
+    assert dist.World().sum([2 ** 53 - 1]) == [2 ** 53 - 1]
+    assert dist.World().broadcast_object("x") == "x"
+
+
+def test_an_exception_without_words_is_not_lost():
+    def fails():
+        raise OSError
+
+    with pytest.raises(dist.DistError, match=r"^OSError\(\)$"):
+        dist.World().on_all_ranks((dist.DistError, OSError), fails)
+
+
+def test_differences_are_of_all_keys():
+    assert dist.differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == (
+        "a 1 (not None), b 2 (not 3), c None (not 4)")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
@@ -335,9 +351,50 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
             signal.signal(signum, handler)
 
 
-def test_unequal_nodes_are_refused_by_every_rank(tmp_path):
-    for outcome in run_ranks(collectives, 3, tmp_path, local_size=2, check=False):
-        assert type(outcome) is dist.DistError and "3 in all; set the same --np" in str(outcome)
+def test_minutes_and_torchruns_end_ask_to_stop(monkeypatch):
+    timers = []
+    monkeypatch.setattr(dist.threading.Timer, "start", lambda timer: timers.append(timer))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    requests = dist.listen_to_signals(2)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    assert timers[0].interval == 120 and timers[0].daemon    # or the program would wait for it
+    assert dist.asked_to_stop(requests) == 0
+    timers[0].function(*timers[0].args)
+    assert dist.asked_to_stop(requests) == 1
+    for torchrun, asked in (os.getppid(), 0), (os.getppid() + 1, dist.SIGNALLED):
+        monkeypatch.setattr(dist, "TORCHRUN", torchrun)
+        assert dist.asked_to_stop([]) == asked
+
+
+def ways_asked(world, sizes, store):
+    """The addresses that a rank asks the way to when nodes of so many ranks meet, or the error."""
+    world.close()
+    nodes, asked = [node for node, size in enumerate(sizes) for _ in range(size)], []
+    node = nodes[world.rank]
+    os.environ.update(LOCAL_WORLD_SIZE=str(sizes[node]), MASTER_ADDR="master",
+                      LOCAL_RANK=str(nodes[:world.rank].count(node)),
+                      GLOO_SOCKET_IFNAME="lo")               # the user's choice, which counts
+    dist.interface_towards = lambda to: asked.append(to) or ("nowhere", f"address of {node}")
+    try:
+        dist.init(10, f"file://{store}").sum([1])
+    except dist.DistError as error:
+        return asked, type(error), str(error)
+    return asked
+
+
+def test_the_first_node_takes_the_way_to_the_last_one(tmp_path):
+    asked = run_ranks(ways_asked, 4, tmp_path, (2, 2), tmp_path / "second")
+    assert asked == [["master", "address of 1"]] * 2 + [["master"]] * 2
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 1, 1), (1, 1, 2), (1, 3)])
+def test_unequal_nodes_are_refused_by_every_rank(tmp_path, sizes):
+    outcomes = run_ranks(ways_asked, sum(sizes), tmp_path, sizes, tmp_path / "second")
+    for rank, (asked, kind, words) in enumerate(outcomes):
+        assert asked == ["master", f"address of {len(sizes) - 1}"][:1 + (rank < sizes[0])]
+        assert kind is dist.DistError
+        assert f"{len(outcomes)} in all; set the same --nproc_per_node" in words
 
 
 def lose_two_of_five(world):
@@ -400,11 +457,12 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
     assert taken == [torch.device("cuda", 3), torch.device("cuda", 0)]
 
 
-def test_an_error_of_our_own_gpu_is_not_a_dead_rank():
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_our_own_gpu_is_not_a_dead_rank(kind):
     def fails(group):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise kind("CUDA error")
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind):
         dist.World(size=2)._run(fails)
 
 
@@ -488,6 +546,10 @@ def test_the_plans_bytes_are_what_a_large_bucket_sends(name):
     assert leaves == ring // 2
 
 
+def test_one_element_is_sent_at_least():
+    assert [dist.wire_bytes(name, ((5,),), 2) for name in ("topk", "chunk")] == [8, 4 + 4096]
+
+
 @pytest.mark.parametrize("size,local_size", [(1, 1), (2, 2), (3, 3), (4, 2)])
 def test_what_went_out_and_the_residual_are_what_came_in(tmp_path, size, local_size):
     outcomes = run_ranks(fifty_steps_of_all, size, tmp_path, local_size=local_size)
@@ -533,6 +595,15 @@ def test_int8_has_127_levels_and_leaves_half_of_one_at_most():
     assert (wire[:, :-4].view(torch.int8).short().abs().amax(1) == 127).all()
     assert (blocks.abs() < 0.501 / 127 * exact.abs().amax(1, keepdim=True)).all()
     torch.testing.assert_close(dist.decode_int8(wire, out) + blocks, exact)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_part_without_gradients_stays_zero(name):
+    bucket = dist.Bucket({"matrix": (40, 1024)}, dist.World(), name)
+    for _ in range(3):                             # the second step sends what the first has left
+        bucket.flat[:1024], bucket.flat[1024:] = 1.0, 0.0
+        bucket.average(1.0)
+        assert bucket.flat[:1024].any() and not bucket.flat[1024:].any()
 
 
 def test_padding_does_not_count_in_the_scale_of_onebit():
@@ -708,6 +779,7 @@ def test_the_command_lines_text():
     assert dist.parse_compression("none") == dist.COMPRESSORS["none"]
     assert dist.parse_compression("topk")[:2] == (dist.topk, 0.01)
     assert dist.parse_compression("powersgd:2")[:2] == (dist.powersgd, 2)
+    assert dist.parse_compression("topk:1")[1] == 1.0
     for text in ("zip", "topk:0", "topk:nan", "topk:", "chunk:2", "powersgd:0", "powersgd:x",
                  "onebit:1"):
         with pytest.raises(dist.DistError, match=f"--compression {text} cannot work; known are "

@@ -218,12 +218,16 @@ class NumpyRanks:
     def step(self, grads, frozen):
         """grads[rank][i]"""
         if frozen != self.frozen:
+            self.agree()
             self.magnitudes()
             self.begin_stage()
         self.frozen = frozen
         self.update(grads, [sum(g) / self.ranks for g in zip(*grads)])
 
     def begin_stage(self):
+        pass
+
+    def agree(self):
         pass
 
 
@@ -279,12 +283,12 @@ class NumpyOneBitLAMB(NumpyOneBitAdam):
 class NumpyZeroOneAdam(NumpyRanks):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.scaling = None
+        self.scaling, self.rates = None, 0.0
         self.begin_stage()
 
     def begin_stage(self):
         self.t, self.k, self.learned, self.j, self.alone = 0, 1, 0, 1, 0
-        self.agreed, self.rates = self.w[0], 0.0
+        self.agreed = self.w[0]
 
     def update(self, grads, mean):
         b1, b2, lr = self.b1, self.b2, self.lr
@@ -333,7 +337,6 @@ ONE_BIT = {
     "ZeroOneAdam": (NumpyZeroOneAdam, {"variance_updates": 2, "interval_steps": 3}),
 }
 STAGES = [False] * 12 + [True] * 9 + [False] * 6 + [True] * 12             # two phases
-ENDS = 21, 39                                                              # of the phases
 
 
 class RankMean:
@@ -375,7 +378,7 @@ def train_one_bit(world, name):
         assert optimizer.local_gradients(frozen) == local        # asked again after a skipped step
         each = [[mine[step][i] for mine in grads] for i in range(len(params))]
         apply(optimizer, params, [g[world.rank] if local else sum(g) / world.size for g in each])
-        if step + 1 in ENDS:
+        if step + 1 == len(STAGES):
             optimizer.synchronise()
         if step in (7, 16):                                      # resumes, in each stage
             state = optimizer.state_dict()
@@ -394,7 +397,7 @@ def test_one_bit_optimizers_are_their_equations(tmp_path, name, size):
     histories = run_ranks(train_one_bit, size, tmp_path, name)
     for step, frozen in enumerate(STAGES):
         oracle.step([mine[step] for mine in grads], frozen)
-        if step + 1 in ENDS and name == "ZeroOneAdam":
+        if step + 1 == len(STAGES):
             oracle.agree()
         for history, expected in zip(histories, oracle.w):
             assert_equal(history[step][0], expected, 1e-8, step)
@@ -486,6 +489,10 @@ def test_intervals_of_zero_one_adam():
     agrees = [t for t in range(1, 10 ** 4) if t % optim.agreement_interval(t, 100) == 0]
     gaps = np.diff([0, *agrees]).tolist()
     assert gaps == sorted(gaps) and set(gaps) == {1, 2, 4, 8, 16} and gaps.count(1) == 100
+    for steps, interval in (125000, 32678), (3, 1):              # of a run
+        made = optim.make_optimizer("zeroone-adam", {"w": torch.ones(2, 2), "b": torch.ones(2)},
+                                    (0.9, 0.999), steps, lambda named: None)
+        assert {group["interval_steps"] for group in made.param_groups} == {interval}
 
 
 # ----- Around the update -----
@@ -552,19 +559,25 @@ def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
     scaler.update(True, 41, gradients)
     with pytest.raises(optim.TrainingStopped, match="step 42.*broken.*floor of 2"):
         scaler.update(True, 42, gradients)
+    with pytest.raises(optim.TrainingStopped, match="gradient of a rank is not finite"):
+        scaler.update(True, 43, {"fine": torch.ones(2)})
 
 
+@pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])          # below 1 after overflows in bf16
 @pytest.mark.parametrize("max_norm", [np.inf, 0.5, 1e6])
-def test_unscale_and_clip_is_torchs(max_norm):
+def test_unscale_and_clip_is_torchs(max_norm, scale):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (5,))]
     for p in params:
         p.grad = torch.randn_like(p)
-    scaled = [1024 * p.grad for p in params]
-    optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), 1024.0, max_norm)
+    scaled = [scale * p.grad for p in params]
+    optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), scale, max_norm)
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     for p, g in zip(params, scaled):
         torch.testing.assert_close(p.grad, g, rtol=1e-5, atol=0)
+    zeros = [torch.zeros(3)]
+    optim.unscale_and_clip_(zeros, 0.0, scale, max_norm)
+    assert not zeros[0].any()
 
 
 def test_global_norm_shows_inf_and_nan():

@@ -3,6 +3,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -436,6 +437,10 @@ def test_a_malicious_checkpoint_is_refused(tmp_path, monkeypatch):
     with pytest.raises(optim.CheckpointError, match="no checkpoint of ours"):
         optim.read_checkpoint(tmp_path / "step-00000001.pt")
     assert not (tmp_path / "evil").exists()
+    for content in b"", b"PK\3\4" + bytes(100):              # of right digest
+        (tmp_path / "x").write_bytes(content + hashlib.sha256(content).hexdigest().encode())
+        with pytest.raises(optim.CheckpointError, match="no checkpoint of ours"):
+            optim.read_checkpoint(tmp_path / "x")
 
 
 # fp16 and steps that are not taken
@@ -586,7 +591,9 @@ def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypat
     argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
     plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
     train.train(train.make_plan(plan, dist.World()), dist.World())
-    assert "aten::addmm" in (tmp_path / "out" / "profile-1.txt").read_text()
+    table = (tmp_path / "out" / "profile-1.txt").read_text()
+    shares = [*map(float, re.findall(r"^ *\S+ +([\d.]+)% ", table, re.M))]      # of their own time
+    assert len(shares) == 10 and shares == sorted(shares, reverse=True) and "aten::" in table
     trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
     assert 0 < sum(event["name"] == "aten::embedding" for event in trace) <= 5 * 3    # five steps
 
@@ -862,15 +869,21 @@ def test_the_published_recipes():
     assert [(p.seq_len, p.global_batch, p.steps, p.lr) for p in nvidia] == [
         (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)]
     assert sum(p.steps for p in lans) == 4301 and [p.global_batch for p in lans] == [98304, 33792]
+    assert [p.power for p in nvidia] == [0.5, 0.5] and optim.RECIPES["lans-96k"].optimizer == "lans"
     assert [p.freeze for p in planned(1, "--optimizer", "onebit-lamb")] == [460, 80]
 
 
 def test_auto_precision_needs_hardware(monkeypatch):
     cpu = torch.device("cpu")
-    for found, precision in ({"avx512_bf16": True}, "bf16"), ({"avx2": True}, "fp32"):
+    for found, precision in (({"avx512_bf16": True}, "bf16"), ({"avx2": True}, "fp32"),
+                             ({"bf16": True}, "bf16")):                          # ARM
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
         assert optim.choose_precision("auto", cpu) == precision
     assert optim.choose_precision("fp16", cpu) == "fp16"
+    # A V100 has no bf16, and emulates it slowly
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True:
+                        including_emulation)
+    assert optim.choose_precision("auto", torch.device("cuda")) == "fp16"
 
 
 # Memory

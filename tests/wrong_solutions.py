@@ -79,7 +79,7 @@ WRONG = {
             ("max_norm * scale / max", "max_norm / max")),
         "masters of 16 bits": (
             "optim.master_weights",
-            ("p.detach().float().requires_grad_()", "p.detach().clone().requires_grad_()")),
+            ("p.detach().float()", "p.detach().clone()")),
     },
     "lamb": {
         "no bias correction": (
