@@ -789,7 +789,7 @@ def curve(evaluations, width=64, height=10):
 
 def main():
     """Runs the program; whatever ends it early is said once, by the rank that fails first."""
-    args, world = parse_arguments(), None
+    args, world = parse_arguments(), dist.World()
     try:
         if args.plan:
             return print_plan(args)
@@ -797,8 +797,8 @@ def main():
         train(make_plan(args, world), world)
         world.close()
     except (Exception, KeyboardInterrupt) as error:
-        if not world or world.first_to_fail():               # the others only notice that it failed
-            rank = f"rank {world.rank}: " if world and world.size > 1 else ""
+        if world.first_to_fail():                            # the others only notice that it failed
+            rank = f"rank {world.rank}: " if world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
         traceback.clear_frames(error.__traceback__)          # ends the loader's workers
         os._exit(1)                      # a clean exit can wait for a rank that does not answer

@@ -347,6 +347,8 @@ CASES = {
                  says="EADDRINUSE|in use",
                  before=lambda bench, out, shards: bench.take_port(), most=99),
     # Two nodes
+    "unequal-nodes": Case("nodes of 1 and 3 ranks", "refused, says what to set", hosts="unequal",
+                          again=False, says="set the same --nproc_per_node"),
     "newer-elsewhere": Case("ranks numbered otherwise: node 1's disk has step 24, node 0's none",
                             "refused, says where step 24 is", hosts="disks", again=False,
                             before=lambda bench, out, shards: [
@@ -424,8 +426,8 @@ class Bench:
 
     def hosts(self, how, folder):
         """Returns the nodes as Run takes them. one: a node without --standalone; local: two on this
-        host; c10d: likewise, and torchrun can start them again; disks: each with a disk of its own;
-        links: in two network namespaces."""
+        host; unequal: with 1 and 3 ranks; c10d: torchrun can start them again; disks: each with a
+        disk of its own; links: in two network namespaces."""
         address = "10.86.76.1" if how == "links" else "127.0.0.1"
         meeting = [["--node_rank=0"], ["--node_rank=1"]] if how != "c10d" else [
             ["--rdzv_backend=c10d", f"--rdzv_endpoint={address}:{PORT}", "--rdzv_id=faults",
@@ -433,6 +435,8 @@ class Bench:
         if how != "c10d":
             meeting = [[*words, f"--master_addr={address}", f"--master_port={PORT}"]
                        for words in meeting]
+        if how == "unequal":
+            meeting[1].append("--nproc_per_node=3")
         prefixes, folders = [(), ()], [ROOT, ROOT]
         if how == "c10d":        # torch 2.13: without it a torchrun cannot join those that restart
             prefixes = [("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")] * 2
