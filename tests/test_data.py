@@ -8,6 +8,7 @@ import lzma
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -262,8 +263,20 @@ def test_seed_and_phase_change_everything(shards):
         return [tuple(map(str, dataset[i])) for i in range(200)]
     first = examples(0, 1)
     assert first == examples(0, 1)
-    for other in examples(0, 2), examples(1, 1):
+    for other in examples(0, 2), examples(1, 1), examples(1, 0):
         assert sum(a == b for a, b in zip(first, other)) < 3
+    orders = [tuple(data.PretrainingData(shards, 32, phase, seed).order(0, 0))
+              for phase, seed in ((0, 1), (0, 2), (1, 1), (1, 0))]
+    assert len({*orders}) == 4
+
+
+def test_no_random_number_is_used_twice(shards, monkeypatch):
+    drawn, uniform = [], data.uniform
+    monkeypatch.setattr(data, "uniform", lambda counters, key: (
+        drawn.append((key, counters)) or uniform(counters, key)))
+    data.PretrainingData(shards, 32).arrays(range(100))
+    assert len({key for key, _ in drawn}) == len(drawn) == 4
+    assert all(len(np.unique(counters)) == np.size(counters) for _, counters in drawn)
 
 
 def test_an_epoch_takes_every_window_of_its_shard_and_the_next_differently(shards):
@@ -487,6 +500,8 @@ def test_prose_and_lines_are_told_apart(documents):
         for document, text in zip(documents, prose):
             assert data.sentences_in(text, True) == document.split("\n")
     assert data.sentences_in("One. Two.\nThree.", False) == ["One. Two.", "Three."]
+    # A fourth of the lines; the blank ones between documents do not count
+    assert data.is_prose(["One two. Three four."] * 25 + ["One two three."] * 75)
 
 
 def test_the_default_corpus_is_english_prose():
@@ -579,6 +594,21 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
     assert "133 documents" in data.describe(manifest)
 
 
+@pytest.mark.parametrize("flags", [[], ["--cased", "--held-out", 0.4, "--sentences", "prose"]])
+def test_flags_reach_the_shards(documents, tmp_path, monkeypatch, capsys, flags):
+    (tmp_path / "a.txt").write_text("\n\n".join(documents))
+    monkeypatch.setattr(sys, "argv", [*map(str, (
+        "data.py", tmp_path / "a.txt", "--out", tmp_path / "out", "--vocab-size", 320, *flags))])
+    data.main()
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/out is ready\n")
+    manifest = data.load_manifest(tmp_path / "out")
+    assert manifest["cased"] == manifest["prose"] == bool(flags)
+    assert manifest["held_out"] == (0.4 if flags else 0.01)
+    assert (130 < manifest["heldout"]["documents"] < 190) == bool(flags)     # of 400; about 100
+    encode = data.load_tokenizer(tmp_path / "out" / "tokenizer.model").encode
+    assert (encode("School") != encode("school")) == bool(flags)
+
+
 def test_default_folders():
     for paths, name in (([], "docs"), (["a/my.txt"], "my"), (["docs.txt"], "corpus"),
                         (["wiki 2.json.gz", "b"], "wiki-2"), (["..."], "corpus")):
@@ -641,6 +671,14 @@ def test_texts_that_look_like_something_else(tmp_path):
                            ("\\documentclass{a}\n\nText.", ["\\documentclass{a}", "Text."])):
         (tmp_path / "a").write_text(text)
         assert list(data.open_corpus([tmp_path / "a"])) == (expected or [text])
+
+
+def test_texts_that_begin_behind_a_dot_are_empty_or_long(tmp_path):
+    (folder := tmp_path / ".cache" / "text").mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"text": null}\n{"text": "One."}\n')
+    (folder / "b.txt").write_text("Two three.\n" * 25_000)   # no blank line: 10,000 at a time
+    first, *others = data.open_corpus([folder])
+    assert first == "One." and [text.count("\n") + 1 for text in others] == [10_000, 10_000, 5_000]
 
 
 def test_a_document_on_one_endless_line_is_cut_at_spaces(tmp_path):
@@ -753,7 +791,56 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
     with pytest.raises(data.DataError, match="--vocab-size 30000: .* <= "):
         data.prepare(documents, tmp_path / "new", 30000, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "shards"]
+    with pytest.raises(data.DataError, match="manifest.json is missing"):
+        with data.replaced(tmp_path / "new"):
+            (tmp_path / "full").rename(tmp_path / "new")           # it comes meanwhile
+    assert (tmp_path / "new" / "thesis.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "shards"]
 
+
+@pytest.mark.parametrize("setting, change", [
+    ("cased", {"cased": True}), ("held_out", {"held_out": 0.2}), ("prose", {"split": "prose"}),
+    ("tokenizer", {"tokenizer": "tokenizer.model"}), ("vocab_size", {"vocab_size": 319}),
+    ("corpus", {})])
+def test_each_setting_that_differs_is_named(documents, shards, setting, change):
+    if setting == "tokenizer":
+        change = {setting: shards / change[setting]}
+    if setting == "corpus":                                  # as many bytes of as many documents
+        documents = [documents[0].swapcase(), *documents[1:]]
+    with pytest.raises(data.DataError, match=f"with another {setting}; remove it first"):
+        data.prepare(documents, shards, **{"vocab_size": 320, "shards": 4} | change)
+
+
+def test_an_empty_folder_is_filled_and_what_is_not_ours_stays(documents, shards, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out.partial-elsewhere@99999999").mkdir()    # another machine writes there
+    text = [f"{document} \u6f22" for document in documents]
+    manifest = data.prepare(text, tmp_path / "out", shards=4, tokenizer=shards / "tokenizer.model")
+    assert len([*tmp_path.iterdir()]) == 2
+    assert manifest["unknown_tokens"] == manifest["train"]["documents"]      # one in each
+    assert manifest["corpus"]["bytes"] == sum(len(document.encode()) + 2 for document in text)
+
+
+def test_a_shard_of_one_document_is_too_small(tmp_path):
+    """The second part of a false pair has to come from another one."""
+    block = {s: (np.array([7, 8], np.uint16), np.array([2]), np.array([2])) for s in (0, 1)}
+    with pytest.raises(data.DataError, match="too few documents"):
+        data.write_shards(iter([block]), tmp_path, {"shards": 1, "vocab_size": 320})
+
+
+def test_what_is_told_of_shards(shards):
+    counts = {"tokens": 900, "sentences": 90, "documents": 8}
+    assert data.describe({
+        "corpus": {"documents": 10, "bytes": 2_500_000}, "vocab_size": 1000, "unknown_tokens": 9,
+        "shards": 4, "train": counts, "heldout": dict(zip(counts, (99, 10, 1)))}) == (
+        "9 of 10 documents have two tokens or more; 2.5 MB; 100 sentences\n"
+        "999 tokens, 111 a document, 1,000 pieces, 1.00% [UNK]; 4 shards, 1 documents held out")
+    dataset, shown = data.PretrainingData(shards, 64, held_out=True), data.show(shards)
+    examples = [dataset[i] for i in range(3)]
+    said = re.findall(r"B follows A: (\w+)\n(.*)", shown)
+    assert [follows for follows, _ in said] == [str(not e.pair_label) for e in examples]
+    assert [text.count("[MASK]") for _, text in said] == [
+        (e.tokens == data.MASK).sum() for e in examples]     # not as what stood there, as well
 
 def test_two_processes_that_prepare_the_same_folder_and_one_that_was_killed(documents, tmp_path):
     rest = tmp_path / f"out.partial-{os.uname().nodename}@99999999"

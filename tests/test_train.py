@@ -18,6 +18,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import sentencepiece
 import torch
 
 import bert
@@ -338,6 +339,18 @@ def test_minutes_save_and_stop(shards, tmp_path):
     assert "Stopped by --max-minutes after step 5" in (tmp_path / "out" / "log.txt").read_text()
 
 
+def tick(world):
+    """A minute passes whenever train.py asks for the time: once a step, and after each save."""
+    minutes = itertools.count(0, 60)
+    train.time = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter)
+
+
+def test_minutes_between_saves(shards, tmp_path):
+    run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 100,
+        "--checkpoint-minutes", 2.5, "--max-steps", 8, sabotage=(tick,))
+    assert steps_kept(tmp_path / "out") == [6, 8]            # after 3, 3 more, and the end
+
+
 # Checkpoints
 
 
@@ -529,21 +542,103 @@ def test_evaluation_masks_15_percent_however_many_training_does(shards, monkeypa
     assert train.evaluate(model, plan, phase, dist.World()) == usual and model.training
 
 
+class Guesser(torch.nn.Module):
+    """A model of loss 2 a masked token and 0.5 a pair, right in 3 tokens and 1 pair of a batch."""
+    def forward(self, batch):
+        predicted = (batch.labels != data.IGNORED).sum()
+        return bert.Losses(2.0 * predicted, 0.5 * torch.tensor(len(batch.pair_labels)),
+                           torch.tensor(3), torch.tensor(1))
+
+
+def test_an_evaluation_adds_up_its_batches(shards, monkeypatch):
+    monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
+    phase = dataclasses.replace(optim.RECIPES["demo"].phases[0], micro_batch=8)
+    plan = train.argparse.Namespace(data=shards, pairs="nsp", masks={"pairs": "nsp"})
+    found = train.evaluate(Guesser(), plan, phase, dist.World())
+    examples = data.PretrainingData(shards, 64, held_out=True)
+    masked = sum(len(examples[i].labels) for i in range(32))
+    assert found["mlm_loss"] == 2 and found["nsp_loss"] == 0.5
+    assert found["mlm_accuracy"] == pytest.approx(4 * 3 / masked)
+    assert found["nsp_accuracy"] == 4 / 32 and found["nsp_error"] == pytest.approx(
+        math.sqrt(0.125 * 0.875 / 32))
+
+
+def test_the_figures_of_a_step():
+    plan = train.argparse.Namespace(config=bert.BertConfig.preset("tiny", 320))
+    phase = SimpleNamespace(global_batch=10)
+    found = train.step_figures(plan, phase, [60.0, 7.0], 20, 800, [300, 100], 0.5)
+    assert (found["mlm_loss"], found["nsp_loss"], found["loss"]) == (3.0, 0.7, 3.7)
+    assert (found["padding"], found["imbalance"], found["examples_per_second"]) == (0.5, 1.5, 20)
+    flops = 10 * bert.flops_per_example(plan.config, 40, 2)          # on two ranks, in 0.5 s
+    assert found["tflops"] == pytest.approx(1e-12 * flops / 2 / 0.5)
+
+
+def first_batches(shards, *flags):
+    """The first batch of each phase."""
+    plan = train.fill_in(train.parse_arguments(["--data", str(shards), "--workers", "0", *flags]),
+                         dist.World())
+    return [next(train.open_phase(plan, dist.World(), phase, begin)[0])[0]
+            for phase, begin in enumerate([0, *plan.ends[:-1]])]
+
+
+def test_phases_take_other_examples_as_the_flags_say(shards, monkeypatch):
+    recipe = optim.RECIPES["demo"]
+    equal = [dataclasses.replace(phase, seq_len=32) for phase in recipe.phases]
+    monkeypatch.setattr(optim, "RECIPES", {"demo": recipe._replace(phases=equal)})
+    first, second = first_batches(shards)
+    more, _ = first_batches(shards, "--mask-fraction", "0.6")
+    sop, _ = first_batches(shards, "--pairs", "sop")
+    other, _ = first_batches(shards, "--seed", "1")
+    assert len({str(batch.bounds.tolist()) for batch in (first, second, other, sop)}) == 4
+    counts = [int((batch.labels != data.IGNORED).sum()) for batch in (first, more)]
+    assert counts[1] == pytest.approx(2 * counts[0], rel=0.1)
+
+
+class Told(dist.World):
+    """Keeps what all ranks have to agree about."""
+    def check_same(self, values, otherwise):
+        vars(self).update(told=values)
+
+
+def test_how_a_run_is_built_and_what_ranks_must_have_equal(shards, tmp_path):
+    argv = f"--data {shards} --out {tmp_path}/out --recompute --compression fp16".split()
+    plan = train.make_plan(train.parse_arguments(argv), world := Told())
+    assert {"seed", "lr_scale", "precision", "shards", "torch", "code"} <= {*world.told}
+    assert not {"out", "workers", "timeout", "log_every"} & {*world.told}
+    model, reducer, _, _, scaler = train.build(plan, world)
+    reducer.close()
+    assert model.recompute and scaler.scale == 65536         # fp16 overflows on the wire, too
+
+
+def test_a_tokenizer_that_cannot_be_exported_is_refused_before_training(
+        documents, refused, tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(documents[:40]), model_prefix=str(tmp_path / "bpe"), vocab_size=310,
+        minloglevel=2, model_type="bpe", pad_id=0, pad_piece="[PAD]", unk_id=1, unk_piece="[UNK]",
+        bos_id=-1, eos_id=-1, control_symbols=data.SPECIALS[2:])
+    data.prepare(documents, tmp_path / "bpe", shards=4, tokenizer=tmp_path / "bpe.model")
+    code, line = refused("--data", tmp_path / "bpe", "--out", tmp_path / "out")
+    assert code == 1 and "no plain unigram model; make one with data.py" in line
+
+
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
 def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, optimizer):
     """With accumulation, through both stages of two phases; fp16 with its loss scale."""
     argv = "--steps 4 2 --batch 4 --micro-batch 2 --workers 0 --lr-scale 0.03"
     argv += f" --optimizer {optimizer}" + " --freeze 0.5" * (optimizer in optim.ONE_BIT)
-    precisions, losses = ("fp32", "bf16", "fp16"), {}
+    precisions, losses, norms = ("fp32", "bf16", "fp16"), {}, {}
     together(*(functools.partial(run, shards, tmp_path / precision, tmp_path, *argv.split(),
                                  "--precision", precision) for precision in precisions))
     for precision in precisions:
         out = tmp_path / precision
-        losses[precision] = [line["loss"] for line in metrics(out)]
+        losses[precision], norms[precision] = (
+            [line[key] for line in metrics(out)] for key in ("loss", "grad_norm"))
         scale = 65536 if precision == "fp16" else 1
         assert {(line["skipped"], line["loss_scale"]) for line in metrics(out)} == {(0, scale)}
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=3e-3)
+    assert norms["bf16"] == pytest.approx(norms["fp32"], rel=0.1)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.1)
     assert len(losses["fp16"]) == 6 and losses["fp16"] != losses["fp32"]
 
 
@@ -712,7 +807,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(refused, shards
 
 
 CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2",
-           "--init another")
+           "--init another", "--optimizer lans", "--pairs sop", "--whole-words")
 
 
 def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
@@ -916,7 +1011,8 @@ LITTLE = "--steps 4 2 --batch 8 --log-every 2 --precision fp32".split()
 
 def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["", "--data", str(shards), "--out", str(out), *LITTLE])
+    monkeypatch.setattr(sys, "argv", ["", "--data", str(shards), "--out", str(out), *LITTLE,
+                                      "--micro-batch", "3"])
     train.main()
     said = capsys.readouterr().out
     lines, results = metrics(out), metrics(out, "eval")
@@ -934,7 +1030,7 @@ def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):
         fields = "step phase mlm_loss mlm_accuracy nsp_accuracy unigram_entropy"
         assert set(fields.split()) <= set(result)
     assert (out / "log.txt").read_text() == said
-    plan = "4 steps x 8 examples of 64 tokens; 1 rank(s) x micro-batch 8 x accumulation 1"
+    plan = "4 steps x 8 examples of 64 tokens; 1 rank(s) x micro-batch 3 x accumulation 3"
     assert f"phase 1: {plan}" in said
     assert {"config.json", "model.safetensors", "tokenizer.model"} <= {
         path.name for path in (out / "model").iterdir()}
@@ -982,6 +1078,33 @@ def test_a_damaged_log_does_not_stop_the_end_of_a_run(tmp_path, damage):
                                     reads_docs=False, pairs="nsp", tensorboard=False)
     train.report(plan, train.Log(plan, True), None, 3, [])
     assert "Done after step 3 of 3" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_report_is_of_each_phases_own_end(tmp_path):
+    lines = [{"kind": "eval", "step": step, "phase": phase, "mlm_loss": step / 2, "mlm_accuracy":
+              0.1, "nsp_accuracy": 0.5, "nsp_error": 0.01, "unigram_entropy": 6.0}
+             for step, phase in ((1, 1), (3, 1), (5, 2), (8, 2))]
+    lines += [{"kind": "train", "phase": phase, "padding": phase / 10, "imbalance": phase,
+               "data_share": phase / 4} for phase in (1, 1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    plan = train.argparse.Namespace(phases=optim.RECIPES["demo"].phases, ends=[3, 8], out=tmp_path,
+                                    reads_docs=False, pairs="nsp", tensorboard=False)
+    train.report(plan, train.Log(plan, True), None, 8, [])
+    said = (tmp_path / "log.txt").read_text()
+    for phase, tokens, end, figures in ((1, 64, 3, r"10.0% .* 1.000 .* 25.0%"),
+                                        (2, 128, 8, r"20.0% .* 2.000 .* 50.0%")):
+        assert re.search(rf"phase {phase}, {tokens} tokens, after step {end}: MLM loss {end / 2}00 "
+                         rf".*\n *padding {figures}(?s:.*)", said)
+
+
+def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
+    log = train.Log(train.argparse.Namespace(out=tmp_path, tensorboard=False), True)
+    (tmp_path / "metrics.jsonl").mkdir()                     # as bad as a full disk
+    log.metric("train", step=1)
+    assert f"warning: {tmp_path}/metrics.jsonl: Is a directory" in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").rmdir()
+    log.metric("train", step=2)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
 
 
 def test_a_terminal_that_takes_no_more_does_not_end_a_run(tmp_path, monkeypatch):
