@@ -494,7 +494,7 @@ def replaced(folder):
     temporary = folder.with_name(f"{mine}{os.getpid()}")
     for rest in folder.parent.glob(f"{mine}*") if os.path.exists("/proc/self") else ():
         if rest == temporary or not os.path.exists(f"/proc/{rest.name.removeprefix(mine)}"):
-            shutil.rmtree(rest)
+            shutil.rmtree(rest, ignore_errors=True)     # another process may do the same
     temporary.mkdir(parents=True)
     try:
         yield temporary

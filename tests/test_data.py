@@ -814,6 +814,7 @@ def test_each_setting_that_differs_is_named(documents, shards, setting, change):
 def test_an_empty_folder_is_filled_and_what_is_not_ours_stays(documents, shards, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out.partial-elsewhere@99999999").mkdir()    # another machine writes there
+    (tmp_path / f"out.partial-{os.uname().nodename}@{os.getpid()}").mkdir()  # of an earlier process
     text = [f"{document} \u6f22" for document in documents]
     manifest = data.prepare(text, tmp_path / "out", shards=4, tokenizer=shards / "tokenizer.model")
     assert len([*tmp_path.iterdir()]) == 2
@@ -855,6 +856,16 @@ def test_two_processes_that_prepare_the_same_folder_and_one_that_was_killed(docu
         assert process.exitcode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     data.verify(tmp_path / "out")
+
+
+def test_another_process_may_remove_the_same_rest(tmp_path, monkeypatch):
+    (tmp_path / f"out.partial-{os.uname().nodename}@99999999").mkdir()
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (
+        remove(path, ignore_errors=True), remove(path, **options)))
+    with data.replaced(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("how", ["damaged", "missing"])

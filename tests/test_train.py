@@ -286,6 +286,10 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     together(lambda: run(shards, tmp_path / "one", tmp_path, *argv), two)
     one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
     assert len(two) == 14 and two == pytest.approx(one, rel=1e-4)    # so the same examples, too
+    for key in "mlm_loss", "nsp_loss", "unigram_entropy":            # also in evaluations
+        one, two = ([line[key] for line in metrics(tmp_path / name, "eval")]
+                    for name in ("one", "two"))
+        assert len(two) == 2 and two == pytest.approx(one, rel=1e-4)
     assert metrics(tmp_path / "two")[-1]["examples"] == 8 * 9 + 6 * 7
     rates = [optim.learning_rate(k, p) for p in planned(1, *argv) for k in range(p.steps)]
     assert [line["lr"] for line in metrics(tmp_path / "two")] == rates
@@ -437,6 +441,33 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
         path.write_bytes(b"x" * 100)
     with pytest.raises(train.ConfigError, match="no checkpoint in .* is whole"):
         find(tmp_path)
+
+
+def disk_is_full_at_step_3(world):
+    write = optim.write_checkpoint
+
+    def full(folder, state, keep):
+        if state["step"] == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, state, keep)
+
+    optim.write_checkpoint = full
+
+
+def test_a_full_disk_costs_one_checkpoint(shards, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')   # died before a save
+    run(shards, tmp_path, tmp_path, *SHORT, "--max-steps", 6, sabotage=(disk_is_full_at_step_3,))
+    assert steps_kept(tmp_path) == [6] and [line["step"] for line in metrics(tmp_path)] == [
+        1, 2, 3, 4, 5, 6]
+    assert ("warning: no checkpoint of step 3: No space left on device; training goes on"
+            in (tmp_path / "log.txt").read_text())
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
+    (folder := tmp_path / "checkpoints").mkdir()
+    optim.write_checkpoint(folder, some_state(5), keep=set())
+    (folder / "step-00000006.pt").mkdir()
+    assert find(tmp_path, log=(log := Silent()))["step"] == 5 and "step-00000006" in log.said[0]
 
 
 class Evil:
@@ -594,6 +625,54 @@ def test_phases_take_other_examples_as_the_flags_say(shards, monkeypatch):
     assert counts[1] == pytest.approx(2 * counts[0], rel=0.1)
 
 
+def test_what_a_plan_takes_from_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def planned(*flags):
+        argv = ["--recipe", "nvlamb-64k", *flags]
+        return train.fill_in(train.parse_arguments(argv), dist.World())
+
+    assert planned().dropout == planned().config.dropout == 0.1
+    assert planned("--dropout", "0").dropout == planned("--dropout", "0").config.dropout == 0
+    frozen = planned("--optimizer", "onebit-lamb")           # after the warm-up, or a fifth
+    assert [p.freeze for p in frozen.phases] == [round(0.2843 * 7038), round(0.2 * 1563)]
+    demo = train.fill_in(train.parse_arguments(["--optimizer", "onebit-lamb"]), dist.World())
+    assert demo.betas == (0.9, 0.999)
+
+
+def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, monkeypatch):
+    shrink(monkeypatch.setattr)
+    seen, step = [], optim.LAMB.step
+
+    def noted(self):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append((self.param_groups[-1]["lr"], float(optim.global_norm(gradients))))
+        step(self)
+
+    monkeypatch.setattr(optim.LAMB, "step", noted)
+    argv = f"--data {shards} --out {tmp_path} --steps 3 2 --batch 4 --precision fp32 --workers 0"
+    plan = train.make_plan(train.parse_arguments(argv.split()), dist.World())
+    train.train(plan, dist.World())
+    lines = metrics(tmp_path)
+    assert seen == [(line["lr"], pytest.approx(min(1, line["grad_norm"]), rel=1e-3))
+                    for line in lines]
+    assert max(line["grad_norm"] for line in lines) > 1
+
+
+def test_each_nodes_first_rank_prepares_and_with_balance_checks_all(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(data, "prepare", lambda *words: calls.append("prepare"))
+    monkeypatch.setattr(data, "open_corpus", lambda paths: paths)
+    monkeypatch.setattr(data, "describe", str)
+    monkeypatch.setattr(data, "verify", lambda folder, *words: calls.append(words))
+    monkeypatch.setattr(dist.World, "on_all_ranks", lambda self, expected, job: job())
+    plan = SimpleNamespace(out=tmp_path, data=tmp_path, corpus=["x"], arguments={"data": None},
+                           pieces=320, balance=True)
+    for rank in 2, 3:
+        train.prepare_folders(plan, dist.World(rank, 4, rank - 2, 2, 2))
+    assert calls == ["prepare", (2, 4, True), (3, 4, False)]
+
+
 class Told(dist.World):
     """Keeps what all ranks have to agree about."""
     def check_same(self, values, otherwise):
@@ -601,12 +680,14 @@ class Told(dist.World):
 
 
 def test_how_a_run_is_built_and_what_ranks_must_have_equal(shards, tmp_path):
-    argv = f"--data {shards} --out {tmp_path}/out --recompute --compression fp16".split()
-    plan = train.make_plan(train.parse_arguments(argv), world := Told())
+    argv = f"--data {shards} --out {tmp_path}/out --recompute --compression fp16 --precision fp32"
+    argv += " --optimizer zeroone-adam"
+    plan = train.make_plan(train.parse_arguments(argv.split()), world := Told())
     assert {"seed", "lr_scale", "precision", "shards", "torch", "code"} <= {*world.told}
     assert not {"out", "workers", "timeout", "log_every"} & {*world.told}
-    model, reducer, _, _, scaler = train.build(plan, world)
+    model, reducer, _, optimizer, scaler = train.build(plan, world)
     reducer.close()
+    assert optimizer.param_groups[0]["interval_steps"] == 2700 * 32678 // 125000
     assert model.recompute and scaler.scale == 65536         # fp16 overflows on the wire, too
 
 
@@ -714,21 +795,22 @@ def drift(world, rank):
     optim.copy_to_model = patched
 
 
-def spoil_moments(world, rank):
-    """A moment of one rank is NaN."""
+def spoil_moments(world, rank, moment):
+    """An element of a moment of one rank is NaN."""
     step = optim.Optimizer.step
 
     def patched(self):
         step(self)
         if world.rank == rank:
-            next(iter(self.state.values()))["exp_avg"].view(-1)[0] = float("nan")
+            next(iter(self.state.values()))[moment].view(-1)[0] = float("nan")
 
     optim.LAMB.step = patched
 
 
-def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path):
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_moments_that_are_not_finite_are_not_saved(shards, tmp_path, moment):
     outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 1, size=2,
-                   sabotage=(spoil_moments, 1), check=False)
+                   sabotage=(spoil_moments, 1, moment), check=False)
     assert all(isinstance(outcome, optim.TrainingStopped) for outcome in outcomes)
     assert "step 1: weights or moments are not finite" in str(outcomes[0])
     assert not steps_kept(tmp_path / "out")
@@ -807,7 +889,8 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(refused, shards
 
 
 CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2",
-           "--init another", "--optimizer lans", "--pairs sop", "--whole-words")
+           "--init another", "--optimizer lans", "--pairs sop", "--whole-words", "--batch 8 7",
+           "--precision fp16", "--balance")
 
 
 def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
@@ -1103,8 +1186,9 @@ def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
     log.metric("train", step=1)
     assert f"warning: {tmp_path}/metrics.jsonl: Is a directory" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").rmdir()
-    log.metric("train", step=2)
+    log.metric("train", step=2, loss=math.nan)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    assert metrics(tmp_path)[1]["loss"] is None              # JSON has no NaN
 
 
 def test_a_terminal_that_takes_no_more_does_not_end_a_run(tmp_path, monkeypatch):
