@@ -16,6 +16,7 @@ import torch.utils.benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
 import bert
+from tests.ranks import run_script
 
 CONFIG = bert.BertConfig(layers=2, width=64, heads=2, feed_forward=128, vocab_size=192, dropout=0.0)
 
@@ -506,10 +507,10 @@ def test_a_full_disk_is_named_and_the_old_file_stays(saved, shards):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_fill_in_program(shards, tmp_path, program, monkeypatch):
+def test_fill_in_program(shards, tmp_path, monkeypatch):
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 320))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path)
-    run = program("bert.py", tmp_path, "The [MASK] of the school [MASK].")
+    run = run_script("bert.py", tmp_path, "The [MASK] of the school [MASK].")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("%") == 10 and run.stdout.count("\n") == 2
     monkeypatch.setattr(sys, "argv", ["bert.py", str(tmp_path), "nothing to fill in"])

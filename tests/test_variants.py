@@ -16,7 +16,7 @@ import dist
 import optim
 import train
 from tests.bench_network import random_batch
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_script
 from tests.test_optim import apply, assert_equal, parameters, problem
 from tests.test_train import assert_same, last_state, metrics, shrink
 from tests.variants import (albert, bucket_clipping, came, local_steps, merit, slow_momentum,
@@ -442,7 +442,7 @@ def test_variants_train_and_resume_bit_for_bit(shards, tmp_path):
     assert isinstance(model, bert.BertForPreTraining) and len(model.blocks) == 2
 
 
-def test_variants_are_programs(program, shards, tmp_path):
-    done = program("tests/variants/came.py", "--data", shards, "--out", tmp_path, "--steps", 2, 0,
-                   "--max-steps", 1, "--workers", 0, "--batch", 2)
+def test_variants_are_programs(shards, tmp_path):
+    done = run_script("tests/variants/came.py", "--data", shards, "--out", tmp_path,
+                      *"--steps 2 0 --max-steps 1 --workers 0 --batch 2".split())
     assert done.returncode == 0 and "optimizer came" in done.stdout, done.stderr
