@@ -844,6 +844,7 @@ def test_what_is_told_of_shards(shards):
     assert [text.count("[MASK]") for _, text in said] == [
         (e.tokens == data.MASK).sum() for e in examples]     # not as what stood there, as well
 
+
 def test_two_processes_that_prepare_the_same_folder_and_one_that_was_killed(documents, tmp_path):
     rest = tmp_path / f"out.partial-{os.uname().nodename}@99999999"
     rest.mkdir()
