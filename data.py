@@ -768,8 +768,8 @@ def verify(folder, rank=0, size=1, everything=False):
     for name in manifest["files"] if everything else files_of(manifest, rank, size):
         path = Path(folder) / name
         if not path.exists():
-            raise DataError(f"{path} is missing; rank {rank} of {size} on {os.uname().nodename} "
-                            "reads it: is its --node_rank that of these shards?")
+            raise DataError(f"{path} is not on {os.uname().nodename}; rank {rank or 0} of {size}"
+                            " reads it: is its --node_rank that of these shards?")
         if sha256_of(path) != manifest["files"][name]["sha256"]:
             raise DataError(f"{path} is damaged; copy it again or prepare the folder again")
     return manifest

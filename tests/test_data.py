@@ -870,14 +870,14 @@ def test_another_process_may_remove_the_same_rest(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("how", ["damaged", "missing"])
+@pytest.mark.parametrize("how", ["damaged", "not on"])
 def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path, how):
     shutil.copytree(shards, tmp_path / "copy")
     data.verify(tmp_path / "copy")
     path = tmp_path / "copy" / "train-00002.tokens"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.unlink() if how == "missing" else path.write_bytes(content)
+    path.unlink() if how == "not on" else path.write_bytes(content)
     for rank, size in ((0, 1), (0, 2), (2, 4), (0, 3)):
         with pytest.raises(data.DataError, match=f"train-00002.tokens is {how}"):
             data.verify(tmp_path / "copy", rank, size)
@@ -927,8 +927,11 @@ def test_a_nodes_list_is_what_its_ranks_read(shards, tmp_path, monkeypatch, caps
         with pytest.raises(data.DataError) as caught:
             data.verify(path, other, 4)
         assert str(caught.value).endswith(
-            f" is missing; rank {other} of 4 on {os.uname().nodename} reads it: is its --node_rank "
+            f" is not on {os.uname().nodename}; rank {other} of 4 reads it: is its --node_rank "
             "that of these shards?")
+    (path / "heldout.tokens").unlink()
+    with pytest.raises(data.DataError, match="rank 0 of 1"):     # which --show is
+        data.show(path)
 
 
 def test_whose_a_shard_is_beyond_the_hundred_thousandth():

@@ -172,7 +172,7 @@ def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_
     outcomes = run(shards, tmp_path / "no", tmp_path, *argv, "--balance", size=2, sabotage=share,
                    check=False)
     assert all(isinstance(outcome, train.ConfigError) for outcome in outcomes)
-    assert re.search(r"wiki-node-\d/train-\S+ is missing", str(outcomes[1]))
+    assert re.search(r"wiki-node-\d/train-\S+ is not on", str(outcomes[1]))
 
 
 def test_other_masks_and_pairs(shards, tmp_path):
