@@ -425,8 +425,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     ends; by default the first thousand lines decide. The same prepared already is left as it is.
     Raises DataError if the folder holds something else or the text is of no use.
     """
-    folder, model = Path(os.path.abspath(folder)), tokenizer and Path(tokenizer).read_bytes()
-    found = load_manifest(folder) if folder.exists() and any(folder.iterdir()) else None
+    folder, model = Path(os.path.realpath(folder)), tokenizer and Path(tokenizer).read_bytes()
+    # A mount point cannot be replaced by a folder, either
+    found = load_manifest(folder) if any(folder.glob("*")) or folder.is_mount() else None
     vocab_size = load_tokenizer(tokenizer).get_piece_size() if model else vocab_size
     start_server()                      # which imports torch while the corpus is surveyed
     prose = split == "prose" if split else is_prose(corpus)
@@ -690,7 +691,7 @@ def write_shards(encoded, folder, settings):
                 append(folder / name, totals[shard], tokens, sentences, documents)
                 unigrams += np.bincount(tokens, minlength=len(unigrams)) if shard else 0
     if totals[:, 2].min() < 2:
-        raise DataError(f"too few documents (apart by blank lines) for --shards {len(names) - 1}")
+        raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
     unigrams.tofile(folder / "unigrams")
     return {"token_type": tokens.dtype.name, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, totals[0].tolist())),
@@ -879,12 +880,12 @@ def main():
     add("--nodes", **number(int, 1), default=1, help="of N nodes")
     add("--ranks-per-node", **number(int, 1), default=1, help="of N ranks each")
     args = parser.parse_args()
-    out = args.out or default_folder(args.corpus)
+    out = args.show or args.list or args.out or default_folder(args.corpus)
     try:
         if args.show:
-            print(show(args.show))
+            print(show(out))
         elif args.list:
-            print(*node_files(args.list, args.node_rank, args.nodes, args.ranks_per_node), sep="\n")
+            print(*node_files(out, args.node_rank, args.nodes, args.ranks_per_node), sep="\n")
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                     args.held_out, args.tokenizer, args.workers, args.sentences)

@@ -63,9 +63,12 @@ class World:
         return total.tolist()
 
     def broadcast_object(self, value):
-        """Returns rank 0's value (any picklable object), on every rank."""
-        values = [value]
+        """Returns rank 0's value (any picklable object), on every rank. Entries of dicts go one by
+        one: for a while, what is pickled takes four times its memory."""
+        values = [dict.fromkeys(value) if isinstance(value, dict) else value]
         self._run(torch.distributed.broadcast_object_list, values, group_src=0)
+        if isinstance(values[0], dict):
+            return {k: self.broadcast_object(None if self.rank else value[k]) for k in values[0]}
         return values[0]
 
     def all_gather_object(self, value):
@@ -156,7 +159,7 @@ def init(timeout=600.0, init_method="env://"):
     """Returns this process's World from the environment that torchrun sets; without, of one rank.
 
     timeout: seconds that a collective waits for a rank. Raises DistError if the nodes have unequal
-    numbers of ranks, RankLost if the ranks do not meet.
+    numbers of ranks, or only some have GPUs, RankLost if the ranks do not meet.
     """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     rank, size, local_rank, local_size = (int(os.environ.get(*item)) for item in defaults.items())
@@ -182,10 +185,10 @@ def init(timeout=600.0, init_method="env://"):
         torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(limit)
         threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-        places = world.all_gather_object((local_rank, local_size, gpu))
-        even = all(place[:2] == (r % local_size, local_size) for r, place in enumerate(places))
+        places = world.all_gather_object((local_rank, kind := f"{local_size} {device.type}", gpu))
+        even = all(place[:2] == (r % local_size, kind) for r, place in enumerate(places))
         if not even or size % local_size or len({gpu for *_, gpu in places}) < size:
-            raise DistError(f"nodes of {sorted({n for _, n, _ in places})} ranks, {size} in all; "
+            raise DistError(f"nodes of {sorted({k for _, k, _ in places})} ranks, {size} in all; "
                             "set the same --nproc_per_node on every node, on GPUs one for each")
         return two_levels(world, limit) if nodes > 1 and local_size > 1 else world
     except (RuntimeError, ValueError) as error:
@@ -405,11 +408,11 @@ class Reducer:
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
         for job in before:
             job.result()                   # after an error in one bucket no further one is sent
+        # First, and for good: it sets the device too, and any use of GPU 0, which threads begin
+        # with, would take memory there on every rank. None on a CPU: changes nothing
+        torch.cuda.set_stream(self.stream)
         event.synchronize()
         began = time.perf_counter()
-        # For good: leaving it would set the device that threads begin with, and take memory of
-        # GPU 0 on every rank. None on a CPU: changes nothing
-        torch.cuda.set_stream(self.stream)
         sent = bucket.average(self.scale)
         event.record()
         event.synchronize()                # only this thread waits, and its seconds are real
@@ -587,7 +590,8 @@ class Bucket:
                 rest += self.outer.all_gather(self.state["server"]).view(-1)[:len(rest)]
         self.inner.broadcast(rest, self.leader)
         self.restart(self.views(rest))
-        return self.views(rest)
+        # Copies: to pickle a view is to pickle all that it is a view of
+        return {name: view.clone() for name, view in self.views(rest).items()}
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
@@ -856,7 +860,7 @@ def main():
             say(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
                 f"{size / 1e3 / seconds:>8.2f}")
         world.close()
-    except DistError as error:
+    except (DistError, OSError) as error:
         print(f"dist.py: {error}", file=sys.stderr, flush=True)
         os._exit(1)                                # a clean exit can wait for a rank that is lost
 

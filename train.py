@@ -86,7 +86,7 @@ def parse_arguments(argv=None):
         "follows A, whether A and B are in order, or masked tokens only (nsp)")
     add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
     add("--whole-words", action="store_true", help="mask all tokens of a word or none")
-    add("--seed", **N(0), default=0, help="draw weights, data order, masks and dropout from N (0)")
+    add("--seed", **N(0, 1 << 63), default=0, help="draw weights, order, masks, dropout from N (0)")
     add = parser.add_argument_group("how the machines do it").add_argument
     add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="(the fastest)")
     add("--micro-batch", **N(1), nargs="+", help="N at a time (8,192 tokens; on a GPU what fits)")
@@ -294,7 +294,7 @@ def open_phase(plan, world, phase_index, step):
         batches = bert.profiled(batches, plan.out / f"profile-{phase_index + 1}")
     all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
     bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
-               disable=True if world.rank else None, dynamic_ncols=True)
+               disable=True if world.rank or not sys.stderr else None, dynamic_ncols=True)
     return batches, all_have, bar
 
 
@@ -480,8 +480,9 @@ def prepare_folders(plan, world):
             plan.lock = open(plan.out / "log.txt", "a")      # fails where nothing can be written
             try:                                             # locked until this process ends
                 fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"another run writes to {plan.out}; take another --out") from None
+            except OSError as error:
+                raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
+                                  f"({error.strerror}); take another --out") from None
         # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
@@ -701,7 +702,7 @@ class Log:
                     self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
     def _print(self, text):
-        with contextlib.suppress(OSError):           # a closed terminal, a file on a full disk
+        with contextlib.suppress(OSError, AttributeError):   # full disk, closed terminal, no stdout
             tqdm.write(text)
             sys.stdout.flush()
 
@@ -770,7 +771,7 @@ def report(plan, log, model, step, stop_requests):
             log.say(f"\n{sentence}\n    {words}")
     ended = "Done" if step == plan.ends[-1] else " by ".join(["Stopped", *stop_requests[:1]])
     log.say(f"\n{ended} after step {step} of {plan.ends[-1]}; to start over, remove {plan.out}. "
-            f'Fill in your own:\n    python bert.py {plan.out}/model "Returns the [MASK] of it."')
+            f'Fill in your own:\n    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
 
 
 def curve(evaluations, width=64, height=10):

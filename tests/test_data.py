@@ -579,7 +579,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         assert run(*flags.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith("data.py: argument --") and said.count("\n") == 1
-    assert "too few documents (apart by blank lines) for --shards 300" in run(
+    assert "too few documents: part them by blank lines, or lower data.py's --shards" in run(
         "--tokenizer", model, "--shards", 300)
     said = run("--vocab-size", 20)
     assert "Increase vocab_size" in said and "character_coverage" not in said
@@ -797,6 +797,22 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
             (tmp_path / "full").rename(tmp_path / "new")           # it comes meanwhile
     assert (tmp_path / "new" / "thesis.txt").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "shards"]
+
+
+def test_links_are_followed_and_mount_points_refused_at_once(documents, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "there").symlink_to(disk)
+    (tmp_path / "not yet").symlink_to(disk / "shards")
+    for name in "there", "not yet":
+        data.prepare(documents, tmp_path / name, 320, 4)
+        assert (tmp_path / name).is_symlink() and data.verify(tmp_path / name)
+        shutil.rmtree(disk)
+    disk.mkdir()
+    monkeypatch.setattr(data.Path, "is_mount", lambda path: path == disk)
+    monkeypatch.setattr(data, "survey", lambda corpus: pytest.fail("late"))
+    with pytest.raises(data.DataError, match="manifest.json is missing.*prepare a new folder"):
+        data.prepare(documents, disk, 320, 4)
 
 
 @pytest.mark.parametrize("setting, change", [

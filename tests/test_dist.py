@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import os
+import pickle
 import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +240,18 @@ def test_the_thread_takes_one_core_and_leaves_the_others_alone(alone):
         torch.set_num_threads(before)
 
 
+def test_the_thread_has_its_gpu_before_it_uses_one(alone, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: calls.append("set_stream"))
+    monkeypatch.setattr(torch.cpu, "Event", lambda: SimpleNamespace(
+        record=lambda: None, synchronize=lambda: calls.append("synchronize")))
+    model = Toy()
+    reducer = alone(model)
+    model(batch()).backward()
+    reducer.finish()
+    assert calls[:3] == ["set_stream", "synchronize", "synchronize"]
+
+
 # ----- What goes wrong in a step -----
 
 def test_an_unused_parameter_is_named(alone):
@@ -308,6 +322,26 @@ def collectives(world):
     total = world.sum([1, world.rank, float("nan") if world.rank == 1 else 0.0])
     place = world.nodes, world.local_rank
     return shared, total, world.all_gather_object(world.rank), place
+
+
+def broadcast_noting_bytes(world):
+    sent, broadcast = [], torch.distributed.broadcast_object_list
+
+    def noted(values, **options):
+        sent.append(len(pickle.dumps(values)))
+        broadcast(values, **options)
+
+    torch.distributed.broadcast_object_list = noted
+    state = {"step": 3, "none": {}, "moments": {7: {"m": torch.ones(1000), "v": torch.zeros(999)}}}
+    return world.broadcast_object({"mine": world.rank} if world.rank else state), max(sent)
+
+
+def test_entries_of_dicts_are_broadcast_one_by_one(tmp_path):
+    for state, largest in run_ranks(broadcast_noting_bytes, 3, tmp_path):
+        assert state.keys() == {"step", "none", "moments"} and largest < 4000 + 1000
+        assert state["step"] == 3 and state["none"] == {} and state["moments"].keys() == {7}
+        assert state["moments"][7]["m"].tolist() == [1] * 1000
+        assert state["moments"][7]["v"].tolist() == [0] * 999
 
 
 def test_small_collectives(tmp_path):
@@ -664,6 +698,8 @@ def residuals(world, bucket_mb, states=None):
                 model(torch.randn(5, 64)).square().sum().backward()
                 reducer.finish()
             found[name] = reducer.state_dict()
+            # Else each would be pickled with the whole bucket
+            assert all(t.nbytes == t.untyped_storage().nbytes() for t in found[name].values())
     return found
 
 
