@@ -275,14 +275,17 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
 
 
 def profiled(batches, path):
-    """Yields from an iterator over steps, and traces the sixth to the tenth of them: PATH.json (for
-    chrome://tracing or Perfetto) and the ten costliest operations, PATH.txt."""
+    """Yields from an iterator over steps, and traces the sixth to the tenth of them (and all that
+    follows, if no eleventh is asked for): PATH.json (for chrome://tracing or Perfetto) and the ten
+    costliest operations, PATH.txt."""
+    def write(profiler):
+        profiler.export_chrome_trace(f"{path}.json")
+        sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+        Path(f"{path}.txt").write_text(profiler.key_averages().table(sort_by=sort, row_limit=10))
+
     yield from itertools.islice(batches, 5)                  # the first ones are not typical
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(on_trace_ready=write):       # also where training stops amid them
         yield from itertools.islice(batches, 5)
-    profiler.export_chrome_trace(f"{path}.json")
-    sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-    Path(f"{path}.txt").write_text(profiler.key_averages().table(sort_by=sort, row_limit=10))
     yield from batches
 
 
@@ -378,11 +381,10 @@ def sha256_sums(folder):
 def safetensors(tensors):
     """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the length of the
     header, the header (JSON), the raw numbers in its order."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
-        end = offset + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)                # so that the numbers are aligned in the file
     yield len(text).to_bytes(8, "little") + text
@@ -454,7 +456,6 @@ def load_huggingface(folder):
     weight.
     """
     config, weights, absent = read_config(folder), read_weights(folder), []
-    weights = {_modern(name): tensor for name, tensor in weights.items()}
     # An encoder has this many weights at least: no wrong number may fill the memory
     least = config.width * (config.layers * config.width + config.feed_forward
                             + config.max_positions + config.vocab_size)
@@ -491,7 +492,7 @@ def copy_weights(folder, model, tokenizer):
     model.load_state_dict(found.state_dict())
 
 
-def _modern(name):
+def modern(name):
     """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
     """
     name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
@@ -505,8 +506,7 @@ def read_config(folder):
         theirs = json.loads((Path(folder) / "config.json").read_text())
         if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
             raise ValueError("not a BERT with GELU")
-        fields = {ours: theirs[name] for ours, name in CONFIG.items() if name in theirs}
-        config = BertConfig(**fields)
+        config = BertConfig(**{our: theirs[name] for our, name in CONFIG.items() if name in theirs})
         for (ours, kind), value in zip(BertConfig.__annotations__.items(), config):
             # Whole numbers from 1 on; fractions, 0 of which may stand there without a point
             if type(value) not in (int, kind) or not (0 < value if kind is int else 0 <= value < 1):
@@ -517,8 +517,8 @@ def read_config(folder):
 
 
 def read_weights(folder):
-    """Returns {name: tensor} of a folder's model.safetensors; raises ModelError if it is damaged,
-    or a file is not what SHA256SUMS says."""
+    """Returns {today's name: tensor} of a folder's model.safetensors; raises ModelError if it is
+    damaged, or a file is not what SHA256SUMS says."""
     path = Path(folder) / "model.safetensors"
     try:
         sums = path.with_name("SHA256SUMS")
@@ -531,8 +531,8 @@ def read_weights(folder):
         begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
         if [*begins, len(data)] != [0, *ends]:
             raise ValueError("tensors overlap or leave gaps")
-        return {name: torch.frombuffer(data[slice(*entry["data_offsets"])],
-                                       dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
+        return {modern(name): torch.frombuffer(data[slice(*entry["data_offsets"])],
+                                               dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
                 for name, entry in header.items()}
     except Exception as error:          # a damaged header can be anything
         reason = " ".join(str(error).split())[:200]              # torch's can have many lines

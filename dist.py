@@ -67,9 +67,8 @@ class World:
         one: for a while, what is pickled takes four times its memory."""
         values = [dict.fromkeys(value) if isinstance(value, dict) else value]
         self._run(torch.distributed.broadcast_object_list, values, group_src=0)
-        if isinstance(values[0], dict):
-            return {k: self.broadcast_object(None if self.rank else value[k]) for k in values[0]}
-        return values[0]
+        return ({k: self.broadcast_object(None if self.rank else value[k]) for k in values[0]}
+                if isinstance(values[0], dict) else values[0])
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any small picklable object), in order of rank."""
@@ -182,7 +181,9 @@ def init(timeout=600.0, init_method="env://"):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # Where NCCL gives up it aborts the process: Gloo, which gives up first, lets us say why
         torch.distributed.init_process_group(backend, None, 2 * limit, size, rank, store)
-        torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(limit)
+        gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        getattr(gloo, "wrapped_pg", gloo)._set_default_timeout(limit)
         threading.Thread(target=answer, args=(rank,)).start()
         gpu = rank if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         places = world.all_gather_object((local_rank, kind := f"{local_size} {device.type}", gpu))

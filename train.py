@@ -480,9 +480,8 @@ def prepare_folders(plan, world):
             plan.lock = open(plan.out / "log.txt", "a")      # fails where nothing can be written
             try:                                             # locked until this process ends
                 fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
-                                  f"({error.strerror}); take another --out") from None
+            except OSError:                                  # or of a disk that has no locks
+                raise ConfigError(f"{plan.out} is in use, or cannot be locked; take another --out")
         # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):

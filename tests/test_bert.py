@@ -404,7 +404,7 @@ def test_weights_of_other_types_are_read(tmp_path, name, dtype):
     numbers = tensor.view(torch.uint8).numpy().tobytes()
     write_weights(tmp_path, {"a": {"dtype": name, "shape": [3], "data_offsets": [0, len(numbers)]}},
                   numbers)
-    assert torch.equal(bert.read_weights(tmp_path)["a"], tensor)
+    assert torch.equal(bert.read_weights(tmp_path)["bert.a"], tensor)
 
 
 def test_bad_folders_are_one_line(tmp_path, saved, monkeypatch):

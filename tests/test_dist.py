@@ -471,6 +471,18 @@ def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
         assert run_ranks(collectives, 2, tmp_path, store="store")[1][2] == [0, 1]
 
 
+def begins_with_debugging(world, store):
+    world.close()
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    torch.distributed.set_debug_level_from_env()
+    with contextlib.closing(dist.init(10, f"file://{store}")) as again:
+        return again.sum([again.rank])
+
+
+def test_torchs_debugging_of_collectives_works(tmp_path):
+    assert run_ranks(begins_with_debugging, 2, tmp_path, tmp_path / "second") == [[1.0]] * 2
+
+
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))

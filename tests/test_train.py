@@ -771,16 +771,18 @@ def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(documents, tmp_p
     assert padding == pieces.min() and abs(pieces.mean()) < 1e-5
 
 
-def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [8, 11])         # 8: it ends before the fifth traced step
+def test_profile_writes_the_ten_costliest_operations(shards, tmp_path, monkeypatch, steps):
     shrink(monkeypatch.setattr)
-    argv = f"--steps 11 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
+    argv = f"--steps {steps} 0 --batch 2 --workers 0 --precision fp32 --profile --data {shards}".split()
     plan = train.parse_arguments([*argv, "--out", str(tmp_path / "out")])
     train.train(train.make_plan(plan, dist.World()), dist.World())
     table = (tmp_path / "out" / "profile-1.txt").read_text()
     shares = [*map(float, re.findall(r"^ *\S+ +([\d.]+)% ", table, re.M))]      # of their own time
     assert len(shares) == 10 and shares == sorted(shares, reverse=True) and "aten::" in table
     trace = json.loads((tmp_path / "out" / "profile-1.json").read_text())["traceEvents"]
-    assert 0 < sum(event["name"] == "aten::embedding" for event in trace) <= 5 * 3    # five steps
+    seen = sum(event["name"] == "aten::embedding" for event in trace)        # three a step
+    assert 0 < seen <= 3 * 5 if steps == 11 else seen >= 3 * 3
 
 
 def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
@@ -967,7 +969,7 @@ def test_two_runs_in_one_folder_are_refused(shards, tmp_path):
     with open(out / "log.txt", "a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
         outcome, = run(shards, out, tmp_path, *SHORT, check=False)
-        assert f"another run writes to {out}, or its disk has no locks" in str(outcome)
+        assert f"{out} is in use, or cannot be locked; take another --out" == str(outcome)
     run(shards, out, tmp_path, *SHORT, "--max-steps", 1)
 
 
