@@ -374,8 +374,7 @@ def sha256_sums(folder):
     """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model",
                  "tokenizer_config.json"):
-        digest = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
-        yield f"{digest}  {name}\n".encode()
+        yield f"{hashlib.sha256(Path(folder, name).read_bytes()).hexdigest()}  {name}\n".encode()
 
 
 def safetensors(tensors):

@@ -126,9 +126,10 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
-            # The first to fail sets `failed`; who is alive sees it (`answer`) and sets alive/RANK.
-            # Each asks: torchrun ends all when one leaves, also the first while it still asks
-            _, lost = self.first_to_fail(), self._ask(lambda store: absent(store, "alive"))
+            # The first to fail sets `failed`; who is alive sees it and sets alive/RANK (`answer`).
+            # Each waits for the answers: torchrun ends all when one leaves, the first, too
+            _, lost = self.first_to_fail(), self._ask(
+                lambda store: store.wait(["answered"]) or absent(store, "alive"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
                            f"resumes (was it busy? raise --timeout) ({error!r:.160})") from error
 
@@ -216,21 +217,23 @@ def meet(rank, size, init_method, limit):
 
 
 def absent(store, word):
-    """Returns the ranks that in a second from now have not set `word` in a store, as "3, 5"."""
-    time.sleep(1)                                      # `answer` needs a fifth of that
+    """Returns the ranks that have not set `word` in a store, as "3, 5"."""
     ranks = range(int(os.environ["WORLD_SIZE"]))
     return ", ".join(str(r) for r in ranks if not store.check([f"{word}/{r}"]))
 
 
 def answer(rank):
-    """Tells a rank that asks that this process is alive. In a thread, since the program may be busy
-    for minutes; a dead or stopped process has none."""
+    """Tells a rank that failed that this process is alive, and a second later that all who are have
+    told so: ranks may notice one after another, and none then waits again. In a thread, since the
+    program may be busy for minutes; a dead or stopped process has none."""
     with contextlib.suppress(RuntimeError):            # the store is gone
         store = torch.distributed.group.WORLD.get_group_store()
         # It ends before Python does, which would abort within a request of a daemon thread
         while torch.distributed.is_initialized() and threading.main_thread().is_alive():
             if store.check(["failed"]):
-                return store.set(f"alive/{rank}", "")
+                store.set(f"alive/{rank}", "")
+                time.sleep(1)                          # each looks five times a second
+                return store.set("answered", "")
             time.sleep(0.2)
 
 

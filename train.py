@@ -273,9 +273,8 @@ def build(plan, world):
     optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas, plan.ends[-1],
                                      lambda named: dist.CompressedMean(named, world))
     # bf16 has the range of fp32
-    scaled = "fp16" in (plan.precision, plan.compression)
-    scaler = optim.LossScaler() if scaled else optim.LossScaler(scale=1.0, largest=1.0)
-    return model, reducer, masters, optimizer, scaler
+    scaling = {} if "fp16" in (plan.precision, plan.compression) else dict(scale=1.0, largest=1.0)
+    return model, reducer, masters, optimizer, optim.LossScaler(**scaling)
 
 
 def open_phase(plan, world, phase_index, step):

@@ -145,7 +145,7 @@ def test_masks_are_15_percent_and_80_10_10(shards, whole_words):
     dataset = data.PretrainingData(shards, 64, whole_words=whole_words)
     chosen = masked = kept = words = 0
     where = np.zeros(64)
-    for i in range(3000):
+    for i in range(2000):
         e = dataset[i]
         m, text = len(e.labels), len(e.tokens) - 3
         assert whole_words or m in (max(1, math.floor(0.15 * text)), math.ceil(0.15 * text))

@@ -457,6 +457,20 @@ def test_dead_and_stopped_ranks_are_named_once(tmp_path):
     assert dist.World().first_to_fail()
 
 
+def notices_a_loss(world):
+    world.sum([1])
+    if world.rank == 7:
+        os._exit(9)
+    with pytest.raises(dist.RankLost, match="rank 7 died"):
+        world.sum([1])
+    return time.time()
+
+
+def test_ranks_do_not_wait_for_answers_one_after_another(tmp_path):
+    *moments, _ = run_ranks(notices_a_loss, 8, tmp_path, check=False)
+    assert max(moments) - min(moments) < 1.5                   # they are seven
+
+
 def dies(world):
     world.sum([1])
     os._exit(9)

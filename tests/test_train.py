@@ -308,9 +308,12 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
 
 def test_a_one_bit_run_resumes_on_other_ranks(shards, tmp_path):
     argv = *FREEZES, "onebit-lamb", "--dropout", 0, "--steps", 8, 0
-    run(shards, tmp_path / "one", tmp_path, *argv)
-    run(shards, tmp_path / "two", tmp_path, *argv, "--max-steps", 6, size=2)
-    run(shards, tmp_path / "two", tmp_path, *argv, size=4)
+
+    def two():
+        run(shards, tmp_path / "two", tmp_path, *argv, "--max-steps", 6, size=2)
+        run(shards, tmp_path / "two", tmp_path, *argv, size=4)
+
+    together(lambda: run(shards, tmp_path / "one", tmp_path, *argv), two)
     one, two = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two"))
     assert two[:5] == pytest.approx(one[:5], rel=1e-4)    # before the first compressed mean
     assert len(two) == 8 and two == pytest.approx(one, rel=0.05)
