@@ -128,8 +128,7 @@ class World:
         except RuntimeError as error:
             # The first to fail sets `failed`; who is alive sees it and sets alive/RANK (`answer`).
             # Each waits for the answers: torchrun ends all when one leaves, the first, too
-            _, lost = self.first_to_fail(), self._ask(
-                lambda store: store.wait(["answered"]) or absent(store, "alive"))
+            _, lost = self.first_to_fail(), self._ask(lambda s: absent(s, "alive", "answered"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
                            f"resumes (was it busy? raise --timeout) ({error!r:.160})") from error
 
@@ -138,7 +137,6 @@ class World:
         one has the reason. Where the store does not answer it is True on each of them, and a clean
         exit would wait for the store: leave by os._exit."""
         me = os.environ.get("RANK", "0")               # in a group, `rank` is another number
-        self._ask(lambda store: store.set(f"alive/{me}", ""))    # `answer` may come too late
         return self._ask(lambda store: store.compare_set("failed", "", me).decode()) in (None, me)
 
     def _ask(self, question):
@@ -213,11 +211,13 @@ def meet(rank, size, init_method, limit):
         if store.check([f"here/{r}" for r in range(size)]):
             return store
         time.sleep(0.1)
-    raise RuntimeError(f"rank {absent(store, 'here')} did not come in time")
+    raise RuntimeError(f"rank {absent(store, 'here', f'here/{rank}')} did not come in time")
 
 
-def absent(store, word):
-    """Returns the ranks that have not set `word` in a store, as "3, 5"."""
+def absent(store, word, key):
+    """Returns the ranks that have not set `word` in a store when `key` is there, as "3, 5"."""
+    while not store.check([key]):          # to wait for it would keep all threads from the store
+        time.sleep(0.1)
     ranks = range(int(os.environ["WORLD_SIZE"]))
     return ", ".join(str(r) for r in ranks if not store.check([f"{word}/{r}"]))
 
