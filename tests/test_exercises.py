@@ -19,7 +19,7 @@ def body_of(source, function):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_table_fits_the_code(name):
+def test_the_table_fits_the_code(name, request):
     lines = 0
     for path, function in exercises.functions_of(name):
         source = (ROOT / path).read_text()
@@ -37,6 +37,10 @@ def test_the_table_fits_the_code(name):
     for test in EXERCISES[name].tests.split():
         file, _, inside = test.partition("::")
         assert f"def {inside.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()
+        # Where the function's cases are run as well: the very case, or the function as a whole
+        cases = [item.nodeid for item in request.session.items
+                 if item.nodeid.partition("[")[0] == f"tests/{test.partition('[')[0]}"]
+        assert not cases or any(case.startswith(f"tests/{test}") for case in cases), test
     for where, *changes in WRONG[name].values():
         path, function = exercises.place_of(where)
         ast.parse(exercises.spoil((ROOT / path).read_text(), function, changes))
