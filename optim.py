@@ -521,11 +521,10 @@ def agreement_interval(t, steps):
     return 1 << min(4, (t - 1) // steps)
 
 
-OPTIMIZERS = {               # each from parameter groups and betas
-    "lamb": LAMB, "nvlamb": functools.partial(LAMB, adapt_all=True), "lans": LANS,
-    "adamw": functools.partial(AdamW, eps=1e-6, fused=True),
-    "onebit-adam": OneBitAdam, "onebit-lamb": OneBitLAMB, "zeroone-adam": ZeroOneAdam}
-ONE_BIT = "onebit-adam", "onebit-lamb", "zeroone-adam"       # these need a dist.CompressedMean
+# Each from parameter groups and betas; those of ONE_BIT need a dist.CompressedMean, too
+ONE_BIT = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLAMB, "zeroone-adam": ZeroOneAdam}
+OPTIMIZERS = {"lamb": LAMB, "nvlamb": functools.partial(LAMB, adapt_all=True), "lans": LANS,
+              "adamw": functools.partial(AdamW, eps=1e-6, fused=True), **ONE_BIT}
 
 
 def make_optimizer(name, masters, betas, steps, compressed_mean):
