@@ -534,11 +534,10 @@ def make_optimizer(name, masters, betas, steps, compressed_mean):
     steps: of the whole run; compressed_mean: makes what the 1-bit optimizers need, of a list of
     (name, tensor).
     """
-    decayed = [pair for pair in masters.items() if pair[1].dim() > 1]
-    rest = [pair for pair in masters.items() if pair[1].dim() <= 1]
-    groups = [{"params": [p for _, p in decayed], "weight_decay": 0.01},
-              {"params": [p for _, p in rest], "weight_decay": 0.0}]
-    options = {"compressed_mean": compressed_mean(decayed + rest)} if name in ONE_BIT else {}
+    groups = [{"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": 0.01},
+              {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0}]
+    named = sorted(masters.items(), key=lambda pair: pair[1].dim() <= 1)     # as in the groups
+    options = {"compressed_mean": compressed_mean(named)} if name in ONE_BIT else {}
     if name == "zeroone-adam":                     # the published 32,678 steps of 125,000
         options["interval_steps"] = max(1, steps * 32678 // 125000)
     return OPTIMIZERS[name](groups, betas=betas, **options)
