@@ -412,11 +412,10 @@ def tokenizer_json(model):
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
     # word only after a space or if it is the first
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
-    cleaning = [{"type": "Strip", "strip_left": False, "strip_right": True},
-                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    if charsmap := normalizer.get(2):              # Unicode's rules; none where a model has none
-        cleaning.insert(0, {"type": "Precompiled",
-                            "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    charsmap = base64.b64encode(normalizer.get(2, b"")).decode()     # Unicode's rules, if any
+    cleaning = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] if charsmap else []
+    cleaning += [{"type": "Strip", "strip_left": False, "strip_right": True},
+                 {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
     unigram = {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False}
     return json.dumps({
         "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
