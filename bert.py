@@ -21,8 +21,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
-import os
 import struct
 import sys
 from pathlib import Path
@@ -247,7 +245,7 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
 def state_gigabytes(config, size, lossy, one_bit):
     """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy,
     one_bit: whether compression or a 1-bit optimizer keeps residuals. Two moments are in fp32."""
-    elements = sum(map(math.prod, parameter_shapes(config)))
+    elements = sum(shape.numel() for shape in parameter_shapes(config))
     parts = {"weights": size, "masters": 4 * (size < 4), "gradients": 4, "moments": 8,
              "residuals": 8 * lossy + 16 * one_bit}
     return {part: 1e-9 * elements * each for part, each in parts.items()}
@@ -364,7 +362,7 @@ def save_huggingface(model, tokenizer, folder):
         try:
             with open(temporary, "wb") as file:
                 file.writelines(parts)
-            os.replace(temporary, path)            # a killed program leaves the old file whole
+            temporary.replace(path)                # a killed program leaves the old file whole
         except OSError as error:                   # that of a full disk does not name the file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from None
@@ -470,7 +468,7 @@ def load_huggingface(folder):
                 if weights[part].shape != target.shape or not weights[part].isfinite().all():
                     raise ModelError(f"{folder}: {part} is not finite or has the wrong shape")
                 target.copy_(weights[part])
-        elif names[0].startswith("bert.") and "pooler" not in names[0]:
+        elif name.startswith(("embeddings.", "blocks.")):
             raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
         else:
             absent.append(name)

@@ -479,8 +479,9 @@ def prepare_folders(plan, world):
             plan.lock = open(plan.out / "log.txt", "a")      # fails where nothing can be written
             try:                                             # locked until this process ends
                 fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:                                  # or of a disk that has no locks
-                raise ConfigError(f"{plan.out} is in use, or cannot be locked; take another --out")
+            except OSError as error:
+                raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
+                                  f"({error.strerror}); take another --out") from None
         # One process of a node prepares; the others wait for it at the end of on_all_ranks
         prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.corpus or not prepared):
@@ -519,8 +520,8 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     # All look: without a shared disk each node has checkpoints of its own, or none
     newest = max(optim.checkpoints_in(plan.out / "checkpoints"), default=0)
     places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
-    if max(places)[0] > places[0][0]:
-        (later, theirs), (step, ours) = max(places), places[0]
+    (later, theirs), (step, ours) = max(places), places[0]
+    if later > step:
         raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
                           "nodes the --node_rank of before, or put --out on a shared disk")
     state = world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and find_checkpoint(plan, log))
