@@ -1100,7 +1100,8 @@ def test_memory_does_not_grow(shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *argv, sabotage=(log_memory, tmp_path / "rss"))
     lines = [line.split() for line in (tmp_path / "rss").read_text().splitlines()]
     rss = [int(size) for kind, size in lines if kind == "train"]
-    assert len(rss) == 300 and rss[-1] <= 1.005 * rss[99]     # after the second checkpoint
+    # After the second checkpoint: the first takes 2 MB (0.8 %), in rare runs a later one does
+    assert len(rss) == 300 and rss[-1] <= 1.01 * rss[99]
 
 
 # The programs, as the README has them
