@@ -6,6 +6,7 @@ And a program in such a process, which has torch already: to import it takes 3 t
 import gc
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import runpy
@@ -109,6 +110,9 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
 
 def _script(arguments, cwd, environment, folder):
     gc.freeze()
+    os.setsid()  # a group that tests can send signals to
+    # Else pytest's, at its end, prints the semaphores that a killed program has left
+    multiprocessing.resource_tracker._resource_tracker._fd = None
     os.chdir(cwd)
     os.environ.update(environment)
     for number, name in enumerate(["stdout", "stderr"], 1):
@@ -117,13 +121,19 @@ def _script(arguments, cwd, environment, folder):
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def start_script(folder, *arguments, cwd=ROOT):
+    """Returns a process, in a fork of the server and a session of its own, of a Python file and its
+    arguments; what it prints is in the files stdout and stderr of the folder."""
+    process = CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
+                                                    folder))
+    process.start()
+    return process
+
+
 def run_script(*arguments, cwd=ROOT):
-    """Returns the completed process of a Python file and its arguments, run in a fork of the
-    server."""
+    """Returns the completed process of `start_script`."""
     with tempfile.TemporaryDirectory() as folder:
-        process = CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd,
-                                                        dict(os.environ), folder))
-        process.start()
+        process = start_script(folder, *arguments, cwd=cwd)
         process.join(240)
         assert process.exitcode is not None, "hangs"
         stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))

@@ -27,7 +27,7 @@ import dist
 import optim
 import train
 from tests.conftest import ROOT
-from tests.ranks import run_ranks, run_script, together
+from tests.ranks import run_ranks, run_script, start_script, together
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
 SHORT = ("--steps 8 6 --batch 9 7 --micro-batch 2 --workers 0 --checkpoint-every 3 "
@@ -1377,9 +1377,10 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
     rare = "--batch 256 --micro-batch 4 --checkpoint-every 1000 --precision fp32".split()
     cases = {tmp_path / "term": [signal.SIGTERM], tmp_path / "int": [signal.SIGINT],
              tmp_path / "twice": [signal.SIGINT] * 2}
-    processes = [subprocess.Popen(             # all at once, which takes less time
-        [sys.executable, "train.py", "--data", shards, "--out", out, *rare], cwd=ROOT,
-        stdout=subprocess.PIPE, text=True, start_new_session=True) for out in cases]
+    processes = []
+    for out in cases:                          # all at once, which takes less time
+        out.mkdir()
+        processes.append(start_script(out, "train.py", "--data", shards, "--out", out, *rare))
     for process, (out, signals) in zip(processes, cases.items()):
         deadline = time.time() + 60
         while time.time() < deadline and not ((out / "metrics.jsonl").exists() and metrics(out)):
@@ -1389,16 +1390,17 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
             os.killpg(process.pid, number)     # as torchrun and a terminal do: workers get it, too
             time.sleep(0.1)
     for process, (out, signals) in zip(processes, cases.items()):
-        stdout, _ = process.communicate(timeout=30)
+        process.join(30)
+        stdout = (out / "stdout").read_text()
         with pytest.raises(ProcessLookupError):    # no worker is left
             for _ in range(100):
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
         if len(signals) == 1:
-            assert process.returncode == 0 and f"Stopped by {signals[0].name} after step" in stdout
+            assert process.exitcode == 0 and f"Stopped by {signals[0].name} after step" in stdout
             assert last_state(out)["step"] == metrics(out)[-1]["step"]
         else:
-            assert process.returncode == -signal.SIGINT
+            assert process.exitcode == -signal.SIGINT
 
 
 @pytest.mark.gpu
