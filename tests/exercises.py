@@ -25,7 +25,7 @@ line named, run the same command again with another --out, and change it back. F
        done
    Expected: less and less; at 32 examples a step nobody notices.
 2. The size of buckets over a slow link: 100 Mb/s for both ranks together, in a network namespace
-   (Linux, iproute2). Figure: the seconds of a step and its wait_seconds, over the size.
+   (Linux, iproute2). Figure: what a step adds to `seconds`, and wait_seconds, over the size.
        sudo -E unshare -n bash -c 'ip link set lo up
            tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
            for MB in 0.3 1 2 8 32; do
