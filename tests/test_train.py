@@ -1388,7 +1388,7 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
         time.sleep(0.1)
         for number in signals:
             os.killpg(process.pid, number)     # as torchrun and a terminal do: workers get it, too
-            time.sleep(0.1)
+            time.sleep(0.02)                   # it saves for 0.1 s
     for process, (out, signals) in zip(processes, cases.items()):
         process.join(30)
         stdout = (out / "stdout").read_text()
