@@ -5,8 +5,8 @@
 The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
 positions, a masked-token head (MLM) tied to the embeddings and a next-sentence head (NSP) on [CLS].
 
-Nothing is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples stand
-one after another, as N rows, and only attention asks which example a row is of.
+Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples
+stand one after another, as N rows, and only attention asks which example a row is of.
 
 Read first: `Block`, `attention` and `BertForPreTraining.forward`. The second half of the file,
 Hugging Face folders and the program, can be skipped.
@@ -103,7 +103,7 @@ class Block(nn.Module):
         """Returns (N, D) for x (N, D), or (R, D) for the rows (R,) alone; bounds and lengths say
         which rows are an example's, as in `data.Batch`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)                        # (N, 3, H, D/H)
-        dropout = self.dropout.p if self.training else 0.0       # torch does not ask for training
+        dropout = self.dropout.p if self.training else 0.0       # torch looks at no .training here
         mixed = attention(qkv, bounds, lengths, dropout).flatten(1)              # (N, D)
         if rows is not None:
             x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
@@ -311,7 +311,7 @@ CONFIG = {               # our field -> theirs
     "feed_forward": "intermediate_size", "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings", "dropout": "hidden_dropout_prob",
     "layer_norm_eps": "layer_norm_eps", "init_std": "initializer_range"}
-SPECIALS = ["PAD", "UNK", "CLS", "SEP", "MASK"]    # as data.py's tokenizer has them
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]    # as data.py's tokenizer has them
 PAD, UNK, CLS, SEP, MASK = range(5)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
           "BF16": torch.bfloat16, "I64": torch.int64}
@@ -349,7 +349,7 @@ def save_huggingface(model, tokenizer, folder):
     about = {"tokenizer_class": "PreTrainedTokenizerFast",
              "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
              "model_max_length": model.config.max_positions,
-             **{f"{name.lower()}_token": f"[{name}]" for name in SPECIALS}}
+             **{f"{name[1:-1].lower()}_token": name for name in SPECIALS}}
     contents = {"model.safetensors": safetensors(tensors),
                 "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
                 "tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
@@ -404,7 +404,7 @@ def tokenizer_json(model):
             or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4))]):
         raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
     vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
-    added = [{"id": i, "content": f"[{name}]", "special": True, "normalized": False,
+    added = [{"id": i, "content": name, "special": True, "normalized": False,
               "lstrip": False, "rstrip": False, "single_word": False}
              for i, name in enumerate(SPECIALS)]
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a

@@ -49,7 +49,6 @@ from tqdm import tqdm
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 IGNORED = -100              # the label that torch's cross-entropy passes over
-MASK_FRACTION = 0.15
 SHORT_FRACTION = 0.10       # of the examples, so that short inputs are met in pre-training too
 LONGEST_WORD = 8            # tokens, for whole-word masking: some scripts have no spaces
 ARRAYS = ("tokens", "sentences", "documents")
@@ -114,7 +113,7 @@ class PretrainingData:
     """
 
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, pairs="nsp",
-                 mask_fraction=MASK_FRACTION, whole_words=False):
+                 mask_fraction=0.15, whole_words=False):
         manifest = load_manifest(folder)
         names = shard_names(manifest["shards"])
         self.folder, self.names = Path(folder), names[:1] if held_out else names[1:]
@@ -191,8 +190,8 @@ class PretrainingData:
 
         A turn is a place in the order of an epoch; windows are counted in the shard.
         """
-        turn, s = divmod(i, len(self.names))
-        epoch, turn = divmod(turn, self.shard(s)[-1][-1])
+        earlier, s = divmod(i, len(self.names))              # texts of this shard before this one
+        epoch, turn = divmod(earlier, self.shard(s)[-1][-1])
         length = 2 + int(fraction * (self.body - 1)) if short < SHORT_FRACTION else self.body
         return s, epoch, int(self.order(s, epoch)[turn]), length
 
@@ -314,8 +313,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     """Returns the micro-batches of rank `rank` of `size` in a step, each a list of indices.
 
     The step has the examples step * global_batch up to (step + 1) * global_batch; a rank takes
-    those that are `rank` modulo `size`. Nothing has to divide: a rank may have one example more
-    than another, and its last micro-batch may be smaller.
+    those that are `rank` modulo `size`, or by length (below). Nothing has to divide: a rank may
+    have one example more than another, and its last micro-batch may be smaller.
 
     lengths: a function of indices (n,), to deal the examples by length instead of by number:
     sorted, then to the ranks in snake order, so that each has about as many tokens; a micro-batch
@@ -336,8 +335,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 
 def loader(dataset, steps, workers=1, pin_memory=False, deal=list):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
-    this one). A step is a list of lists of indices, or what `deal` makes one of in the worker: a
-    step's number, where dealing takes long (10 microseconds an example, balanced)."""
+    this one). Each of `steps` is a list of lists of indices, or what `deal`, called in the worker,
+    makes one of: a step's number, where dealing takes long (10 us an example, balanced)."""
     tensor = (lambda x: torch.from_numpy(x).pin_memory()) if pin_memory else torch.from_numpy
     for step in in_workers(functools.partial(make_step, dataset, deal), steps, workers):
         yield [Batch(*map(tensor, arrays)) for arrays in step]
@@ -478,7 +477,8 @@ def survey(corpus):
 
 
 def blocks(corpus, total=None):
-    """Yields lists of documents, about a megabyte of text each, with a bar of the `total` ones."""
+    """Yields lists of documents, about a megabyte of text each, and shows how many of `total`
+    documents it has read."""
     bar = tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None)
     documents, again = itertools.tee(bar)
     ends = itertools.accumulate(map(len, again))
@@ -630,7 +630,7 @@ def is_prose(corpus):
 def train_tokenizer(sentences, vocab_size, cased=False):
     """Returns a trained SentencePiece unigram model (bytes) of `vocab_size` pieces.
 
-    The five special symbols are control symbols, ids 0 to 4: no text can spell them. Raises
+    The five special symbols have ids 0 to 4; no text can spell them. Raises
     DataError if the text is too small.
     """
     model = io.BytesIO()
@@ -658,8 +658,8 @@ def load_tokenizer(path):
 
 
 def encode(tokenizer, prose, held_out, shards, documents):
-    """Returns {shard: (its tokens, the tokens of each sentence, those of each document)} of a block
-    of documents. Shard 0 is the held-out one; documents of less than two tokens are left out."""
+    """Returns {shard: (token ids, tokens a sentence, tokens a document)} of a block of documents.
+    Shard 0 is the held-out one; documents of less than two tokens are left out."""
     texts = [sentences_in(document, prose) for document in documents]
     ids = iter(tokenizer.encode([sentence for text in texts for sentence in text], num_threads=1))
     parts = {}

@@ -1,6 +1,6 @@
 """Ranks, and gradients averaged over them while backward still runs.
 
-    torchrun --nproc_per_node=2 dist.py          # what your network does with each compressor
+    torchrun --nproc_per_node=2 dist.py          # what averaging costs with each compressor
 
 Read `Reducer` first: its docstring tells the method (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), its steps are the headings of the code. Of the compressors, `dense` is
@@ -314,9 +314,10 @@ class Reducer:
     Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
 
     1. Pack, once. Parameters, the last one first, fill flat fp32 buckets of bucket_mb MB or more,
-       as none is cut (by default a 12th of all gradients, but 1 to 25 MB). Each gradient is a view
-       of its bucket: of fp32 parameters it is `p.grad`; fp16 and bf16 ones have theirs added to it
-       and dropped, so that micro-batches add up in fp32. All ranks start from rank 0's weights.
+       as none is cut, but for the last ones (by default a 12th of all gradients, within 1 and 25
+       MB). Each gradient is a view of its bucket: of fp32 parameters it is `p.grad`; fp16 and
+       bf16 ones have theirs added to it and dropped, so that micro-batches add up in fp32. All
+       ranks start from rank 0's weights.
     2. Ready. Autograd has added a parameter's gradient to its view.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
        communication thread, which averages one bucket after another while backward goes on.
@@ -363,7 +364,7 @@ class Reducer:
         """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
         `commit` was not called: error feedback would stand still."""
         concurrent.futures.wait(self.jobs)         # after an error some may still be running
-        self.jobs, self.scale, self.synchronising = [], scale, True
+        self.jobs, self.scale, self.sends = [], scale, True
         self.bytes_sent, self.wait_seconds, self.bucket_seconds = 0, 0.0, []
         self.missing = set(self.parameters)        # whose gradients are not yet ready
         torch._foreach_zero_(self.buckets)         # autograd adds to them in place
@@ -373,9 +374,9 @@ class Reducer:
     @contextlib.contextmanager
     def accumulate(self):
         """While inside, gradients add up on this rank and nothing is sent."""
-        self.synchronising = False
+        self.sends = False
         yield
-        self.synchronising = True                  # after an exception, zero_grad sets it
+        self.sends = True                  # after an exception, zero_grad sets it
 
     # 2. Ready
 
@@ -388,7 +389,7 @@ class Reducer:
         if p.grad is not view:
             view.add_(p.grad)
             p.grad = view if p.dtype == torch.float32 else None
-        if self.synchronising:
+        if self.sends:
             if name not in self.missing:
                 raise DistError(f"gradient of {name} ready twice; see accumulate(), zero_grad()")
             self.missing.remove(name)
@@ -425,7 +426,7 @@ class Reducer:
     # 4. Finish
 
     def finish(self):
-        """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, as
+        """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
         RankLost; DistError if a parameter took no part in the loss, naming it."""
         if unused := sorted(self.missing):
             raise DistError(f"no gradient for {', '.join(unused)} in the step's last backward: "
@@ -528,10 +529,11 @@ class Bucket:
     what the server error of int8 and onebit grew by). A spike that is finite comes out as well: it
     stays in e_r for many steps, since gradients are clipped after this.
 
-    Several nodes with several ranks each have two levels (as Goyal et al., arXiv 1706.02677,
-    section 4.2): a node's ranks add up at one of them, the bucket's leader; the leaders of all
-    nodes exchange, compressed; each passes the mean on. So a node sends no more than one rank.
-    Bucket `number` decides who leads, which spreads memory and work over the node's GPUs.
+    Several nodes with several ranks each have two levels, but for dense sums on GPUs, where NCCL
+    has its own (as Goyal et al., arXiv 1706.02677, section 4.2): a node's ranks add up at one of
+    them, the bucket's leader; the leaders of all nodes exchange, compressed; each passes the mean
+    on. So a node sends no more than one rank. Bucket `number` decides who leads, which spreads
+    memory and work over the node's GPUs.
     """
 
     def __init__(self, shapes, world, compression, number=0):
@@ -616,10 +618,10 @@ def split(flat, shapes):
 
 # ----- Compressors: what crosses the network, from simple to hard -----
 #
-# Each is a function (world, value, mean, state, argument) -> bytes sent. value (n + padding,): flat
-# fp32, another on each rank, in which it leaves what it could not send. mean (n + padding,): where
-# it writes the mean of what was sent, the same on every rank. In `state` it keeps tensors for the
-# next step. Only `dense` sends everything, and averages in place.
+# Each but `dense`, which sends everything and averages in place, is a function (world, value, mean,
+# state, argument) -> bytes sent. value (n + padding,): flat fp32, another on each rank, in which it
+# leaves what it could not send. mean (n + padding,): where it writes the mean of what was sent, the
+# same on every rank. In `state` it keeps tensors for the next step.
 
 def dense(world, value, dtype=torch.float32):
     """none, fp16 and bf16: averages by one all-reduce in this format, in place.
@@ -806,7 +808,7 @@ COMPRESSORS = {          # name: (function, its argument, what `value` is padded
 
 
 def parse_compression(text):
-    """Returns a row of COMPRESSORS, with the option that a text as "topk:0.05" sets; raises
+    """Returns a row of COMPRESSORS, with the option that a text like "topk:0.05" sets; raises
     DistError for what is unknown or cannot work."""
     name, colon, option = text.partition(":")
     with contextlib.suppress(KeyError, ValueError, TypeError):     # TypeError: it has no option
@@ -825,13 +827,13 @@ def is_lossy(compression):
 
 @functools.cache
 def wire_bytes(compression, shapes, nodes):
-    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes, as one
-    bucket of them counts: `Reducer.bytes_sent` is a little more, for the padding of many."""
+    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes in a
+    single bucket: `Reducer.bytes_sent` is a little more, for the padding of many."""
     world = World(size=nodes, device=torch.device("meta"))       # tensors without memory
     return Bucket(dict(enumerate(shapes)), world, compression).average(1.0)
 
 
-# ----- The program: what this network does -----
+# ----- The program: what averaging costs -----
 
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of

@@ -27,8 +27,8 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, self.DEFAULTS | options)
 
     def add_param_group(self, group, most=1 << 21):
-        """Adds parameters, cut into tensor groups of about `most` elements: the temporaries of an
-        update, which takes one group at a time, are then a fraction of the weights' memory."""
+        """Adds parameters, in tensor groups of about `most` elements or of one larger tensor: an
+        update takes one at a time, so its temporaries are a fraction of the weights' memory."""
         tensor_groups, elements = {}, 0
         for p in group["params"]:
             elements += p.numel()
@@ -92,7 +92,7 @@ class LAMB(Optimizer):
         ratios = torch.full((len(w),), k, dtype=torch.float64)
         if decay or group["adapt_all"]:
             ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
-        # Factors are tensors of shape (), fp64 to round once: for numbers one has to wait for a GPU
+        # Factors are tensors of shape (), since numbers would wait for a GPU; fp64 rounds once
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)
 
@@ -160,7 +160,7 @@ class LossScaler:
         if self.scale < self.smallest:
             broken = next((n for n, g in gradients.items() if not g.isfinite().all()), "a rank")
             raise TrainingStopped(f"step {step}: gradient of {broken} is not finite at the scale's "
-                                  f"floor of {2 * self.scale:g}; start anew at a lower --lr-scale")
+                                  f"floor of {self.smallest:g}; start anew at a lower --lr-scale")
         return not overflow
 
 
@@ -302,7 +302,7 @@ class LANS(Optimizer):
             torch._foreach_add_(w, u)
 
 
-# ----- 1-bit optimizers: ranks average momentum, or less, in place of gradients -----
+# ----- 1-bit optimizers: ranks average momentum, or more rarely, in place of gradients -----
 
 class OneBitAdam(Optimizer):
     """Adam whose momentum is averaged in one bit an element (Tang et al., arXiv 2102.02888,
@@ -568,7 +568,7 @@ def write_checkpoint(folder, state, keep):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A later one is damaged or was not to be read: it would count as the one before at some time
+    # Later ones are damaged or were not to be read: kept, one would be "the one before" some day
     found = checkpoints_in(folder)
     older = [step for step in found if step < state["step"]]
     for step in found.keys() - {state["step"], max(older, default=0)} - keep:

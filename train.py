@@ -148,7 +148,7 @@ def train(plan, world):
             # 2. The masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
             #    Each rank's own would make a mean of means. And is it time to stop, or to save?
             wishes = dist.asked_to_stop(stop_requests), time.monotonic() > save_at
-            masked, slots, stop, due, *tokens = step_totals(micro_batches, wishes, world)
+            masked, rows, stop, due, *tokens = step_totals(micro_batches, wishes, world)
 
             # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
             # 4. In the last micro-batch, each full bucket is averaged while backward goes on
@@ -213,7 +213,7 @@ def train(plan, world):
                 "examples": examples, "seconds": seconds, "data_share": data_seconds / duration,
                 "wait_seconds": reducer.wait_seconds, "bucket_seconds": reducer.bucket_seconds,
                 "bytes_sent": reducer.bytes_sent + optimizer.bytes_sent,
-                **step_figures(plan, phase, sums, masked, slots, tokens, duration),
+                **step_figures(plan, phase, sums, masked, rows, tokens, duration),
                 **outlook(plan, step, seconds)}
             log.metric("train", **figures)
             bar.set_postfix_str(f"mlm {figures['mlm_loss']:.3f}")
@@ -234,8 +234,8 @@ def train(plan, world):
     if log.active:
         bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, model, step, stop_requests)
-    # No success, or other nodes' torchrun would wait for us. After a sum, that is when rank 0 has
-    # written all: the first that fails has the others killed
+    # Status 1, or other nodes' torchrun would wait for us. The sum waits until rank 0 has written
+    # all: the first rank that fails has the others killed
     if stop >= dist.SIGNALLED and dist.TORCHRUN and world.sum([1]):
         raise dist.DistError(f"stopped after step {step}; the same command resumes")
 
@@ -248,7 +248,8 @@ def build(plan, world):
     model = bert.BertForPreTraining(plan.config)
     # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
     # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
-    # The mean changes no probability, but LANS would step eight times as far, and bf16 round more.
+    # To subtract the mean changes no probability; else LANS steps eight times as far, and bf16
+    # rounds more.
     rarity = torch.from_numpy(data.unigram_losses(plan.data))
     model.mlm_bias.data.fill_(rarity.mean() - rarity.max())
     model.mlm_bias.data[:len(rarity)] = rarity.mean() - rarity
@@ -283,7 +284,7 @@ def open_phase(plan, world, phase_index, step):
     phase = plan.phases[phase_index]
     first = step - plan.ends[phase_index] + phase.steps
     examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
-                                    mask_fraction=plan.mask_fraction, **plan.masks)
+                                    mask_fraction=plan.mask_fraction, **plan.example_options)
     deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
                              micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
                              lengths=examples.lengths if plan.balance else None)
@@ -304,12 +305,12 @@ def step_totals(micro_batches, wishes, world):
     own = sum(int(batch.bounds[-2]) for batch in micro_batches)
     # Counted on the CPU, before the batch goes to a GPU: nothing waits for the device
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    slots = sum(len(batch.tokens) for batch in micro_batches)
+    rows = sum(len(batch.tokens) for batch in micro_batches)
     tokens = [own * (rank == world.rank) for rank in range(world.size)]
-    return world.sum([masked, slots, *wishes, *tokens])
+    return world.sum([masked, rows, *wishes, *tokens])
 
 
-def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
+def step_figures(plan, phase, sums, masked, rows, tokens, seconds):
     """Returns the log's fields that follow from a step's sums over all ranks: `sums` of the two
     losses, and what `step_totals` returns. imbalance: the most tokens of a rank over the mean;
     tflops: of the model, 10^12 operations a second and rank."""
@@ -317,7 +318,7 @@ def step_figures(plan, phase, sums, masked, slots, tokens, seconds):
     mlm_loss, nsp_loss, rate = sums[0] / masked, sums[1] / examples, examples / seconds
     flops = bert.flops_per_example(plan.config, total / examples, masked / examples)
     return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
-            "padding": 1 - total / slots, "imbalance": max(tokens) * ranks / total,
+            "padding": 1 - total / rows, "imbalance": max(tokens) * ranks / total,
             "examples_per_second": rate, "tflops": rate * flops / ranks / 1e12}
 
 
@@ -346,7 +347,7 @@ def evaluate(model, plan, phase, world):
     in training mode.
     """
     model.eval()
-    examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.masks)
+    examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.example_options)
     unigrams = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
     total = torch.zeros(6, dtype=torch.float64, device=world.device)
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
@@ -389,8 +390,8 @@ def fill_in_demo(plan, model):
 # ----- The plan: the arguments, with all that they leave open filled in -----
 
 def make_plan(args, world):
-    """Returns `fill_in`'s plan, the same on every rank, with its shards prepared and checked, and
-    `same_run`, what the results depend on.
+    """Returns `fill_in`'s plan, the same on every rank but for LOCAL, with its shards prepared and
+    checked, and `same_run`, what the results depend on.
 
     Raises one of EXPECTED if it cannot work.
     """
@@ -418,7 +419,7 @@ def fill_in(args, world):
     plan.one_bit = plan.optimizer in optim.ONE_BIT
     # A variance that will be frozen must be the mean of many steps
     plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.masks = {"pairs": args.pairs, "whole_words": args.whole_words}
+    plan.example_options = {"pairs": args.pairs, "whole_words": args.whole_words}
     plan.data = Path(args.data or data.default_folder(args.corpus))
     plan.reads_docs = not args.data and not args.corpus
     plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
@@ -498,9 +499,9 @@ def same_run(plan, manifest):
     the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
     that changes the order of sums, dropout's masks, and what lossy compression leaves over."""
     # Flat, so that a field that differs can be named
-    run = {key: vars(plan)[key] for key in ("optimizer", "betas", "compression", "balance", "init",
-                                            "mask_fraction", "seed", "precision", *plan.masks)}
-    run |= {"shards": manifest["sha256"][:16]}               # of the text, and how it was prepared
+    fields = "optimizer betas compression balance init mask_fraction seed precision".split()
+    run = {key: vars(plan)[key] for key in [*fields, *plan.example_options]}
+    run["shards"] = manifest["sha256"][:16]                  # of the text, and how it was prepared
     run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
     for number, phase in enumerate(plan.phases, 1):
         run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()
@@ -590,7 +591,7 @@ def find_checkpoint(plan, log):
         raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
     if not auto and max(found, default=0) > (state["step"] if state else 0):
         raise ConfigError(f"{folder} holds step {max(found)}: resume from it, or change --out")
-    if state and (differ := dist.differences(plan.same_run, state["run"])):
+    if state and (differ := dist.differences(state["run"], plan.same_run)):
         raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
     return state
 

@@ -17,7 +17,7 @@ make the figure from runs/*/metrics.jsonl, and compare with the tables in RESULT
 line named, run the same command again with another --out, and change it back. First of all:
     export RUN="torchrun --standalone --nproc_per_node"
 
-1. The divisor of the loss. `train.step_totals` returns [masked * world.size, *world.sum([slots,
+1. The divisor of the loss. `train.step_totals` returns [masked * world.size, *world.sum([rows,
    *wishes, *tokens])]: each rank divides by its own masked tokens. With a rate of 0 the weights
    stay, and steps compare. Figure: how far off grad_norm is, over the batch.
        for B in 2 4 8 16 32; do
@@ -179,7 +179,7 @@ EXERCISES = {
         "test_dist.py::test_seconds_of_the_thread_are_counted "
         "test_dist.py::test_the_next_step_is_right_after_all_that_can_happen",
         90, 24, "how an all-reduce hides behind backward, and why order is all that ranks share",
-        ["`_ready`: add, do not copy, since micro-batches add up. `self.synchronising` says that "
+        ["`_ready`: add, do not copy, since micro-batches add up. `self.sends` says that "
          "this is the last one. An fp32 p.grad then is the view, a 16-bit one None.",
          "`_launch`: bucket k starts when its own and all before it are complete, whatever came "
          "first. len(self.jobs) have started. An event is torch.cuda.Event(blocking=True) if there "

@@ -129,9 +129,9 @@ def test_the_divisor_is_that_of_the_whole_step(shards):
     batches = [data.PretrainingData(shards, 32).batch(indices) for indices in ([0, 1, 2], [3])]
     labels = torch.cat([batch.labels for batch in batches])
     tokens = sum(int(batch.lengths[:-1].sum()) for batch in batches)
-    slots = sum(len(batch.tokens) for batch in batches)
-    assert (labels == data.IGNORED).any() and slots > tokens
-    expected = (labels != data.IGNORED).sum(), slots, 2, True, 0, tokens
+    rows = sum(len(batch.tokens) for batch in batches)
+    assert (labels == data.IGNORED).any() and rows > tokens
+    expected = (labels != data.IGNORED).sum(), rows, 2, True, 0, tokens
     assert train.step_totals(batches, (2, True), world) == [10 * int(x) for x in expected]
 
 
@@ -578,7 +578,7 @@ def test_evaluation_masks_15_percent_however_many_training_does(shards, monkeypa
     monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 320))
     phase = dataclasses.replace(optim.RECIPES["demo"].phases[0], micro_batch=16)
-    plan = train.argparse.Namespace(data=shards, pairs="nsp", masks={"pairs": "nsp"})
+    plan = train.argparse.Namespace(data=shards, pairs="nsp", example_options={"pairs": "nsp"})
     plan.mask_fraction = 0.15
     usual = train.evaluate(model, plan, phase, dist.World())
     plan.mask_fraction = 0.6
@@ -596,7 +596,7 @@ class Guesser(torch.nn.Module):
 def test_an_evaluation_adds_up_its_batches(shards, monkeypatch):
     monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
     phase = dataclasses.replace(optim.RECIPES["demo"].phases[0], micro_batch=8)
-    plan = train.argparse.Namespace(data=shards, pairs="nsp", masks={"pairs": "nsp"})
+    plan = train.argparse.Namespace(data=shards, pairs="nsp", example_options={"pairs": "nsp"})
     found = train.evaluate(Guesser(), plan, phase, dist.World())
     examples = data.PretrainingData(shards, 64, held_out=True)
     masked = sum(len(examples[i].labels) for i in range(32))
@@ -920,6 +920,7 @@ def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
     for outcome in outcomes:
         assert isinstance(outcome, train.ConfigError)
         assert "of another run" in str(outcome) and "(not " in str(outcome)
+    assert "the checkpoint is of another run: seed 0 (not 5);" in str(outcomes[1])
     assert "model.vocab_size 320 (not 320)" not in str(outcomes[-1])
     assert (out / "metrics.jsonl").read_bytes() == before
 
@@ -1107,6 +1108,17 @@ def test_memory_does_not_grow(shards, tmp_path):
 # The programs, as the README has them
 
 LITTLE = "--steps 4 2 --batch 8 --log-every 2 --precision fp32".split()
+
+
+def test_the_readme_quotes_messages_that_the_code_has():
+    section = (ROOT / "README.md").read_text().partition("## When something goes wrong")[2]
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)                       # messages of two lines
+    quotes = re.findall(r"^\| `(.+?)` \|", section.partition("\n## ")[0], re.M)
+    assert len(quotes) > 5
+    for quote in quotes:                      # but for the numbers and names that come into them
+        for part in re.split(r"\d+|HOST|\.\.\.|: .*", quote):
+            assert part.strip() in code, quote
 
 
 def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):

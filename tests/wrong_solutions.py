@@ -113,8 +113,8 @@ WRONG = {
             ("np.where(turn % 2, size - 1 - place, place)", "place")),
         "each rank's own divisor": (
             "train.step_totals",
-            ("return world.sum([masked, slots, *wishes, *tokens])",
-             "return [masked * world.size, *world.sum([slots, *wishes, *tokens])]")),
+            ("return world.sum([masked, rows, *wishes, *tokens])",
+             "return [masked * world.size, *world.sum([rows, *wishes, *tokens])]")),
     },
     "buckets": {
         "divides after the sum": (
@@ -153,7 +153,7 @@ WRONG = {
             ("view.add_(p.grad)", "view.copy_(p.grad)")),
         "in every micro-batch": (
             "dist.Reducer._ready",
-            ("if self.synchronising:", "if True:")),
+            ("if self.sends:", "if True:")),
     },
     "powersgd": {
         "not orthonormal": (
