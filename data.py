@@ -630,8 +630,8 @@ def is_prose(corpus):
 def train_tokenizer(sentences, vocab_size, cased=False):
     """Returns a trained SentencePiece unigram model (bytes) of `vocab_size` pieces.
 
-    The five special symbols have ids 0 to 4; no text can spell them. Raises
-    DataError if the text is too small.
+    The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
+    is too small.
     """
     model = io.BytesIO()
     try:

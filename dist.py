@@ -376,7 +376,7 @@ class Reducer:
         """While inside, gradients add up on this rank and nothing is sent."""
         self.sends = False
         yield
-        self.sends = True                  # after an exception, zero_grad sets it
+        self.sends = True                          # after an exception, zero_grad sets it
 
     # 2. Ready
 

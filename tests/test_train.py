@@ -1101,8 +1101,9 @@ def test_memory_does_not_grow(shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *argv, sabotage=(log_memory, tmp_path / "rss"))
     lines = [line.split() for line in (tmp_path / "rss").read_text().splitlines()]
     rss = [int(size) for kind, size in lines if kind == "train"]
-    # After the second checkpoint: the first takes 2 MB (0.8 %), in rare runs a later one does
-    assert len(rss) == 300 and rss[-1] <= 1.01 * rss[99]
+    # From one checkpoint to the next, but for the worst: one of them takes 2 MB, mostly the first
+    growth = sorted(after - before for before, after in zip(rss[99::50], rss[149::50]))
+    assert len(rss) == 300 and len(growth) == 4 and sum(growth[:3]) <= 0.005 * 3 / 4 * rss[99]
 
 
 # The programs, as the README has them
