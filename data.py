@@ -846,8 +846,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, printed once a node."""
 
     def error(self, message):
-        said = os.environ.get("LOCAL_RANK", "0") == "0"      # a node has its own command line
-        self.exit(2, f"{self.prog}: {message}\n" if said else "")
+        # A node has its own command line
+        self.exit(2, f"{self.prog}: {message}\n" * (os.environ.get("LOCAL_RANK", "0") == "0"))
 
 
 def number(kind, low, high=float("inf")):

@@ -30,7 +30,7 @@ import torch.distributed
 
 
 class DistError(Exception):
-    """Settings or a model that ranks cannot train with; the message says what to change."""
+    """What ranks cannot train on with; the message says why, and what to do."""
 
 
 class RankLost(DistError):
@@ -127,10 +127,10 @@ class World:
             raise                                              # of our own GPU, not of a rank
         except RuntimeError as error:
             # The first to fail sets `failed`; who is alive sees it and sets alive/RANK (`answer`).
-            # Each waits for the answers: torchrun ends all when one leaves, the first, too
+            # Each waits for the answers: when one leaves, torchrun ends all, the first among them
             _, lost = self.first_to_fail(), self._ask(lambda s: absent(s, "alive", "answered"))
             raise RankLost(f"rank {lost or '?'} died or did not answer in time; the same command "
-                           f"resumes (was it busy? raise --timeout) ({error!r:.160})") from error
+                           f"resumes (was it busy? raise --timeout) ({error!r:.480})") from error
 
     def first_to_fail(self):
         """Returns True on the rank that calls it first, and False on the others: of all that fail,
@@ -224,8 +224,9 @@ def absent(store, word, key):
 
 def answer(rank):
     """Tells a rank that failed that this process is alive, and a second later that all who are have
-    told so: ranks may notice one after another, and none then waits again. In a thread, since the
-    program may be busy for minutes; a dead or stopped process has none."""
+    told so: ranks may notice one after another, and none then waits again. Ends the process if it
+    has not ended a minute later. In a thread, since the program may be busy for minutes; a dead or
+    stopped process has none."""
     with contextlib.suppress(RuntimeError):            # the store is gone
         store = torch.distributed.group.WORLD.get_group_store()
         # It ends before Python does, which would abort within a request of a daemon thread
@@ -233,7 +234,9 @@ def answer(rank):
             if store.check(["failed"]):
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                          # each looks five times a second
-                return store.set("answered", "")
+                store.set("answered", "")
+                threading.main_thread().join(60)       # to save; but NCCL waits for the dead longer
+                os._exit(1)
             time.sleep(0.2)
 
 
@@ -297,11 +300,11 @@ def listen_to_signals(max_minutes):
 
 
 def asked_to_stop(stop_requests):
-    """Returns 0 if this rank is to go on; 1 if its time is up; SIGNALLED if it got a signal, or its
-    torchrun is dead: no rank trains on then."""
-    if set(stop_requests) - {"--max-minutes"} or TORCHRUN not in (None, os.getppid()):
-        return SIGNALLED
-    return len(stop_requests)
+    """Returns 0 if this rank is to go on; 1 if its time is up; SIGNALLED if it got a signal; inf if
+    its torchrun is dead: no rank trains on then."""
+    if TORCHRUN in (None, os.getppid()):
+        return SIGNALLED if set(stop_requests) - {"--max-minutes"} else len(stop_requests)
+    return math.inf
 
 
 # ----- The reducer: gradients averaged while backward runs -----
@@ -313,11 +316,11 @@ class Reducer:
 
     Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
 
-    1. Pack, once. Parameters, the last one first, fill flat fp32 buckets of bucket_mb MB or more,
-       as none is cut, but for the last ones (by default a 12th of all gradients, within 1 and 25
-       MB). Each gradient is a view of its bucket: of fp32 parameters it is `p.grad`; fp16 and
-       bf16 ones have theirs added to it and dropped, so that micro-batches add up in fp32. All
-       ranks start from rank 0's weights.
+    1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
+       bucket_mb MB (by default a 12th of all gradients, within 1 and 25 MB), then to the next.
+       Each gradient is a view of its bucket: of fp32 parameters it is `p.grad`; fp16 and bf16
+       ones have theirs added to it and dropped, so that micro-batches add up in fp32. All ranks
+       start from rank 0's weights.
     2. Ready. Autograd has added a parameter's gradient to its view.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
        communication thread, which averages one bucket after another while backward goes on.
@@ -362,7 +365,7 @@ class Reducer:
 
     def zero_grad(self, scale=1.0):
         """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
-        `commit` was not called: error feedback would stand still."""
+        `commit` was not called, or error feedback would stand still."""
         concurrent.futures.wait(self.jobs)         # after an error some may still be running
         self.jobs, self.scale, self.sends = [], scale, True
         self.bytes_sent, self.wait_seconds, self.bucket_seconds = 0, 0.0, []
@@ -526,25 +529,24 @@ class Bucket:
         e_r = rest_r                           `commit`: only if the step is taken
 
     So an overflow leaves no trace, and what went in comes out: mean_r v_r = q + mean_r rest_r (and
-    what the server error of int8 and onebit grew by). A spike that is finite comes out as well: it
-    stays in e_r for many steps, since gradients are clipped after this.
+    what the server error of int8 and onebit grew by). So does a spike that is finite, but over many
+    steps: gradients are clipped after this, so most of it stays in e_r for a while.
 
-    Several nodes with several ranks each have two levels, but for dense sums on GPUs, where NCCL
-    has its own (as Goyal et al., arXiv 1706.02677, section 4.2): a node's ranks add up at one of
-    them, the bucket's leader; the leaders of all nodes exchange, compressed; each passes the mean
-    on. So a node sends no more than one rank. Bucket `number` decides who leads, which spreads
-    memory and work over the node's GPUs.
+    Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
+    4.1), but for dense sums on GPUs, where NCCL has its own: a node's ranks add up at one of them,
+    the bucket's leader; the leaders of all nodes exchange, compressed; each passes the mean on. So
+    a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory and
+    work over the node's GPUs.
     """
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
-        self.shapes, self.lossy = shapes, is_lossy(compression)
+        self.shapes, self.lossy = shapes, self.compressor is not dense
         two = world.levels and (self.lossy or world.device.type == "cpu")     # NCCL has its own
         self.inner, self.outer = world.levels if two else (World(), world)
         n, multiple = sum(map(math.prod, shapes.values())), padding(self.outer.size)
         self.padded = torch.zeros(-(-n // multiple) * multiple, device=world.device)
-        self.flat = self.padded[:n]
-        self.leader = number % self.inner.size
+        self.flat, self.leader = self.padded[:n], number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
         self.restart()
 
@@ -621,15 +623,15 @@ def split(flat, shapes):
 # Each but `dense`, which sends everything and averages in place, is a function (world, value, mean,
 # state, argument) -> bytes sent. value (n + padding,): flat fp32, another on each rank, in which it
 # leaves what it could not send. mean (n + padding,): where it writes the mean of what was sent, the
-# same on every rank. In `state` it keeps tensors for the next step.
+# same on every rank. state: of the tensors in value, "shapes"; and what it keeps for the next step.
 
 def dense(world, value, dtype=torch.float32):
     """none, fp16 and bf16: averages by one all-reduce in this format, in place.
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
-    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. So does each addition. Returns
-    the bytes of a ring: each rank sends all `size` parts of the tensor but one to sum them, and as
-    many to spread the sums.
+    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds
+    as well. Returns the bytes of a ring: each rank sends all `size` parts of the tensor but one to
+    sum them, and as many to spread the sums.
     """
     wire = value.div_(world.size).to(dtype)        # before the sum, which might overflow fp16
     world.all_reduce(wire)
@@ -660,8 +662,9 @@ def topk(world, value, mean, state, fraction):
 
 def chunk(world, value, mean, state, fraction, size=1024):
     """Sends the chunks of 1,024 elements with the largest norms: GradientFlow's coarse-grained
-    sparse communication (arXiv 1902.06855, section 3.2). Norms are averaged first, so all ranks
-    choose the same chunks, and a plain all-reduce of those is enough on any number of ranks.
+    sparse communication, CSC (arXiv 1902.06855, section 3.2), without its momentum correction and
+    dense warm-up. Norms are averaged first, so all ranks choose the same chunks, and a plain
+    all-reduce of those is enough on any number of ranks.
 
         S = the chunks c with the largest mean_r ||v_r[c]||_1      q = mean_r v_r on S, 0 elsewhere
     """
@@ -677,9 +680,9 @@ def chunk(world, value, mean, state, fraction, size=1024):
 
 
 def two_phase(world, value, mean, state, code):
-    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888, section
-    4.2). Part j of every rank goes to rank j (all_to_all), which averages the parts, compresses the
-    average again with a residual of its own, the server error, and sends it to all (all_gather).
+    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). Part j
+    of every rank goes to rank j (all_to_all), which averages the parts, compresses the average
+    again with a residual of its own, the server error, and sends it to all (all_gather).
 
         q_r = C(v_r)                  rest_r = v_r - q_r                   worker r, all parts
         q = C(mean_r q_r + s)         s = mean_r q_r + s - q               server j, part j
@@ -704,8 +707,8 @@ def two_phase(world, value, mean, state, code):
 def encode_int8(blocks, sizes, scratch):
     """Returns bytes (..., 260) of blocks (..., 256), and leaves the rounding error in the blocks.
 
-    8 bits an element and one fp32 scale a block, the largest of which becomes 127 (block-wise
-    quantisation as of Dettmers et al., arXiv 2110.02861, section 2.1, here linear).
+    8 bits an element and one fp32 scale a block, whose largest element becomes 127 (block-wise
+    quantisation as of Dettmers et al., arXiv 2110.02861, section 2.1, here linear). sizes: unused.
 
         s = max |x| / 127            q = s round(x / s)
     """
@@ -718,8 +721,8 @@ def encode_int8(blocks, sizes, scratch):
 
 def decode_int8(wire, out):
     """Writes the blocks (..., 256) of bytes (..., 260) to `out` and returns them."""
-    out.copy_(wire[..., :-4].view(torch.int8))     # int8 times float is 60 times slower on a CPU
-    return out.mul_(wire[..., -4:].view(torch.float32))
+    # First to floats: int8 times float is 60 times slower on a CPU
+    return out.copy_(wire[..., :-4].view(torch.int8)).mul_(wire[..., -4:].view(torch.float32))
 
 
 # The eight signs that a byte stands for, (256, 8)
@@ -740,7 +743,7 @@ def encode_onebit(blocks, sizes, scratch):
     """
     scales = torch.abs(blocks, out=scratch).sum(-1, keepdim=True).div_(sizes)
     if not blocks.is_cpu:
-        powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=blocks.device).byte()
+        powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
         packed = ((blocks < 0).unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
     else:                                          # NumPy packs several times faster than torch
         packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
@@ -837,7 +840,7 @@ def wire_bytes(compression, shapes, nodes):
 
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
-    the slowest rank, median) and bytes that rank 0 sends."""
+    the slowest rank, median) and the bytes that all ranks send, to other nodes if there are any."""
     shape = max(1, int(megabytes * 1e6 / 4096)), 1024
     gradient = torch.randn(math.prod(shape), device=world.device)
     bucket, seconds = Bucket({"matrix": shape}, world, name), []
@@ -848,7 +851,7 @@ def measure(world, name, megabytes, rounds=5):
         sent = bucket.average(1.0)
         bucket.flat[0].item()                              # waits for a GPU
         seconds.append(max(world.all_gather_object(time.perf_counter() - began)))
-    return sorted(seconds[1:])[rounds // 2], sent
+    return sorted(seconds[1:])[rounds // 2], world.sum([sent])[0]
 
 
 def main():
@@ -859,7 +862,7 @@ def main():
     try:
         world = init()
         say = functools.partial(print, flush=True) if world.rank == 0 else lambda line: None
-        say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; GB/s of fp32")
+        say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
         say("compression     MB        ms   MB sent    GB/s")
         for name, size in itertools.product(COMPRESSORS, args.mb):
             seconds, sent = measure(world, name, size)

@@ -108,8 +108,7 @@ def move_moments(m, v, g, b1, b2, k=1):
 
 def denominator(v, eps):
     """Returns sqrt(v) + eps as new tensors."""
-    d = torch._foreach_sqrt(v)
-    torch._foreach_add_(d, eps)
+    torch._foreach_add_(d := torch._foreach_sqrt(v), eps)
     return d
 
 
@@ -126,7 +125,7 @@ def safe_ratios(a, b, otherwise=1.0):
 # ----- Around the update: loss scaling, clipping, precision, master weights -----
 
 class TrainingStopped(ArithmeticError):
-    """Training cannot continue; the message names the step, the scale and what is not finite."""
+    """Training cannot continue; the message names the step and what is not finite."""
 
 
 @dataclasses.dataclass
@@ -402,7 +401,7 @@ class OneBitLAMB(OneBitAdam):
     1; constants of microsoft/DeepSpeed, onebit/lamb.py). First stage: LAMB without bias correction,
     its ratio c within [0.01, 10], and C = 0.9 C + 0.1 c, a mean of each tensor's ratios, from 1 on.
     (DeepSpeed begins with C = 0, and adapts tensors without decay as well.) Second stage, with g
-    and p of OneBitAdam and a fresh variance V, which begins as v and goes on:
+    and p of OneBitAdam and a fresh variance V, a copy of v that keeps moving:
 
         V = b2 V + (1 - b2) g^2                 u = p + decay w
         f = max((sqrt(v) + eps) / (sqrt(V) + eps))
@@ -455,7 +454,7 @@ class ZeroOneAdam(OneBitAdam):
                                                 w = K - L m / (sqrt(v) + eps)
 
     The published algorithm differs in three things. There v moves with b2 on a k-th step, too:
-    frozen, it is that of some 16 log2(n / 16) steps, and updates are up to 3 times as long. There
+    frozen, it has moved some 16 log2(n / 16) times, and updates are up to 3 times as long. There
     the ranks average -L m: an agreement soon after another, as before an evaluation, divides what
     the one before has left over by its own short L. And that holds the decay (W in place of K),
     which so becomes a part of m and acts up to 1 / (1 - b1) times as strongly.

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ def parse_arguments(argv=None):
     add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
     add("--vocab-size", **N(16), help="make a tokenizer of N pieces for it (8192)")
     add("--out", metavar="DIR", help="write results here (runs/RECIPE; runs/NAME of another text)")
-    add("--resume", default="auto", metavar="PATH", help="this checkpoint, or never (auto: newest)")
+    add("--resume", default="auto", metavar="PATH", help="this checkpoint, in a new --out (newest)")
     add("--init", metavar="DIR", help="begin with this model; --data made with its tokenizer.model")
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
@@ -178,8 +179,8 @@ def train(plan, world):
                 break
 
             # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
-            #    Where a 1-bit optimizer wants them local each keeps its own, which are sqrt(N)
-            #    times noisier than their mean: divided so, the norms compare.
+            #    Where a 1-bit optimizer wants them local each keeps its own. If noise dominates,
+            #    it is sqrt(N) times that of their mean: divided so, the norms compare.
             if not local:
                 reducer.finish()
             norm = float(optim.global_norm(reducer.buckets)) / math.sqrt(world.size if local else 1)
@@ -237,7 +238,8 @@ def train(plan, world):
     # Status 1, or other nodes' torchrun would wait for us. The sum waits until rank 0 has written
     # all: the first rank that fails has the others killed
     if stop >= dist.SIGNALLED and dist.TORCHRUN and world.sum([1]):
-        raise dist.DistError(f"stopped after step {step}; the same command resumes")
+        kind = dist.RankLost if stop == math.inf else dist.DistError         # see `main`
+        raise kind(f"stopped after step {step}; the same command resumes")
 
 
 # ----- What the loop is built of, in the order of its steps -----
@@ -496,8 +498,8 @@ def prepare_folders(plan, world):
 
 def same_run(plan, manifest):
     """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
-    the checkpoint's where a run resumes. How many ranks and micro-batches do the work is not in it:
-    that changes the order of sums, dropout's masks, and what lossy compression leaves over."""
+    the checkpoint's where a run resumes. How many ranks, micro-batches and buckets share the work
+    is not in it: it changes sums' order, dropout's masks, what lossy compression leaves over."""
     # Flat, so that a field that differs can be named
     fields = "optimizer betas compression balance init mask_fraction seed precision".split()
     run = {key: vars(plan)[key] for key in [*fields, *plan.example_options]}
@@ -628,7 +630,9 @@ def print_plan(args):
         flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
         compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
         exchange = packing[compression] * (nodes > 1 and not args.tflops)
-        exchange += 8e-9 * dist.wire_bytes(compression, shapes, nodes) / gbps
+        # Dense sums go in a ring through all GPUs, from node to node once; see dist.Bucket
+        ring = nodes if nodes == 1 or dist.is_lossy(compression) else nodes * args.gpus_per_node
+        exchange += 8e-9 * dist.wire_bytes(compression, shapes, ring) / gbps
         late = exchange * config.vocab_size * config.width / elements
         backward = (0.75 if plan.recompute else 2 / 3) * compute * min(1, phase.micro_batch / share)
         return compute, exchange, compute + max(late, exchange - backward)
@@ -802,6 +806,12 @@ def main():
             rank = f"rank {world.rank}: " if world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
         traceback.clear_frames(error.__traceback__)          # ends the loader's workers
+        # torchrun would start all ranks again: for nothing, unless one was lost or a disk was full
+        if (dist.TORCHRUN == os.getppid() and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+                and isinstance(error, EXPECTED)
+                and not isinstance(error, (dist.RankLost, OSError))):
+            time.sleep(0.1)                                  # it ends them all; one still prints
+            os.kill(dist.TORCHRUN, signal.SIGTERM)
         os._exit(1)                      # a clean exit can wait for a rank that does not answer
 
 

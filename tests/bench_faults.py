@@ -362,7 +362,7 @@ CASES = {
                           hosts="c10d", options="--max-restarts=2", act=restart_agent,
                           says="resuming from the checkpoint of step", ends="goes on", again=False),
     "node-term": Case("SIGTERM to one of two nodes", SAVED, hosts="local", ends="stops",
-                      act=lambda run: run.roots[1].terminate()),
+                      options="--max-restarts=2", act=lambda run: run.roots[1].terminate()),
     "node-kill": Case("kill -9 of the rank on node 1", "the other node stops too", hosts="local",
                       act=send(KILL, "rank", 1), says=LOST),
     "node-0-dies": Case("all of node 0 is killed, the store with it", "node 1 says so and stops",

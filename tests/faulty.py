@@ -7,6 +7,7 @@ Acts are in ACTS; what follows the function's name is an act's argument. Workers
 their own. Only torchrun's first attempt has the fault. `Run` finds all processes of a run by a mark
 in their environment, so it needs Linux.
 """
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -27,6 +28,7 @@ import torch  # noqa: E402
 
 import bert  # noqa: E402, F401
 import data  # noqa: E402, F401
+import dist  # noqa: E402
 import optim  # noqa: E402, F401
 import train  # noqa: E402
 
@@ -284,6 +286,9 @@ if "ONE_CARD" in os.environ:               # NCCL refuses two ranks on one card;
     torch.distributed.init_process_group = lambda _, *arguments: meet("gloo", *arguments)
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
         uuid=os.environ["RANK"], total_memory=properties(device).total_memory)
+    # One Gloo for both kinds of tensors: the sum in `finish` must not come amid the thread's
+    finish = dist.Reducer.finish
+    dist.Reducer.finish = lambda self: (concurrent.futures.wait(self.jobs), finish(self))[1]
 if text := os.environ.get("FAULT"):        # in a worker this file has another name than __main__
     inject(text)
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import re
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import dist
-from tests.ranks import run_ranks
+from tests.ranks import TORCHRUN, run_ranks, run_script
 
 LOSSY = ["int8", "onebit", "topk", "chunk", "powersgd"]
 
@@ -396,7 +397,7 @@ def test_minutes_and_torchruns_end_ask_to_stop(monkeypatch):
     assert dist.asked_to_stop(requests) == 0
     timers[0].function(*timers[0].args)
     assert dist.asked_to_stop(requests) == 1
-    for torchrun, asked in (os.getppid(), 0), (os.getppid() + 1, dist.SIGNALLED):
+    for torchrun, asked in (os.getppid(), 0), (os.getppid() + 1, math.inf):
         monkeypatch.setattr(dist, "TORCHRUN", torchrun)
         assert dist.asked_to_stop([]) == asked
 
@@ -469,6 +470,19 @@ def notices_a_loss(world):
 def test_ranks_do_not_wait_for_answers_one_after_another(tmp_path):
     *moments, _ = run_ranks(notices_a_loss, 8, tmp_path, check=False)
     assert max(moments) - min(moments) < 1.5                   # they are seven
+
+
+def waits_in_nccl(world, began):
+    if world.rank == 1:
+        main = SimpleNamespace(is_alive=lambda: True, join=lambda limit: time.sleep(limit / 200))
+        dist.threading = SimpleNamespace(main_thread=lambda: main)
+        time.sleep(30)
+    return world.first_to_fail() and time.time() - began
+
+
+def test_a_rank_that_does_not_notice_ends_a_minute_later(tmp_path):
+    failed, waited = run_ranks(waits_in_nccl, 2, tmp_path, time.time(), check=False)
+    assert waited is None and failed < 20
 
 
 def dies(world):
@@ -849,14 +863,13 @@ def test_the_command_lines_text():
             dist.parse_compression(text)
 
 
-def test_the_program_measures_each_compressor(program):
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
-    run = program(*torchrun.split(), "dist.py", "--mb", 1)
+def test_the_program_measures_each_compressor():
+    run = run_script(TORCHRUN, "--standalone", "--nproc_per_node=2", "dist.py", "--mb", 1)
     assert run.returncode == 0, run.stderr
     rows = re.findall(r"^(\w+) +1 +[\d.]+ +([\d.]+) +[\d.]+$", run.stdout, re.M)
     assert [name for name, _ in rows] == list(dist.COMPRESSORS)
     sent = {name: float(megabytes) for name, megabytes in rows}
-    assert sent["none"] == 1.0 and sent["bf16"] == 0.5 and sent["onebit"] == 0.03
+    assert sent["none"] == 2.0 and sent["bf16"] == 1.0 and sent["onebit"] == 0.07     # of both
 
 
 def average_on_gpu(world):

@@ -27,7 +27,7 @@ import dist
 import optim
 import train
 from tests.conftest import ROOT
-from tests.ranks import run_ranks, run_script, start_script, together
+from tests.ranks import TORCHRUN, run_ranks, run_script, start_script, together
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
 SHORT = ("--steps 8 6 --batch 9 7 --micro-batch 2 --workers 0 --checkpoint-every 3 "
@@ -345,6 +345,20 @@ def test_a_stop_leaves_the_step_undone_on_all_ranks(shards, tmp_path):
     assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "out"))
 
 
+def stop_under_torchrun(world, reason):
+    dist.TORCHRUN = os.getppid()
+    dist.asked_to_stop = lambda _: reason if world.rank else 0
+
+
+@pytest.mark.parametrize("reason,kind", [(dist.SIGNALLED, dist.DistError),
+                                         (math.inf, dist.RankLost)])     # whose torchrun is dead
+def test_a_stop_is_for_good_unless_a_torchrun_died(shards, tmp_path, reason, kind):
+    outcomes = run(shards, tmp_path / "out", tmp_path, *SHORT, size=2, check=False,
+                   sabotage=(stop_under_torchrun, reason))
+    assert [type(outcome) for outcome in outcomes] == [kind] * 2
+    assert "stopped after step 0; the same command resumes" in str(outcomes[0])
+
+
 def test_minutes_save_and_stop(shards, tmp_path):
     run(shards, tmp_path / "out", tmp_path, *SHORT, "--checkpoint-every", 100,
         "--checkpoint-minutes", 0, "--max-steps", 5)
@@ -517,28 +531,33 @@ def spoil_loss(world, rank, steps):
     bert.BertForPreTraining.forward = patched
 
 
-@pytest.mark.parametrize("precision,options", [
+OVERFLOWS = [
     ("fp16", "--optimizer lamb"),
     ("fp32", "--optimizer lamb --compression onebit"),
     ("fp32", "--optimizer onebit-lamb --freeze 0.1"),    # the fourth step is in the second stage
-    ("bf16", "--optimizer zeroone-adam --freeze 0.1")])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path, precision, options):
-    argv = "--steps 20 --batch 4 --micro-batch 2 --workers 0 --checkpoint-every 1".split()
-    argv += ["--precision", precision, *options.split()]
-    out = tmp_path / "out"
-    before = run(shards, out, tmp_path, *argv, "--max-steps", 3, size=2)
-    state = last_state(out)
-    spoil = spoil_loss, 1, {1}
-    after = run(shards, out, tmp_path, *argv, "--max-steps", 4, size=2, sabotage=spoil)
-    assert after == before and before[0] == before[1]    # the weights, on both ranks
-    skipped = last_state(out)
-    assert skipped["step"] == 4 and skipped["scaler"]["scale"] == state["scaler"]["scale"] / 2
-    for key in ("weights", "optimizer", "residuals"):
-        assert_same(skipped[key], state[key], key)
-    assert [line["skipped"] for line in metrics(out)] == [0, 0, 0, 1]
-    moved = run(shards, out, tmp_path, *argv, "--max-steps", 5, size=2)
-    assert moved != after
-    assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
+    ("bf16", "--optimizer zeroone-adam --freeze 0.1")]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
+    def skip_the_fourth_step(precision, options):
+        argv = "--steps 20 --batch 4 --micro-batch 2 --workers 0 --checkpoint-every 1".split()
+        argv += ["--precision", precision, *options.split()]
+        out = tmp_path / f"{precision} {options}"
+        before = run(shards, out, tmp_path, *argv, "--max-steps", 3, size=2)
+        state = last_state(out)
+        spoil = spoil_loss, 1, {1}
+        after = run(shards, out, tmp_path, *argv, "--max-steps", 4, size=2, sabotage=spoil)
+        assert after == before and before[0] == before[1]    # the weights, on both ranks
+        skipped = last_state(out)
+        assert skipped["step"] == 4 and skipped["scaler"]["scale"] == state["scaler"]["scale"] / 2
+        for key in ("weights", "optimizer", "residuals"):
+            assert_same(skipped[key], state[key], f"{out}: {key}")
+        assert [line["skipped"] for line in metrics(out)] == [0, 0, 0, 1]
+        moved = run(shards, out, tmp_path, *argv, "--max-steps", 5, size=2)
+        assert moved != after
+        assert metrics(out)[-1]["loss_scale"] == (32768 if precision == "fp16" else 0.5)
+
+    together(*(functools.partial(skip_the_fourth_step, *case) for case in OVERFLOWS))
 
 
 def note(world, folder):
@@ -1045,6 +1064,9 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, shards, tm
             if line.startswith("   1 Gb/s")}
     assert days.keys() == dist.COMPRESSORS.keys()
     assert all(row[0] == pytest.approx(flops / 2e13 / 86400, rel=0.01) for row in days.values())
+    # NCCL's ring goes through the 8 GPUs of 4 nodes
+    parameters, exchange = re.search(r"base: (\S+) .*?exchanges (\S+) s", printed, re.S).groups()
+    assert float(exchange) == pytest.approx(56e-9 * int(parameters.replace(",", "")), rel=0.01)
     # On 64 nodes most of an exchange of 110 million gradients, 6.9 s, does not hide
     exchanges = sum(p.steps for p in phases) * 6.9 / 86400
     assert 0.6 < (days["none"][-1] - days["none"][0] / 64) / exchanges < 1
@@ -1270,13 +1292,13 @@ if __name__ == "__main__":
 """
 
 
-def test_under_torchrun_the_rank_that_fails_says_why_and_all_start_again(shards, tmp_path, program):
+def test_under_torchrun_the_rank_that_fails_says_why_and_all_start_again(shards, tmp_path):
     (tmp_path / "fails.py").write_text(FAILS.format(root=str(ROOT)))
-    torchrun = "-m torch.distributed.run --standalone --max-restarts=1 --nproc_per_node=2".split()
+    torchrun = "--standalone --max-restarts=1 --nproc_per_node=2".split()
     began = time.time()
-    run = program(*torchrun, tmp_path / "fails.py", "--data", shards, "--out", tmp_path / "out",
-                  *LITTLE, *"--steps 4 0 --checkpoint-every 1 --compression bf16".split(),
-                  "--workers", 0)
+    run = run_script(TORCHRUN, *torchrun, tmp_path / "fails.py", "--data", shards,
+                     "--out", tmp_path / "out", *LITTLE, "--workers", 0,
+                     *"--steps 4 0 --checkpoint-every 1 --compression bf16".split())
     assert run.returncode == 0 and time.time() - began < 60, run.stderr
     reason, = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
     assert reason.startswith("train.py: rank 1:") and "a bug in a checkpoint" in run.stderr
@@ -1287,6 +1309,22 @@ def test_under_torchrun_the_rank_that_fails_says_why_and_all_start_again(shards,
     while not subprocess.run(["pgrep", "-f", tmp_path / "fails.py"]).returncode:
         assert time.time() - began < 60                      # none is left
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("error,restarts,ends", [
+    (dist.DistError("stopped after step 3"), "1", True), (train.ConfigError("flags"), "1", True),
+    (train.ConfigError("flags"), "0", False), (dist.RankLost("rank 1 died"), "1", False),
+    (OSError("disk full"), "1", False), (MemoryError(), "1", False)])
+def test_what_no_restart_can_mend_ends_torchrun(refused, monkeypatch, error, restarts, ends):
+    def fails(timeout):
+        raise error
+
+    signals = []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setattr(dist, "TORCHRUN", os.getppid())
+    monkeypatch.setattr(dist, "init", fails)
+    monkeypatch.setattr(os, "kill", lambda *what: signals.append(what))
+    assert refused()[0] == 1 and signals == [(os.getppid(), signal.SIGTERM)] * ends
 
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypatch):
