@@ -814,7 +814,7 @@ def english_sentences(text):
             paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)    # :class:`~torch.T`
             sentences += split_sentences(paragraph)
     return [s for s in sentences if s.count(" ") >= 5 and not re.search(r">>>|::|__|[<{}|\\]", s)
-            and sum(c.isalpha() or c == " " for c in s) >= 0.85 * len(s)]
+            and sum(map(str.isalpha, s)) + s.count(" ") >= 0.85 * len(s)]
 
 
 # ----- The program -----

@@ -414,41 +414,52 @@ LOOP = """
 import multiprocessing, os, signal, sys, time
 import data
 
-if __name__ == "__main__":
-    for signum in signal.SIGTERM, signal.SIGHUP:
-        signal.signal(signum, lambda *_: None)
+def loop(then):
     steps = ([[i, i + 1]] for i in range(10**9))
     loader = data.loader(data.PretrainingData(sys.argv[1], 32), steps, 2)    # alive to the end
     for number, batches in enumerate(loader):
         if number == 20:
             print(*(p.pid for p in multiprocessing.active_children()), flush=True)
-            {then}
-"""
-SIGTERM_FIRST = """os.killpg(0, signal.SIGTERM)
-            os.killpg(0, signal.SIGHUP)
-            time.sleep(0.5)
+            then()
         if number == 60:
-            raise RuntimeError("after 40 more steps")"""
+            raise RuntimeError("after 40 more steps")
 
+def terminate():
+    for signum in signal.SIGTERM, signal.SIGHUP:
+        signal.signal(signum, lambda *_: None)
+        os.killpg(0, signum)
+    time.sleep(0.5)
 
-ENDS = [("os.killpg(0, signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        (SIGTERM_FIRST, 1, "after 40 more steps")]
+if __name__ == "__main__":
+    {program}
+"""
+# Two programs. In the first: signals that go on, an exception that is caught, then Ctrl-C
+FIRST = """try:
+        loop(terminate)
+    except RuntimeError as error:
+        print(error, flush=True)
+    while multiprocessing.active_children():
+        time.sleep(0.05)
+    loop(lambda: os.killpg(0, signal.SIGINT))"""
+ENDS = [(FIRST, -signal.SIGINT, "KeyboardInterrupt"),
+        ("loop(lambda: os.kill(os.getpid(), signal.SIGKILL))", -signal.SIGKILL, "")]
 
 
 def test_workers_end_with_their_loop_and_not_before(shards, tmp_path):
     processes = []
-    for k, (then, _, _) in enumerate(ENDS):                  # all at once, which takes less time
-        (tmp_path / f"{k}.py").write_text(LOOP.format(then=then))
+    for k, (program, _, _) in enumerate(ENDS):               # both at once, which takes less time
+        (tmp_path / f"{k}.py").write_text(LOOP.format(program=program))
         processes.append(subprocess.Popen(
             [sys.executable, tmp_path / f"{k}.py", shards], stdout=subprocess.PIPE, text=True,
             stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
             start_new_session=True))
     try:
-        for process, (_, status, says) in zip(processes, ENDS):
-            workers = process.stdout.readline().split()
-            said = process.communicate(timeout=15)[1]    # until the last worker has ended, too
-            assert len(workers) == 2 and process.returncode == status and says in said
+        for process, (program, status, says) in zip(processes, ENDS):
+            # Until the last worker has ended, too
+            out, said = process.communicate(timeout=30)
+            workers, *rest = out.splitlines()
+            assert len(workers.split()) == 2 and process.returncode == status and says in said
+            assert (rest[:1] == ["after 40 more steps"] and len(rest) == 2) == (program == FIRST)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

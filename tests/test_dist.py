@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import time
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import dist
-from tests.ranks import TORCHRUN, run_ranks, run_script
+from tests.ranks import run_ranks, start_script
 
 LOSSY = ["int8", "onebit", "topk", "chunk", "powersgd"]
 
@@ -863,10 +864,22 @@ def test_the_command_lines_text():
             dist.parse_compression(text)
 
 
-def test_the_program_measures_each_compressor():
-    run = run_script(TORCHRUN, "--standalone", "--nproc_per_node=2", "dist.py", "--mb", 1)
-    assert run.returncode == 0, run.stderr
-    rows = re.findall(r"^(\w+) +1 +[\d.]+ +([\d.]+) +[\d.]+$", run.stdout, re.M)
+def test_the_program_measures_each_compressor(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):                                      # as torchrun starts them
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        (tmp_path / f"{rank}").mkdir()
+        ranks.append(start_script(tmp_path / f"{rank}", "dist.py", "--mb", 1))
+    for process in ranks:
+        process.join(60)
+    printed, silent = ((tmp_path / f"{rank}" / "stdout").read_text() for rank in range(2))
+    assert [process.exitcode for process in ranks] == [0, 0] and not silent
+    rows = re.findall(r"^(\w+) +1 +[\d.]+ +([\d.]+) +[\d.]+$", printed, re.M)
     assert [name for name, _ in rows] == list(dist.COMPRESSORS)
     sent = {name: float(megabytes) for name, megabytes in rows}
     assert sent["none"] == 2.0 and sent["bf16"] == 1.0 and sent["onebit"] == 0.07     # of both

@@ -1329,8 +1329,8 @@ def test_what_no_restart_can_mend_ends_torchrun(refused, monkeypatch, error, res
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypatch):
     (tmp_path / "my.txt").write_text("\n\n".join(documents))
-    arguments = *"--corpus my.txt --pairs sop --vocab-size 300".split(), *LITTLE, "--steps", 4, 0
-    run = run_script(ROOT / "train.py", *arguments, cwd=tmp_path)
+    arguments = *"--corpus my.txt --pairs sop --vocab-size 300 --workers 0".split(), *LITTLE
+    run = run_script(ROOT / "train.py", *arguments, "--steps", 4, 0, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "shards" / "my" / "manifest.json").exists()
     assert (tmp_path / "runs" / "my" / "model" / "config.json").exists()
