@@ -288,6 +288,7 @@ CASES = {
     "resume-never": Case("--resume never in the folder of a run", "nothing is lost", again=False,
                          before=finished, argv="--resume never", says="holds step 24|moved"),
     "two-runs": Case("another run is started in the same --out", "the second one is refused",
+                     "pause * 7 optim.learning_rate 15",
                      act=lambda run: run.again(said=run.said).wait(lambda: False, 60),
                      says=r"^train.py: .*(in use|another run|lock|already)", ends="goes on",
                      again=False),
