@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import itertools
 import math
@@ -30,7 +31,7 @@ import torch.distributed
 
 
 class DistError(Exception):
-    """What ranks cannot train on with; the message says why, and what to do."""
+    """Why ranks cannot train, or not go on; the message says what to do."""
 
 
 class RankLost(DistError):
@@ -235,8 +236,8 @@ def answer(rank):
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                          # each looks five times a second
                 store.set("answered", "")
-                threading.main_thread().join(60)       # to save; but NCCL waits for the dead longer
-                os._exit(1)
+                # It may be saving; in NCCL it would wait for a dead rank for twice the timeout
+                return faulthandler.dump_traceback_later(60, exit=True)
             time.sleep(0.2)
 
 
@@ -829,10 +830,10 @@ def is_lossy(compression):
 
 
 @functools.cache
-def wire_bytes(compression, shapes, nodes):
-    """Returns the bytes that each of `nodes` sends to average fp32 tensors of these shapes in a
+def wire_bytes(compression, shapes, ranks):
+    """Returns the bytes that each of `ranks` sends to average fp32 tensors of these shapes in a
     single bucket: `Reducer.bytes_sent` is a little more, for the padding of many."""
-    world = World(size=nodes, device=torch.device("meta"))       # tensors without memory
+    world = World(size=ranks, device=torch.device("meta"))       # tensors without memory
     return Bucket(dict(enumerate(shapes)), world, compression).average(1.0)
 
 

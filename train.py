@@ -179,8 +179,8 @@ def train(plan, world):
                 break
 
             # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
-            #    Where a 1-bit optimizer wants them local each keeps its own. If noise dominates,
-            #    it is sqrt(N) times that of their mean: divided so, the norms compare.
+            #    Where a 1-bit optimizer wants them local each keeps its own, whose norm is sqrt(N)
+            #    times that of their mean where noise dominates: divided so, the norms compare.
             if not local:
                 reducer.finish()
             norm = float(optim.global_norm(reducer.buckets)) / math.sqrt(world.size if local else 1)
@@ -806,7 +806,7 @@ def main():
             rank = f"rank {world.rank}: " if world.size > 1 else ""
             print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
         traceback.clear_frames(error.__traceback__)          # ends the loader's workers
-        # torchrun would start all ranks again: for nothing, unless one was lost or a disk was full
+        # torchrun would start all ranks again: in vain after what a user must mend, or has stopped
         if (dist.TORCHRUN == os.getppid() and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
                 and isinstance(error, EXPECTED)
                 and not isinstance(error, (dist.RankLost, OSError))):

@@ -19,7 +19,6 @@ import traceback
 import types
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,7 +28,6 @@ import dist
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-TORCHRUN = find_spec("torch.distributed.run").origin         # for `run_script`
 
 
 def start_server():

@@ -455,10 +455,10 @@ def test_workers_end_with_their_loop_and_not_before(shards, tmp_path):
             start_new_session=True))
     try:
         for process, (program, status, says) in zip(processes, ENDS):
-            # Until the last worker has ended, too
-            out, said = process.communicate(timeout=30)
-            workers, *rest = out.splitlines()
-            assert len(workers.split()) == 2 and process.returncode == status and says in said
+            workers = process.stdout.readline().split()
+            out, said = process.communicate(timeout=15)      # until the last worker has ended, too
+            assert len(workers) == 2 and process.returncode == status and says in said
+            rest = out.splitlines()
             assert (rest[:1] == ["after 40 more steps"] and len(rest) == 2) == (program == FIRST)
     finally:
         for process in processes:

@@ -1,6 +1,7 @@
 """dist.py on Gloo ranks: the reducer against one process, the compressors' invariants, refusals."""
 
 import contextlib
+import faulthandler
 import functools
 import math
 import os
@@ -475,8 +476,9 @@ def test_ranks_do_not_wait_for_answers_one_after_another(tmp_path):
 
 def waits_in_nccl(world, began):
     if world.rank == 1:
-        main = SimpleNamespace(is_alive=lambda: True, join=lambda limit: time.sleep(limit / 200))
-        dist.threading = SimpleNamespace(main_thread=lambda: main)
+        later = faulthandler.dump_traceback_later
+        dist.faulthandler = SimpleNamespace(
+            dump_traceback_later=lambda limit, exit: later(limit / 200, exit=exit))
         time.sleep(30)
     return world.first_to_fail() and time.time() - began
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ import dist
 import optim
 import train
 from tests.conftest import ROOT
-from tests.ranks import TORCHRUN, run_ranks, run_script, start_script, together
+from tests.ranks import run_ranks, run_script, start_script, together
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
 SHORT = ("--steps 8 6 --batch 9 7 --micro-batch 2 --workers 0 --checkpoint-every 3 "
@@ -1296,7 +1297,8 @@ def test_under_torchrun_the_rank_that_fails_says_why_and_all_start_again(shards,
     (tmp_path / "fails.py").write_text(FAILS.format(root=str(ROOT)))
     torchrun = "--standalone --max-restarts=1 --nproc_per_node=2".split()
     began = time.time()
-    run = run_script(TORCHRUN, *torchrun, tmp_path / "fails.py", "--data", shards,
+    run = run_script(find_spec("torch.distributed.run").origin, *torchrun,
+                     tmp_path / "fails.py", "--data", shards,
                      "--out", tmp_path / "out", *LITTLE, "--workers", 0,
                      *"--steps 4 0 --checkpoint-every 1 --compression bf16".split())
     assert run.returncode == 0 and time.time() - began < 60, run.stderr
