@@ -86,15 +86,15 @@ def parse_arguments(argv=None):
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument_group("text and results").add_argument
-    add("--data", metavar="DIR", help="train on the shards of this folder")
-    add("--corpus", metavar="FILE", nargs="+",
-        help="prepare shards of this text first; without it, of this machine's documentation")
-    add("--vocab-size", metavar="N", type=data.number(int, 16),
-        help="make a tokenizer of N pieces for a new text; without it, of 8192")
-    add("--out", metavar="DIR", help="write all results to this folder; without it, below runs/")
-    add("--resume", metavar="PATH", default="auto",
+    add("--data", help="train on the shards in this folder")
+    add("--corpus", nargs="+", help="prepare shards of these text files first; without --data and "
+        "--corpus the text is this machine's documentation")
+    add("--vocab-size", type=data.number(int, 16),
+        help="give a new tokenizer this many pieces; without it 8192")
+    add("--out", help="write all results to this folder; without it to one below runs/")
+    add("--resume", default="auto",
         help="resume from this checkpoint; auto is the newest one in --out (default: %(default)s)")
-    add("--init", metavar="DIR", help="begin with the weights of this model folder")
+    add("--init", help="begin with the weights in this model folder")
 
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", choices=bert.PRESETS, default="tiny",
@@ -102,64 +102,64 @@ def parse_arguments(argv=None):
     add("--recipe", choices=optim.RECIPES, default="demo",
         help="follow this recipe (default: %(default)s)")
     add("--optimizer", choices=optim.OPTIMIZERS, help="replace the recipe's optimizer")
-    add("--steps", metavar="N", type=COUNT_OR_0, nargs="+",
-        help="replace the recipe's steps, by one number for all phases or one for each")
-    add("--batch", metavar="N", type=COUNT, nargs="+",
+    add("--steps", type=COUNT_OR_0, nargs="+",
+        help="replace the recipe's steps, by one number for all phases or by one for each")
+    add("--batch", type=COUNT, nargs="+",
         help="replace the recipe's examples in a step over all ranks, likewise")
-    add("--lr-scale", metavar="X", type=data.number(float, 0), default=1.0,
-        help="multiply all learning rates by X (default: %(default)s)")
-    add("--dropout", metavar="X", type=FRACTION, help="replace the recipe's dropout")
-    add("--mask-fraction", metavar="X", type=FRACTION,
-        help="replace the recipe's fraction of tokens to predict")
+    add("--lr-scale", type=data.number(float, 0), default=1.0,
+        help="multiply all learning rates by this (default: %(default)s)")
+    add("--dropout", type=FRACTION, help="replace the recipe's dropout")
+    add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")
     add("--pairs", choices=["nsp", "sop", "none"], default="nsp",
         help="learn whether B follows A (nsp), in which order they are (sop), or masked tokens "
              "only (none) (default: %(default)s)")
     add("--whole-words", action="store_true", help="mask all tokens of a word, or none of them")
-    add("--seed", metavar="N", type=data.number(int, 0, 1 << 63), default=0,
+    add("--seed", type=data.number(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
 
     add = parser.add_argument_group("how the machines do it").add_argument
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
         help="compute in this format; auto is the fastest one here (default: %(default)s)")
-    add("--micro-batch", metavar="N", type=COUNT, nargs="+",
-        help="compute N examples at a time on a rank; without it, what a GPU's memory holds, or "
-             "8,192 tokens on a CPU")
-    add("--compression", metavar="NAME[:X]", default="none",
-        help=f"send gradients as one of {', '.join(dist.COMPRESSORS)}; X is the fraction of topk "
-             "or the rank of powersgd (default: %(default)s)")
-    add("--bucket-mb", metavar="X", type=AMOUNT,
-        help="average X MB of gradients at a time; without it, a twelfth of all, 1 to 25 MB")
+    add("--micro-batch", type=COUNT, nargs="+",
+        help="compute this many examples at a time on a rank; without it as many as a GPU's "
+             "memory holds, or 8,192 tokens on a CPU")
+    add("--compression", default="none",
+        help=f"send gradients as one of {', '.join(dist.COMPRESSORS)}; topk:0.05 sets its "
+             "fraction, powersgd:8 its rank (default: %(default)s)")
+    add("--bucket-mb", type=AMOUNT,
+        help="average this many MB of gradients at a time; without it a twelfth of all, within 1 "
+             "and 25 MB")
     add("--balance", action="store_true",
         help="deal examples to ranks by length; then each node reads all shards")
     add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
     add("--recompute", action="store_true",
-        help="keep fewer activations and compute the others twice")
-    add("--workers", metavar="N", type=COUNT_OR_0, default=1,
-        help="make examples ahead in N processes a rank (default: %(default)s)")
-    add("--timeout", metavar="X", type=data.number(float, 1e-3), default=600.0,
-        help="give a rank up after X seconds of silence (default: %(default)s)")
+        help="keep fewer activations, and compute the others twice")
+    add("--workers", type=COUNT_OR_0, default=1,
+        help="make examples ahead in this many processes a rank (default: %(default)s)")
+    add("--timeout", type=data.number(float, 1e-3), default=600.0,
+        help="give a rank up after this many seconds of silence (default: %(default)s)")
 
     add = parser.add_argument_group("when to stop, evaluate and save").add_argument
-    add("--max-steps", metavar="N", type=COUNT, help="stop after step N of the same schedule")
-    add("--max-minutes", metavar="X", type=data.number(float, 0),
-        help="stop after X minutes, with a checkpoint")
-    add("--eval-every", metavar="N", type=COUNT, default=300,
-        help="evaluate every N steps and after each phase (default: %(default)s)")
-    add("--checkpoint-every", metavar="N", type=COUNT, default=300,
-        help="save every N steps, every half hour and after each phase (default: %(default)s)")
+    add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
+    add("--max-minutes", type=data.number(float, 0),
+        help="stop after this many minutes, with a checkpoint")
+    add("--eval-every", type=COUNT, default=300,
+        help="evaluate after so many steps and after each phase (default: %(default)s)")
+    add("--checkpoint-every", type=COUNT, default=300,
+        help="save after so many steps, half an hour and each phase (default: %(default)s)")
     add("--tensorboard", action="store_true", help="write TensorBoard's files to --out as well")
 
     add = parser.add_argument_group("what a run would take").add_argument
-    add("--plan", metavar="N", type=COUNT,
-        help="start nothing; print the memory, seconds and days that N nodes would take")
-    add("--gpus-per-node", metavar="N", type=COUNT, default=8,
-        help="with --plan: N GPUs, each a rank (default: %(default)s)")
-    add("--gpu-memory", metavar="X", type=AMOUNT,
-        help="of X GB each; without it, what the GPU here has, or 16")
-    add("--tflops", metavar="X", type=AMOUNT,
-        help="that reach X TFLOP/s in training; without it, what is measured here")
-    add("--gbps", metavar="X", type=AMOUNT, default=10.0,
-        help="with X Gb/s between the nodes (default: %(default)s)")
+    add("--plan", type=COUNT,
+        help="start nothing; print the memory, seconds and days that so many nodes would take")
+    add("--gpus-per-node", type=COUNT, default=8,
+        help="each of so many GPUs, a rank each (default: %(default)s)")
+    add("--gpu-memory", type=AMOUNT,
+        help="of so many GB each; without it what the GPU here has, or 16")
+    add("--tflops", type=AMOUNT,
+        help="that reach so many TFLOP/s in training; without it what is measured here")
+    add("--gbps", type=AMOUNT, default=10.0,
+        help="with so many Gb/s between the nodes (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -811,13 +811,6 @@ def step_totals(world, micro_batches, stop, save):
     return StepTotals(int(masked), int(rows), table[:, 2].tolist(), stop, save > 0)
 
 
-def seed_dropout(plan, world, state, number):
-    """Seeds torch's generator for a micro-batch: a function of the step, so that no generator's
-    state has to be saved, and another seed on each rank."""
-    # Python's hash of numbers is the same in every process; that of text is not.
-    torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
-
-
 def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
     """Returns the log's fields (dict) that follow from a step's sums over all ranks and its
     seconds. tflops: 10^12 operations of the model, a second and rank."""
@@ -983,7 +976,9 @@ def train(plan, world):
                 stop = world.sum([dist.asked_to_stop(stop_requests)])[0]
             if stop:
                 break
-            seed_dropout(plan, world, state, number)
+            # Dropout's seed is a function of the step, so that no generator has to be saved. Python's
+            # hash of numbers is the same in every process.
+            torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
             state.reducer.sends = number + 1 == len(micro_batches)
             losses = state.model(batch.to(world.device))
             loss = losses.mlm_sum / totals.masked + losses.nsp_sum / phase.global_batch
