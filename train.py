@@ -19,7 +19,9 @@ import functools
 import hashlib
 import json
 import math
+import io
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -55,8 +57,61 @@ class ConfigError(ValueError):
     """Arguments or files that training cannot start with; the message says what to change."""
 
 
+# ----- Checkpoint files: one a step, its digest at the end -----
+
+class CheckpointError(ValueError):
+    """A file that is not the checkpoint that its name says; the message says which."""
+
+
+def write_checkpoint(folder, state, keep):
+    """Writes `state` (tensors, numbers, strings, plain containers) to the folder, whole or not at
+    all; then removes the others, but for the one before and those of the steps in `keep`.
+
+    The file is what torch.save writes and the 64 hexadecimal digits of its SHA-256. It is built in
+    memory, which holds the state twice meanwhile. Raises OSError on a full disk.
+    """
+    path, content = folder / f"step-{state['step']:08d}.pt", io.BytesIO()
+    torch.save(state, content)
+    # One name for all: what a killed run has left of its own is overwritten here
+    temporary, digest = folder / "unfinished", hashlib.sha256(content.getbuffer()).hexdigest()
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines([content.getbuffer(), digest.encode()])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # Later ones are damaged or were not to be read: kept, one would be "the one before" some day
+    found = checkpoints_in(folder)
+    older = [step for step in found if step < state["step"]]
+    for step in found.keys() - {state["step"], max(older, default=0)} - keep:
+        found[step].unlink()
+
+
+def checkpoints_in(folder):
+    """Returns {step: path} of a folder's checkpoints; a file of any other name is not ours."""
+    return {int(path.stem[5:]): path for path in folder.glob(f"step-{'[0-9]' * 8}.pt")}
+
+
+def read_checkpoint(path, step=None):
+    """Returns what write_checkpoint wrote, on the CPU; raises CheckpointError if the file is
+    damaged, or not of the given step."""
+    try:
+        content = memoryview(path.read_bytes())
+        if hashlib.sha256(content[:-64]).hexdigest().encode() != bytes(content[-64:]):
+            raise CheckpointError(f"{path} is cut or damaged: its digest does not match")
+        # weights_only: a pickle could run any code
+        state = torch.load(io.BytesIO(content[:-64]), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+    if step not in (None, state["step"]):
+        raise CheckpointError(f"{path} is of step {state['step']}: it was renamed")
+    return state
+
+
 # What a user can mend is told in one line, without a traceback
-EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.CheckpointError,
+EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, CheckpointError,
             optim.TrainingStopped, ModuleNotFoundError, OSError)
 
 # ----- Flags -----
@@ -257,7 +312,7 @@ def build(plan, world):
     model.mlm_bias.data[:len(rarity)] = rarity.mean() - rarity
     # The reducer sends rank 0's weights to the others. A run that resumes needs none of these, but
     # for the heads that --pairs none does not train: they are not in the checkpoint
-    whole = plan.pairs != "none" and optim.checkpoints_in(plan.out / "checkpoints")
+    whole = plan.pairs != "none" and checkpoints_in(plan.out / "checkpoints")
     world.on_all_ranks(EXPECTED, lambda: plan.init and world.rank == 0 and not whole
                        and bert.copy_weights(plan.init, model, plan.data / "tokenizer.model"))
     # With --pairs none these are unused, and weight decay alone would wear them away
@@ -521,7 +576,7 @@ def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
     if another node's disk has a later one: the node that was the first may have another rank now.
     """
     # All look: without a shared disk each node has checkpoints of its own, or none
-    newest = max(optim.checkpoints_in(plan.out / "checkpoints"), default=0)
+    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
     places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
     (later, theirs), (step, ours) = max(places), places[0]
     if later > step:
@@ -552,7 +607,7 @@ def save(plan, world, log, step, examples, seconds, model, reducer, masters, opt
              "residuals": reducer.state_dict(), "log_bytes": log.bytes()}
     if log.active:
         try:
-            optim.write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
+            write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
         except OSError as error:
             log.say(f"warning: no checkpoint of step {step}: {error.strerror}; training goes on")
 
@@ -578,16 +633,16 @@ def find_checkpoint(plan, log):
     whole, if it is of another run, or if later steps in the folder would be overwritten.
     """
     folder, auto, state = plan.out / "checkpoints", plan.resume == "auto", None
-    found = optim.checkpoints_in(folder)
+    found = checkpoints_in(folder)
     if plan.resume not in ("auto", "never"):
-        state = optim.read_checkpoint(Path(plan.resume))
+        state = read_checkpoint(Path(plan.resume))
         # No checkpoint here: the file is another folder's, and what is in this log died unsaved
         state["log_bytes"] *= bool(found)
     for step in sorted(found, reverse=True) if auto else ():
         try:
-            state = optim.read_checkpoint(found[step], step)
+            state = read_checkpoint(found[step], step)
             break
-        except (optim.CheckpointError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             log.say(f"warning: {error}; trying the one before")
     if auto and found and not state:
         raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
