@@ -1046,8 +1046,9 @@ def report(plan, log, state, stop_requests):
     """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
     # A metrics.jsonl that somebody has damaged must not end the program here.
     with contextlib.suppress(LookupError, TypeError, ValueError):
-        log.say("\nHeld-out MLM loss after each phase and step; | is the loss by word frequency")
-        log.say(loss_bars(log.metrics))
+        bars = loss_bars(log.metrics)
+        if bars:
+            log.say(f"\nPhase, step, held-out MLM loss; | is the loss by word frequency\n{bars}")
     if plan.reads_docs:
         for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, state)):
             log.say(f"\n{sentence}\n    {words}")
@@ -1066,7 +1067,8 @@ def loss_bars(metrics, width=60, most=20):
     with open(metrics) as file:
         evaluations = [json.loads(line) for line in file if line.startswith('{"kind": "eval"')]
     bars = []
-    for line in evaluations[::ceil_div(len(evaluations), most)]:
+    every = max(1, ceil_div(len(evaluations), most))
+    for line in evaluations[::every]:
         part = line["mlm_loss"] / line["unigram_entropy"]
         bar = ("=" * round(part * width)).ljust(width)
         bars.append(f"{line['phase']}{line['step']:>8}{line['mlm_loss']:8.3f} {bar}|")
