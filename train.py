@@ -22,7 +22,6 @@ import hashlib
 import io
 import json
 import math
-import io
 import os
 import pickle
 import resource
