@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
-from tests import test_train  # noqa: E402
 from tests.bench import bench_network as network  # noqa: E402
+from tests.training import assert_same  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RUNS = {         # name: (its baseline, program, flags)
@@ -59,7 +59,7 @@ def run(name, args, seed, hosts):
         if args.stop:
             for stop in ["--max-steps", args.stop], []:
                 train_on_two_ranks(RUNS[name][1], ["--out", f"{folder}/two", *flags, *stop], hosts)
-            test_train.assert_same(state, last_checkpoint(f"{folder}/two"), name)
+            assert_same(state, last_checkpoint(f"{folder}/two"), name)
             print(f"{name}: stopped after step {args.stop} and resumed, the same bits at the end")
         lines = [json.loads(line) for line in open(f"{folder}/whole/metrics.jsonl")]
     steps = [line for line in lines if line["kind"] == "train"]

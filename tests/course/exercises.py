@@ -112,7 +112,7 @@ EXERCISES = {
         "data.micro_batches train.step_totals",
         "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "
         "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths "
-        "test_train.py::test_the_divisor_is_that_of_the_whole_step",
+        "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step",
         45, 13, "the same step on any number of ranks: who takes which example, and the divisor",
         ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",
          "By length: sort the indices, and give them out from the longest on in rounds of `size`, "
@@ -171,11 +171,11 @@ EXERCISES = {
          "step is taken; in any case none waits afterwards."]),
     "resume": Exercise(
         "optim.write_checkpoint train.save train.restore",
-        "test_train.py::test_a_checkpoint_is_whole_or_is_not_there "
-        "test_train.py::test_a_damaged_checkpoint_is_passed_over "
-        "test_train.py::test_a_killed_run_ends_with_the_same_bits "
-        "test_train.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
-        "test_train.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
+        "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
+        "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over "
+        "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits "
+        "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
+        "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
         90, 44, "all that the next step depends on, and a file that is whole or not there",
         ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
          "leave no unfinished file. `read_checkpoint` says what is expected.",
