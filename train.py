@@ -6,27 +6,31 @@
     torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \\
         train.py --data shards/wiki --model large --recipe nvlamb-64k
 
-The same command again resumes from the last checkpoint, bit for bit (but see README.md).
-Results are in --out.
+The same command again resumes from the last checkpoint. All results are in the folder --out.
 
-Read first: `optim.RECIPES`, and `train`, the loop. What follows it, in the order of use, can wait.
+The file stands in the order in which it runs: flags, plan, log, training state, checkpoints, the
+parts of a step, evaluation, and then `train`, the loop that uses them all. You can begin with
+`train`: its eight numbered steps are those of the README. `--plan` and the program come last.
 """
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
 import resource
-import signal
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,790 +42,1145 @@ import dist
 import optim
 
 
-LOCAL = "data", "corpus", "out", "workers", "timeout", "log_every"    # a node may have its own
 CLIP = 1.0                   # the largest global norm of the gradients
-EVAL_EXAMPLES = 1024         # held-out examples, the same masks at every evaluation
-CPU_TOKENS = 8192            # of a micro-batch on a CPU, if none is given
-DEMO_SENTENCES = [           # for the model that read this machine's documentation
+EVAL_EXAMPLES = 1024         # held-out examples, with the same masks at every evaluation
+CPU_TOKENS = 8192            # tokens of a micro-batch on a CPU, if the user gives no size
+CHECKPOINT_MINUTES = 30      # a checkpoint is saved at least this often
+LOG_EVERY = 50               # steps between two lines of the log
+LOG_SECONDS = 60             # and the most seconds between two of them
+LOCAL_FLAGS = "data", "corpus", "out", "workers", "timeout"      # each node may have its own
+DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
     "The result is a list [MASK] strings."]
+
+
+class ConfigError(ValueError):
+    """Flags or files that training cannot start with; the message says what to change."""
+
+
+class CheckpointError(ValueError):
+    """A file that is not the checkpoint that its name says; the message says which file."""
+
+
+# Errors that a user can mend. They are told in one line, all others with a traceback.
+EXPECTED = (ConfigError, CheckpointError, data.DataError, bert.ModelError, dist.DistError,
+            optim.TrainingStopped, ModuleNotFoundError, OSError)
+
+
+def ceil_div(a, b):
+    """Returns a / b, rounded up to a whole number."""
+    return -(-a // b)
+
+
+# ----- Flags -----
+
+COUNT = data.number(int, 1)                  # 1, 2, 3 ...
+COUNT_OR_0 = data.number(int, 0)
+FRACTION = data.number(float, 0, 1)
+AMOUNT = data.number(float, 1e-6)            # any positive number
+
+
+def parse_arguments(argv=None):
+    """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
+    parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
+
+    add = parser.add_argument_group("text and results").add_argument
+    add("--data", help="train on the shards in this folder")
+    add("--corpus", nargs="+", help="prepare shards of these text files first; without --data and "
+        "--corpus the text is this machine's documentation")
+    add("--vocab-size", type=data.number(int, 16),
+        help="give a new tokenizer this many pieces; without it 8192")
+    add("--out", help="write all results to this folder; without it to one below runs/")
+    add("--resume", default="auto",
+        help="resume from this checkpoint; auto is the newest one in --out (default: %(default)s)")
+    add("--init", help="begin with the weights in this model folder")
+
+    add = parser.add_argument_group("model and recipe").add_argument
+    add("--model", choices=bert.PRESETS, default="tiny",
+        help="train a model of this size (default: %(default)s)")
+    add("--recipe", choices=optim.RECIPES, default="demo",
+        help="follow this recipe (default: %(default)s)")
+    add("--optimizer", choices=optim.OPTIMIZERS, help="replace the recipe's optimizer")
+    add("--steps", type=COUNT_OR_0, nargs="+",
+        help="replace the recipe's steps, by one number for all phases or by one for each")
+    add("--batch", type=COUNT, nargs="+",
+        help="replace the recipe's examples in a step over all ranks, likewise")
+    add("--lr-scale", type=data.number(float, 0), default=1.0,
+        help="multiply all learning rates by this (default: %(default)s)")
+    add("--dropout", type=FRACTION, help="replace the recipe's dropout")
+    add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")
+    add("--pairs", choices=["nsp", "sop", "none"], default="nsp",
+        help="learn whether B follows A (nsp), in which order they are (sop), or masked tokens "
+             "only (none) (default: %(default)s)")
+    add("--whole-words", action="store_true", help="mask all tokens of a word, or none of them")
+    add("--seed", type=data.number(int, 0, 1 << 63), default=0,
+        help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
+
+    add = parser.add_argument_group("how the machines do it").add_argument
+    add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
+        help="compute in this format; auto is the fastest one here (default: %(default)s)")
+    add("--micro-batch", type=COUNT, nargs="+",
+        help="compute this many examples at a time on a rank; without it as many as a GPU's "
+             "memory holds, or 8,192 tokens on a CPU")
+    add("--compression", default="none",
+        help=f"send gradients as one of {', '.join(dist.COMPRESSORS)}; topk:0.05 sets its "
+             "fraction, powersgd:8 its rank (default: %(default)s)")
+    add("--bucket-mb", type=AMOUNT,
+        help="average this many MB of gradients at a time; without it a twelfth of all, within 1 "
+             "and 25 MB")
+    add("--balance", action="store_true",
+        help="deal examples to ranks by length; then each node reads all shards")
+    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
+    add("--recompute", action="store_true",
+        help="keep fewer activations, and compute the others twice")
+    add("--workers", type=COUNT_OR_0, default=1,
+        help="make examples ahead in this many processes a rank (default: %(default)s)")
+    add("--timeout", type=data.number(float, 1e-3), default=600.0,
+        help="give a rank up after this many seconds of silence (default: %(default)s)")
+
+    add = parser.add_argument_group("when to stop, evaluate and save").add_argument
+    add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
+    add("--max-minutes", type=data.number(float, 0),
+        help="stop after this many minutes, with a checkpoint")
+    add("--eval-every", type=COUNT, default=300,
+        help="evaluate after so many steps and after each phase (default: %(default)s)")
+    add("--checkpoint-every", type=COUNT, default=300,
+        help="save after so many steps, half an hour and each phase (default: %(default)s)")
+    add("--tensorboard", action="store_true", help="write TensorBoard's files to --out as well")
+
+    add = parser.add_argument_group("what a run would take").add_argument
+    add("--plan", type=COUNT,
+        help="start nothing; print the memory, seconds and days that so many nodes would take")
+    add("--gpus-per-node", type=COUNT, default=8,
+        help="each of so many GPUs, a rank each (default: %(default)s)")
+    add("--gpu-memory", type=AMOUNT,
+        help="of so many GB each; without it what the GPU here has, or 16")
+    add("--tflops", type=AMOUNT,
+        help="that reach so many TFLOP/s in training; without it what is measured here")
+    add("--gbps", type=AMOUNT, default=10.0,
+        help="with so many Gb/s between the nodes (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+# ----- The plan: what was asked for, and what follows from it -----
+
+@dataclasses.dataclass
+class Plan:
+    """All that is decided before training. It is the same on all ranks, but for LOCAL_FLAGS."""
+    flags: argparse.Namespace    # as given: plan.flags.seed is --seed
+    data: Path                   # the folder of shards
+    out: Path                    # the folder of results
+    reads_docs: bool             # whether the text is this machine's documentation
+    vocab_size: int              # pieces of the tokenizer
+    optimizer: str
+    betas: tuple                 # of the optimizer's moments
+    mask_fraction: float         # of the tokens that are to be predicted
+    precision: str               # "fp32", "bf16" or "fp16"
+    gpu_memory: float            # GB of the smallest GPU; None on CPUs
+    config: bert.BertConfig
+    phases: list = None          # of optim.Phase, with the flags' numbers
+    ends: list = None            # the number of each phase's last step, counted in the whole run
+    run: dict = None             # what the results depend on; known when the shards are there
+
+    def phase_at(self, step):
+        """Returns the index of the phase of the step that follows `step` finished ones."""
+        return bisect.bisect_right(self.ends, step)
+
+
+def make_plan(flags, world):
+    """Returns the Plan of the flags. Decides only: it writes nothing, and no shards are needed yet.
+
+    Raises ConfigError, data.DataError or dist.DistError if the plan cannot work.
+    """
+    recipe = optim.RECIPES[flags.recipe]
+    reads_docs = not flags.data and not flags.corpus
+    shards = Path(flags.data or data.default_folder(flags.corpus))
+    name = flags.recipe if reads_docs else shards.name
+    vocab_size = planned_vocab_size(flags, shards)
+    dropout = given_or(flags.dropout, recipe.dropout)
+    dist.is_lossy(flags.compression)             # raises DistError for an unknown compression
+
+    plan = Plan(
+        flags=flags,
+        data=shards,
+        out=Path(flags.out or f"runs/{name}"),
+        reads_docs=reads_docs,
+        vocab_size=vocab_size,
+        optimizer=flags.optimizer or recipe.optimizer,
+        betas=recipe.betas,
+        mask_fraction=given_or(flags.mask_fraction, recipe.mask_fraction),
+        precision=optim.choose_precision(flags.precision, world.device),
+        gpu_memory=smallest_gpu_memory(flags, world),
+        config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout))
+    plan.phases = plan_phases(plan, recipe.phases, world)
+    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
+    return plan
+
+
+def given_or(value, otherwise):
+    """Returns a flag's value if it was given, else `otherwise`."""
+    return otherwise if value is None else value
+
+
+def planned_vocab_size(flags, shards):
+    """Returns the number of the tokenizer's pieces: that of the shards, if they are there."""
+    asked = flags.vocab_size
+    # A plan may be for a text that is not on this machine.
+    if not (shards / "manifest.json").exists() or (flags.plan and asked):
+        return asked or 8192
+    found = data.load_manifest(shards)["vocab_size"]
+    if asked not in (None, found):
+        raise ConfigError(f"{shards} has {found} pieces: remove it, or leave out --vocab-size")
+    return found
+
+
+def smallest_gpu_memory(flags, world):
+    """Returns the GB of the smallest GPU of all ranks, which decides for all; None on CPUs."""
+    if flags.gpu_memory:
+        return flags.gpu_memory
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return min(world.all_gather_object(1e-9 * properties.total_memory))
+    return 16.0 if flags.plan else None
+
+
+def plan_phases(plan, phases, world):
+    """Returns a recipe's phases (list of optim.Phase) with the numbers that the flags give."""
+    steps = one_for_each("--steps", plan.flags.steps, len(phases))
+    batches = one_for_each("--batch", plan.flags.batch, len(phases))
+    micro_batches = one_for_each("--micro-batch", plan.flags.micro_batch, len(phases))
+
+    planned = []
+    for index, phase in enumerate(phases):
+        batch = given_or(batches[index], phase.global_batch)
+        if batch < world.size:
+            raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise "
+                              "--batch")
+        planned.append(dataclasses.replace(
+            phase,
+            steps=given_or(steps[index], phase.steps),
+            global_batch=batch,
+            lr=phase.lr * plan.flags.lr_scale,
+            micro_batch=plan_micro_batch(plan, phase, ceil_div(batch, world.size),
+                                         micro_batches[index])))
+    return planned
+
+
+def one_for_each(flag, numbers, count):
+    """Returns the numbers of a flag as one for each of `count` phases; None if it was not given."""
+    if numbers is None:
+        return [None] * count
+    if len(numbers) == 1:
+        return numbers * count
+    if len(numbers) != count:
+        raise ConfigError(f"{flag} takes one number, or one for each of the {count} phases")
+    return numbers
+
+
+def plan_micro_batch(plan, phase, share, given):
+    """Returns how many examples a rank computes at a time, of the `share` it has in a step."""
+    if given:
+        return min(given, share)
+    if plan.gpu_memory:
+        most = max(1, examples_that_fit(plan, phase))
+    else:
+        most = max(1, CPU_TOKENS // phase.seq_len)
+    # Equal parts: 100 examples, at most 64 at a time, are two micro-batches of 50.
+    return ceil_div(share, ceil_div(share, most))
+
+
+def state_gigabytes(plan):
+    """Returns {part: GB} of what a rank holds besides activations."""
+    itemsize = optim.PRECISIONS[plan.precision].itemsize
+    return bert.state_gigabytes(plan.config, itemsize, dist.is_lossy(plan.flags.compression))
+
+
+def example_gigabytes(plan, phase):
+    """Returns the GB of activations that an example leaves for backward."""
+    itemsize = optim.PRECISIONS[plan.precision].itemsize
+    masked = plan.mask_fraction * phase.seq_len
+    return 1e-9 * bert.activation_bytes(plan.config, phase.seq_len, masked, itemsize,
+                                        plan.flags.recompute)
+
+
+def examples_that_fit(plan, phase):
+    """Returns how many examples fit in 80 % of a GPU's memory: the formulas leave out a little."""
+    free = 0.8 * plan.gpu_memory - sum(state_gigabytes(plan).values())
+    return max(0, int(free / example_gigabytes(plan, phase)))
+
+
+def same_run(plan, manifest):
+    """Returns what the results of a run depend on (flat dict of numbers and text).
+
+    It is equal on all ranks, and a checkpoint with another one is refused. How many ranks,
+    micro-batches and buckets share the work is not in it: that changes the order of sums, the masks
+    of dropout, and what lossy compression leaves over.
+    """
+    run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
+           "mask_fraction": plan.mask_fraction, "precision": plan.precision}
+    for flag in ("compression", "balance", "init", "seed", "pairs", "whole_words"):
+        run[flag] = getattr(plan.flags, flag)
+    for field, value in dataclasses.asdict(plan.config).items():
+        run[f"model.{field}"] = value
+    for number, phase in enumerate(plan.phases, 1):
+        for field, value in dataclasses.asdict(phase).items():
+            if field != "micro_batch":
+                run[f"phase{number}.{field}"] = value
+    return run
+
+
+def prepare(plan, world):
+    """Makes the shards if they are not there, and has every rank check those that it reads. Returns
+    the plan with its field `run`. Collective; raises one of EXPECTED on all ranks."""
+    prepared = plan.flags.data or (plan.data / "manifest.json").exists()
+
+    def make_shards():
+        # One process of each node prepares. The others wait for it in on_all_ranks.
+        if world.local_rank == 0 and (plan.flags.corpus or not prepared):
+            corpus = data.open_corpus(plan.flags.corpus)
+            manifest = data.prepare(corpus, plan.data, plan.vocab_size)
+            print(data.describe(manifest), flush=True)
+
+    def check_shards():
+        every_shard = plan.flags.balance and world.local_rank == 0
+        manifest = data.verify(plan.data, world.rank, world.size, every_shard)
+        # A tokenizer that cannot be exported at the end is refused now.
+        bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())
+        return manifest
+
+    world.on_all_ranks(EXPECTED, make_shards)
+    manifest = world.on_all_ranks(EXPECTED, check_shards)
+    plan = dataclasses.replace(plan, run=same_run(plan, manifest))
+    check_ranks(plan, world)
+    return plan
+
+
+def check_ranks(plan, world):
+    """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
+    the ranks would call other collectives, or other results would be averaged."""
+    told = dict(plan.run, torch=torch.__version__)
+    for flag, value in vars(plan.flags).items():
+        if flag not in LOCAL_FLAGS:
+            told[flag] = value
+    digest = hashlib.sha256()
+    for module in (bert, data, dist, optim, sys.modules[__name__]):
+        digest.update(Path(module.__file__).read_bytes())
+    told["code"] = digest.hexdigest()[:16]
+    world.check_same(told, "was started differently")
+
+
+# ----- The log -----
+
 STEP_LINE = ("step {step:>6}/{last}  phase {phase}  mlm {mlm_loss:6.3f}  {pairs} {nsp_loss:.3f}  "
              "lr {lr:.1e}  norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} "
              "examples/s  {memory_gb:.1f} GB  {minutes_left:.0f} min left")
 
 
-class ConfigError(ValueError):
-    """Arguments or files that training cannot start with; the message says what to change."""
+class Log:
+    """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but rank 0.
 
-
-# What a user can mend is told in one line, without a traceback
-EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.CheckpointError,
-            optim.TrainingStopped, ModuleNotFoundError, OSError)
-
-# ----- Flags -----
-
-N, X = functools.partial(data.number, int), functools.partial(data.number, float)
-
-
-def parse_arguments(argv=None):
-    """Returns the parsed command line; a wrong one ends the program with one line and status 2."""
-    parser = data.Parser(description="BERT pre-training. In (): the default.", allow_abbrev=False)
-    add = parser.add_argument_group("text and results").add_argument
-    add("--data", metavar="DIR", help="train on these shards (shards/NAME of the corpus)")
-    add("--corpus", nargs="+", metavar="FILE", help="prepare this text first (this machine's docs)")
-    add("--vocab-size", **N(16), help="make a tokenizer of N pieces for it (8192)")
-    add("--out", metavar="DIR", help="write results here (runs/RECIPE; runs/NAME of another text)")
-    add("--resume", default="auto", metavar="PATH", help="this checkpoint, in a new --out (newest)")
-    add("--init", metavar="DIR", help="begin with this model; --data made with its tokenizer.model")
-    add = parser.add_argument_group("model and recipe").add_argument
-    add("--model", default="tiny", choices=bert.PRESETS, help="train a model of this size (tiny)")
-    add("--recipe", default="demo", choices=optim.RECIPES, help="follow this one (demo)")
-    add("--optimizer", choices=optim.OPTIMIZERS, help="take this one (the recipe's)")
-    add("--freeze", **X(0, 1), help="1-bit optimizers freeze at this part (0.2, or the warm-up)")
-    add("--steps", **N(0), nargs="+", help="take N steps in each phase; one number, or one a phase")
-    add("--batch", **N(1), nargs="+", help="take N examples a step over all ranks; likewise")
-    add("--lr-scale", **X(0), default=1.0, help="multiply all learning rates by X (1)")
-    add("--dropout", **X(0, 1), help="drop this fraction of activations (the recipe's)")
-    add("--pairs", default="nsp", choices=["nsp", "sop", "none"], help="learn whether B "
-        "follows A, whether A and B are in order, or masked tokens only (nsp)")
-    add("--mask-fraction", **X(0, 1), help="predict this fraction of the tokens (the recipe's)")
-    add("--whole-words", action="store_true", help="mask all tokens of a word or none")
-    add("--seed", **N(0, 1 << 63), default=0, help="draw weights, order, masks, dropout from N (0)")
-    add = parser.add_argument_group("how the machines do it").add_argument
-    add("--precision", default="auto", choices=["auto", *optim.PRECISIONS], help="(the fastest)")
-    add("--micro-batch", **N(1), nargs="+", help="N at a time (8,192 tokens; on a GPU what fits)")
-    add("--compression", default="none", metavar="NAME[:X]", help="send gradients as "
-        f"{', '.join(dist.COMPRESSORS)}; X: fraction of topk, chunk, or rank of powersgd (none)")
-    add("--bucket-mb", **X(1e-6), help="average X MB of gradients at a time (1/12 of all, 1 to 25)")
-    add("--balance", action="store_true", help="deal examples by length (a node needs all shards)")
-    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
-    add("--recompute", action="store_true", help="keep fewer activations, and compute them twice")
-    add("--profile", action="store_true", help="trace five steps of each phase into --out")
-    add("--workers", **N(0), default=1, help="make examples ahead in N processes a rank (1)")
-    add("--timeout", **X(1e-3), default=600, help="give up on a rank silent for X seconds (600)")
-    add = parser.add_argument_group("what is written when").add_argument
-    add("--max-steps", **N(1), help="stop after step N; the schedule stays the same")
-    add("--eval-every", **N(1), default=300, help="evaluate every N steps and each phase (300)")
-    add("--checkpoint-every", **N(1), default=300, help="save every N steps and each phase (300)")
-    add("--checkpoint-minutes", **X(0), default=30, help="save too if X minutes passed (30)")
-    add("--max-minutes", **X(0), help="stop after X minutes, with a checkpoint")
-    add("--log-every", **N(1), default=50, help="print a line every N steps (50)")
-    add("--tensorboard", action="store_true", help="write its files to --out as well")
-    add = parser.add_argument_group("what it would take").add_argument
-    add("--plan", **N(1), help="start nothing; tell memory, seconds and days of N nodes")
-    add("--gpus-per-node", **N(1), default=8, help="of N GPUs, a rank each (8)")
-    add("--gpu-memory", **X(0), help="of X GB each (16; in training, as it is)")
-    add("--tflops", **X(1e-6), help="that reach X TFLOP/s in training (as measured here)")
-    add("--gbps", **X(1e-6), default=10, help="over X Gb/s between the nodes (10)")
-    add("--price-per-gpu-hour", **X(0), default=0, help="tell the bill, too (no price)")
-    return parser.parse_args(argv)
-
-
-# ----- Training -----
-
-def train(plan, world):
-    """Trains as the plan says; returns nothing, all results are in the folder `plan.out`.
-
-    Raises ConfigError, data.DataError, optim.TrainingStopped, dist.DistError or OSError; see main.
+    On rank 0 it makes the folder of results and locks it until the process ends; raises ConfigError
+    if another run has locked it, OSError if the folder cannot be written.
     """
-    # From here on a signal does not end the program: it asks for a checkpoint
-    log, stop_requests = Log(plan, world.rank == 0), dist.listen_to_signals(plan.max_minutes)
-    model, reducer, masters, optimizer, scaler = parts = build(plan, world)
-    step, examples, seconds = restore(plan, world, log, *parts)
-    log_plan(plan, world, log, model, step)
-    stop, stop_at, saved = 0, min(plan.ends[-1], plan.max_steps or plan.ends[-1]), step
-    # By the clock too: a step can take milliseconds or minutes
-    save_at = time.monotonic() + 60 * plan.checkpoint_minutes
 
-    # ----- the training loop begins -----
-    for phase_index, (phase, end) in enumerate(zip(plan.phases, plan.ends)):
-        if step >= min(end, stop_at):
-            continue
-        batches, all_have, bar = open_phase(plan, world, phase_index, step)
-        while step < min(end, stop_at):
-            began, phase_step = time.perf_counter(), step - end + phase.steps
+    def __init__(self, plan, active):
+        self.active = active
+        self.text = plan.out / "log.txt"
+        self.metrics = plan.out / "metrics.jsonl"
+        self.unwritten = {}                  # {path: bytes that a full disk did not take}
+        self.said_at = 0.0                   # when the last line of a step was printed, seconds
+        self.tensorboard = None
+        if not active:
+            return
 
-            # 1. This rank's examples of the step, in micro-batches that workers have made ahead
-            micro_batches = next(batches)
-            data_seconds = time.perf_counter() - began
+        (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.text, "a")     # the lock lasts as long as this file is open
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
+                              f"({error.strerror}); take another --out") from None
+        if plan.flags.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(plan.out)
 
-            # 2. The masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
-            #    Each rank's own would make a mean of means. And is it time to stop, or to save?
-            wishes = dist.asked_to_stop(stop_requests), time.monotonic() > save_at
-            masked, rows, stop, due, *tokens = step_totals(micro_batches, wishes, world)
+    def say(self, text):
+        """Prints a line above the progress bar and adds it to log.txt."""
+        if self.active:
+            self._print(text)
+            self._append(self.text, text)
 
-            # 3. Forward and backward of each micro-batch; gradients add up in flat fp32 buckets
-            # 4. In the last micro-batch, each full bucket is averaged while backward goes on
-            scale, sums = scaler.scale, torch.zeros(2, dtype=torch.float64, device=world.device)
-            reducer.zero_grad(scale)
-            local = optimizer.local_gradients(phase_step >= phase.freeze)
-            for k, batch in enumerate(micro_batches):
-                # torchrun kills 30 s after SIGTERM and a step can take longer: ask before each
-                # micro-batch that all ranks have, and leave the step undone
-                if 0 < k < all_have:
-                    stop, = world.sum([dist.asked_to_stop(stop_requests)])
-                if stop:
-                    break
-                # Dropout's seed is a function of the step, so that no generator's state has to be
-                # saved, and another one for each micro-batch and rank (Python's hash of numbers is
-                # the same in every process, that of text is not)
-                torch.manual_seed(hash((plan.seed, step, k, world.rank)))
-                sends = k + 1 == len(micro_batches) and not local
-                with contextlib.nullcontext() if sends else reducer.accumulate():
-                    losses = model(batch.to(world.device))
-                    loss = losses.mlm_sum / masked + losses.nsp_sum / phase.global_batch
-                    # Averaging over the ranks will divide by their number; fp16 needs the scale
-                    (loss * world.size * scale).backward()
-                sums += torch.stack([part.detach().double() for part in losses[:2]])
-            if stop:
-                stop_at = step                               # which ends the loop over phases, too
-                break
+    def step(self, plan, figures):
+        """Logs the figures of a step: always in metrics.jsonl, now and then as a line of text."""
+        self.metric("train", **figures)
+        step = figures["step"]
+        silent = time.monotonic() - self.said_at
+        if step <= 3 or step % LOG_EVERY == 0 or step in plan.ends or silent > LOG_SECONDS:
+            self.said_at = time.monotonic()
+            self.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.flags.pairs, **figures))
 
-            # 5. Wait for the buckets; then all ranks hold the same gradients, still times `scale`.
-            #    Where a 1-bit optimizer wants them local each keeps its own, whose norm is sqrt(N)
-            #    times that of their mean where noise dominates: divided so, the norms compare.
-            if not local:
-                reducer.finish()
-            norm = float(optim.global_norm(reducer.buckets)) / math.sqrt(world.size if local else 1)
+    def metric(self, kind, **fields):
+        """Adds a line to metrics.jsonl, and numbers to TensorBoard."""
+        if not self.active:
+            return
+        for key, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[key] = None           # JSON has neither NaN nor inf
+        self._append(self.metrics, json.dumps({"kind": kind, **fields}))
+        if self.tensorboard:
+            for key, value in fields.items():
+                if isinstance(value, (int, float)):
+                    self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
-            # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all
-            *sums, squares = world.sum([*sums.tolist(), norm ** 2])
-            norm = math.sqrt(squares / world.size)
-            step_taken = scaler.update(not math.isfinite(norm), step + 1, reducer.gradients)
-            reducer.commit(step_taken)
+    def _print(self, text):
+        # A closed terminal or a full disk behind it must not end the training.
+        with contextlib.suppress(OSError, AttributeError):
+            tqdm.write(text)
+            sys.stdout.flush()
 
-            # 7. Unscale, clip, and step the fp32 masters; the model's weights are copied from them
-            lr = optim.learning_rate(phase_step, phase)
-            if step_taken:
-                optim.unscale_and_clip_(reducer.buckets, norm, scale, CLIP)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.step()
-            step, examples = step + 1, examples + phase.global_batch
-            evaluates = step % plan.eval_every == 0 or step == end
-            saves = due or step % plan.checkpoint_every == 0 or step == end
-            if evaluates:
-                optimizer.synchronise()                      # in 0/1 Adam weights differ in between
-            optim.copy_to_model(masters, model)
+    def _append(self, path, line):
+        rest = self.unwritten.pop(path, b"") + f"{line}\n".encode()
+        try:
+            with open(path, "ab", buffering=0) as file:
+                while rest:                  # a disk that fills up takes a part first
+                    rest = rest[file.write(rest):]
+        except OSError as error:
+            self._print(f"warning: {path}: {error.strerror}")
+            self.unwritten[path] = rest
 
-            # 8. Log, evaluate, save a checkpoint
-            duration = time.perf_counter() - began
-            seconds += duration
-            figures = {
-                "step": step, "phase": phase_index + 1, "seq_len": phase.seq_len, "lr": lr,
-                "grad_norm": norm / scale, "loss_scale": scale, "skipped": scaler.skipped,
-                "examples": examples, "seconds": seconds, "data_share": data_seconds / duration,
-                "wait_seconds": reducer.wait_seconds, "bucket_seconds": reducer.bucket_seconds,
-                "bytes_sent": reducer.bytes_sent + optimizer.bytes_sent,
-                **step_figures(plan, phase, sums, masked, rows, tokens, duration),
-                **outlook(plan, step, seconds)}
-            log.metric("train", **figures)
-            bar.set_postfix_str(f"mlm {figures['mlm_loss']:.3f}")
-            bar.update()
-            if step % plan.log_every == 0 or step == end:
-                log.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.pairs, **figures))
-            if evaluates:
-                log_evaluation(evaluate(model, plan, phase, world), plan, log, model, figures)
-            if saves:
-                save(plan, world, log, step, examples, seconds, *parts)
-                saved, save_at = step, time.monotonic() + 60 * plan.checkpoint_minutes
-        bar.close()
-    # ----- the training loop ends -----
+    def bytes(self):
+        """Returns the length of metrics.jsonl, which a checkpoint keeps."""
+        if self.active and self.metrics.exists():
+            return self.metrics.stat().st_size
+        return 0
 
-    if step > saved:
-        save(plan, world, log, step, examples, seconds, *parts)
-    reducer.close()
-    if log.active:
-        bert.save_huggingface(model, plan.data / "tokenizer.model", plan.out / "model")
-        report(plan, log, model, step, stop_requests)
-    # Status 1, or other nodes' torchrun would wait for us. The sum waits until rank 0 has written
-    # all: the first rank that fails has the others killed
-    if stop >= dist.SIGNALLED and dist.TORCHRUN and world.sum([1]):
-        kind = dist.RankLost if stop == math.inf else dist.DistError         # see `main`
-        raise kind(f"stopped after step {step}; the same command resumes")
+    def cut(self, length):
+        """Cuts metrics.jsonl to the length it had at a checkpoint: later steps are done again."""
+        if self.bytes() > length:
+            os.truncate(self.metrics, length)
 
 
-# ----- What the loop is built of, in the order of its steps -----
+def code_version():
+    """Returns the commit of this program, or "" where git does not know it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):               # git is not installed
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+def log_start(plan, world, log, state):
+    """Says what is about to run, and writes it as the first line of metrics.jsonl."""
+    parameters = sum(p.numel() for p in state.model.parameters())
+    if log.active and log.bytes() == 0:
+        log.metric("run", arguments=vars(plan.flags), run=plan.run, commit=code_version(),
+                   python=sys.version, torch=torch.__version__, numpy=np.__version__,
+                   world=world.size, nodes=world.nodes, device=str(world.device),
+                   threads=torch.get_num_threads(), parameters=parameters)
+
+    log.say(f"model {plan.flags.model}: {plan.config.layers} layers x {plan.config.width}, "
+            f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}\n"
+            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
+            f"{plan.precision}, optimizer {plan.optimizer}, compression {plan.flags.compression}")
+    for number, phase in enumerate(plan.phases, 1):
+        accumulation = ceil_div(phase.global_batch, world.size * phase.micro_batch)
+        log.say(f"phase {number}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
+                f"{phase.seq_len} tokens; {world.size} rank(s) x micro-batch {phase.micro_batch} x "
+                f"accumulation {accumulation}, lr {phase.lr:g}")
+    if state.step > 0:
+        log.say(f"resuming from the checkpoint of step {state.step}")
+
+
+# ----- The training state -----
+
+@dataclasses.dataclass
+class State:
+    """All that training changes; a checkpoint holds it."""
+    model: bert.BertForPreTraining
+    reducer: dist.Reducer            # holds the gradients, and averages them over the ranks
+    masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
+    optimizer: torch.optim.Optimizer
+    scaler: optim.LossScaler
+    step: int = 0                    # finished steps, skipped ones too
+    examples: int = 0                # in these steps
+    seconds: float = 0.0             # of these steps, without evaluation and saving
+
 
 def build(plan, world):
-    """Returns (model, reducer, masters, optimizer, scaler) as they are before the first step."""
-    torch.manual_seed(plan.seed)
-    model = bert.BertForPreTraining(plan.config)
-    # Begin at the token frequencies: the first loss is the unigram entropy, not log V, which saves
-    # the demo some 300 steps. Rows that only pad the vocabulary are as rare as the rarest token.
-    # To subtract the mean changes no probability; else LANS steps eight times as far, and bf16
-    # rounds more.
-    rarity = torch.from_numpy(data.unigram_losses(plan.data))
-    model.mlm_bias.data.fill_(rarity.mean() - rarity.max())
-    model.mlm_bias.data[:len(rarity)] = rarity.mean() - rarity
-    # The reducer sends rank 0's weights to the others. A run that resumes needs none of these, but
-    # for the heads that --pairs none does not train: they are not in the checkpoint
-    whole = plan.pairs != "none" and optim.checkpoints_in(plan.out / "checkpoints")
-    world.on_all_ranks(EXPECTED, lambda: plan.init and world.rank == 0 and not whole
-                       and bert.copy_weights(plan.init, model, plan.data / "tokenizer.model"))
-    # With --pairs none these are unused, and weight decay alone would wear them away
-    for head in (model.pooler, model.nsp):
-        head.requires_grad_(plan.pairs != "none")
-    model.to(world.device, optim.PRECISIONS[plan.precision])
-    model.recompute = plan.recompute
-    if plan.compile:
-        bert.attention = torch.compiler.disable(bert.attention)      # depends on a batch's lengths
-        for block in model.blocks:       # one by one, so that backward still completes them in turn
-            block.compile(dynamic=True)
-    reducer = dist.Reducer(model, world, plan.bucket_mb, plan.compression)
+    """Returns the State before the first step, the same weights on all ranks."""
+    model = build_model(plan, world)
+    reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
     masters = optim.master_weights(model)
     for name, master in masters.items():
-        master.grad = reducer.gradients[name]        # the bucket's view: nothing is copied
-    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas, plan.ends[-1],
-                                     lambda named: dist.CompressedMean(named, world))
-    # bf16 has the range of fp32
-    scaling = {} if "fp16" in (plan.precision, plan.compression) else dict(scale=1.0, largest=1.0)
-    return model, reducer, masters, optimizer, optim.LossScaler(**scaling)
+        master.grad = reducer.gradients[name]        # a view of the bucket: nothing is copied
+    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas)
+
+    scaler = optim.LossScaler()
+    if "fp16" not in (plan.precision, plan.flags.compression):
+        # bf16 has the range of fp32: no gradient becomes 0, so no loss has to be scaled.
+        scaler = optim.LossScaler(scale=1.0, largest=1.0)
+    return State(model, reducer, masters, optimizer, scaler)
 
 
-def open_phase(plan, world, phase_index, step):
-    """Returns (an iterator over the lists of this rank's micro-batches, one for each step of the
-    phase that is left after `step` of the run; how many all ranks have of them; a progress bar)."""
+def build_model(plan, world):
+    """Returns a model on this rank's device, initialised as plan.flags.seed and --init say."""
+    torch.manual_seed(plan.flags.seed)
+    model = bert.BertForPreTraining(plan.config)
+    set_bias_to_frequencies(model, plan.data)
+
+    def load_init():
+        # Rank 0 is enough: the Reducer sends its weights to the others.
+        if plan.flags.init and world.rank == 0:
+            bert.copy_weights(plan.flags.init, model, plan.data / "tokenizer.model")
+
+    world.on_all_ranks(EXPECTED, load_init)
+    # Without pairs these two have no gradient, and weight decay alone would wear them away.
+    for head in (model.pooler, model.nsp):
+        head.requires_grad_(plan.flags.pairs != "none")
+
+    model.to(world.device, optim.PRECISIONS[plan.precision])
+    model.recompute = plan.flags.recompute
+    if plan.flags.compile:
+        # Attention depends on the lengths of a batch, so it would be compiled again and again.
+        bert.attention = torch.compiler.disable(bert.attention)
+        # Blocks one by one: so backward still completes their gradients one after another.
+        for block in model.blocks:
+            block.compile(dynamic=True)
+    return model
+
+
+def set_bias_to_frequencies(model, shards):
+    """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
+    the demo some 300 steps."""
+    rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
+    # Subtracting the mean changes no probability. Without it LANS takes steps eight times as long,
+    # and bf16 rounds more.
+    bias = rarity.mean() - rarity
+    # The rows that only pad the vocabulary become as rare as the rarest token.
+    model.mlm_bias.data.fill_(bias.min())
+    model.mlm_bias.data[:len(bias)] = bias
+
+
+# ----- Checkpoints: one file each, what torch.save writes and then the digest of it -----
+
+DIGEST_LENGTH = 64           # hexadecimal digits of a SHA-256
+
+
+def save(plan, world, log, state):
+    """Saves a checkpoint of all that the next step depends on.
+
+    Collective: what lossy compression has not sent yet is averaged over the ranks. A full disk is a
+    warning: the older checkpoints are still whole. Raises what check_weights raises.
+    """
+    check_weights(world, state)
+    checkpoint = {
+        "run": plan.run,
+        "step": state.step,
+        "examples": state.examples,
+        "seconds": state.seconds,
+        "weights": state.masters,
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": vars(state.scaler),
+        "residuals": state.reducer.state_dict(),
+        "log_bytes": log.bytes()}
+    if log.active:
+        try:
+            write_checkpoint(plan.out / "checkpoints", checkpoint, keep=plan.ends)
+        except OSError as error:
+            log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training "
+                    "goes on")
+
+
+@torch.no_grad()
+def check_weights(world, state):
+    """Raises, on all ranks, optim.TrainingStopped if weights or moments of one are not finite, and
+    dist.DistError if their weights are not the same bits."""
+    tensors = list(state.masters.values())
+    for moments in state.optimizer.state.values():
+        tensors.append(moments["exp_avg"])
+        tensors.append(moments["exp_avg_sq"])
+    broken = not math.isfinite(optim.global_norm(tensors))
+    # One rank alone must not stop: the others would wait for it.
+    if world.sum([broken])[0]:
+        raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
+                                    "saved")
+
+    # The bits are added up as integers: no order of additions changes that sum.
+    masters = state.masters.values()
+    bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
+    world.check_same({"sum of bits": bits},
+                     f"has other weights after step {state.step} (bad memory?)")
+
+
+def write_checkpoint(folder, checkpoint, keep):
+    """Writes a checkpoint (tensors, numbers, text, plain containers), whole or not at all. Then
+    removes the others, but for the one before and those of the steps in `keep`.
+
+    The file is built in memory, which holds the checkpoint twice meanwhile. Raises OSError on a
+    full disk.
+    """
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    digest = hashlib.sha256(content.getbuffer()).hexdigest()
+
+    # The same name each time: what a killed run has left is overwritten.
+    temporary = folder / "unfinished"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.getbuffer())
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / f"step-{checkpoint['step']:08d}.pt")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+    # Later ones go as well: they were damaged, or the user resumed from an earlier one.
+    found = checkpoints_in(folder)
+    older = [step for step in found if step < checkpoint["step"]]
+    kept = {checkpoint["step"], max(older, default=0), *keep}
+    for step in found.keys() - kept:
+        found[step].unlink()
+
+
+def checkpoints_in(folder):
+    """Returns {step: path} of the checkpoints in a folder; a file of any other name is not ours."""
+    paths = folder.glob(f"step-{'[0-9]' * 8}.pt")
+    return {int(path.stem.removeprefix("step-")): path for path in paths}
+
+
+def read_checkpoint(path, step=None):
+    """Returns what write_checkpoint wrote (dict), on the CPU. Raises CheckpointError if the file is
+    damaged, or not of the given step."""
+    content = memoryview(path.read_bytes())
+    body = content[:-DIGEST_LENGTH]
+    digest = bytes(content[-DIGEST_LENGTH:])
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CheckpointError(f"{path} is cut or damaged: its digest does not match")
+    try:
+        # weights_only, because a pickle could run any code.
+        checkpoint = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+    if step not in (None, checkpoint["step"]):
+        raise CheckpointError(f"{path} is of step {checkpoint['step']}: it was renamed")
+    return checkpoint
+
+
+def find_checkpoint(plan, log):
+    """Returns the checkpoint (dict) that --resume asks for, or None to start anew.
+
+    Raises ConfigError if none of the folder is whole, if it is of another run, or if later steps in
+    the folder would be overwritten.
+    """
+    folder = plan.out / "checkpoints"
+    found = checkpoints_in(folder)
+    if plan.flags.resume == "auto":
+        if not found:
+            return None
+        checkpoint = newest_whole_checkpoint(found, log)
+        if checkpoint is None:
+            raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start "
+                              "anew")
+    else:
+        checkpoint = read_checkpoint(Path(plan.flags.resume))
+        newest = max(found, default=0)
+        if newest > checkpoint["step"]:
+            raise ConfigError(f"{folder} holds step {newest}: resume from it, or change --out")
+        if not found:
+            checkpoint["log_bytes"] = 0              # the log here is not that of the checkpoint
+
+    differ = dist.differences(checkpoint["run"], plan.run)
+    if differ:
+        raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
+    return checkpoint
+
+
+def newest_whole_checkpoint(found, log):
+    """Returns the latest of the checkpoints {step: path} that can be read, or None. Each that is
+    damaged is a warning, and the one before is tried."""
+    for step in sorted(found, reverse=True):
+        try:
+            return read_checkpoint(found[step], step)
+        except (CheckpointError, OSError) as error:
+            log.say(f"warning: {error}; trying the one before")
+    return None
+
+
+def restore(plan, world, log, state):
+    """Gives the State what the checkpoint of --resume holds; changes nothing if there is none.
+
+    Collective: rank 0 reads and sends. Raises ConfigError on every rank if there is none that can
+    be used, or if the disk of another node has a later one.
+    """
+    check_for_later_checkpoints(plan, world)
+
+    def read():
+        return find_checkpoint(plan, log) if world.rank == 0 else None
+
+    checkpoint = world.on_all_ranks(EXPECTED, read)
+    checkpoint = broadcast_checkpoint(world, checkpoint)
+    if checkpoint is None:
+        log.cut(0)
+        return
+
+    log.cut(checkpoint["log_bytes"])
+    for name, master in state.masters.items():
+        master.data.copy_(checkpoint["weights"][name])
+    optim.copy_to_model(state.masters, state.model)
+    state.optimizer.load_state_dict(checkpoint["optimizer"])
+    state.scaler = optim.LossScaler(**checkpoint["scaler"])
+    state.reducer.load_state_dict(checkpoint["residuals"])
+    state.step = checkpoint["step"]
+    state.examples = checkpoint["examples"]
+    state.seconds = checkpoint["seconds"]
+
+
+def check_for_later_checkpoints(plan, world):
+    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0: without a
+    shared disk, the node that was the first may have another rank now."""
+    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
+    place = f"{os.uname().nodename}:{plan.out.absolute()}"
+    places = world.all_gather_object((newest, place))
+    own_step, own_place = places[0]
+    latest_step, latest_place = max(places)
+    if latest_step > own_step:
+        raise ConfigError(f"{latest_place} holds step {latest_step}, and rank 0's {own_place} step "
+                          f"{own_step}; give the nodes the --node_rank of before, or put --out on "
+                          "a shared disk")
+
+
+def broadcast_checkpoint(world, checkpoint):
+    """Returns rank 0's checkpoint, on every rank: first its outline, in which tensors have a shape
+    but no content, then one tensor after another."""
+    outline = replace_tensors(checkpoint, lambda tensor: tensor.to("meta"))
+    outline = world.broadcast_object(outline)
+    if world.rank > 0:
+        checkpoint = replace_tensors(outline, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    replace_tensors(checkpoint, world.broadcast)             # overwrites them, in the same order
+    return checkpoint
+
+
+def replace_tensors(value, function):
+    """Returns nested dicts and lists with function(tensor) in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: replace_tensors(part, function) for key, part in value.items()}
+    if isinstance(value, list):
+        return [replace_tensors(part, function) for part in value]
+    return value
+
+
+# ----- The parts of a step -----
+
+def open_phase(plan, world, state, phase_index):
+    """Returns an iterator over the steps of a phase that are left, each a list of this rank's
+    micro-batches (data.Batch)."""
     phase = plan.phases[phase_index]
-    first = step - plan.ends[phase_index] + phase.steps
-    examples = data.PretrainingData(plan.data, phase.seq_len, phase_index, plan.seed,
-                                    mask_fraction=plan.mask_fraction, **plan.example_options)
-    deal = functools.partial(data.micro_batches, global_batch=phase.global_batch,
-                             micro_batch=phase.micro_batch, rank=world.rank, size=world.size,
-                             lengths=examples.lengths if plan.balance else None)
-    batches = data.loader(examples, range(first, phase.steps), plan.workers,
-                          world.device.type == "cuda", deal)
-    if plan.profile and world.rank == 0:
-        batches = bert.profiled(batches, plan.out / f"profile-{phase_index + 1}")
-    all_have = -(-(phase.global_batch // world.size) // phase.micro_batch)
-    bar = tqdm(desc=f"phase {phase_index + 1}", total=phase.steps, initial=first, unit="step",
-               disable=True if world.rank or not sys.stderr else None, dynamic_ncols=True)
-    return batches, all_have, bar
+    examples = data.PretrainingData(
+        plan.data, phase.seq_len, phase_index, plan.flags.seed, pairs=plan.flags.pairs,
+        mask_fraction=plan.mask_fraction, whole_words=plan.flags.whole_words)
+    # Which examples are this rank's in step 0, 1, 2 ... of the phase: called in the workers.
+    deal = functools.partial(
+        data.micro_batches, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
+        rank=world.rank, size=world.size, lengths=examples.lengths if plan.flags.balance else None)
+    first = state.step - (plan.ends[phase_index] - phase.steps)
+    return data.loader(examples, range(first, phase.steps), plan.flags.workers, deal)
 
 
-def step_totals(micro_batches, wishes, world):
-    """Returns what all ranks know of a step before backward, a list of sums over them: tokens to be
-    predicted, rows for tokens (padding included), the two wishes (to stop, to save: all ranks
-    must do it at the same step); then the tokens of each rank."""
-    own = sum(int(batch.bounds[-2]) for batch in micro_batches)
-    # Counted on the CPU, before the batch goes to a GPU: nothing waits for the device
+class StepTotals(NamedTuple):
+    """What all ranks know of a step before its forward passes."""
+    masked: int              # tokens to be predicted, of all ranks: the divisor of the MLM loss
+    rows: int                # rows of all batches, the ones that only pad included
+    tokens: list             # real tokens of each rank
+    stop: float              # not 0 if a rank is asked to stop, see dist.asked_to_stop
+    save: bool               # whether it is time for a checkpoint
+
+
+def step_totals(world, micro_batches, stop, save):
+    """Returns the StepTotals. stop, save: what this rank wants; all ranks do it at the same step.
+    Counts on the CPU, before batches go to a GPU, so nothing waits for the device. Collective."""
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     rows = sum(len(batch.tokens) for batch in micro_batches)
-    tokens = [own * (rank == world.rank) for rank in range(world.size)]
-    return world.sum([masked, rows, *wishes, *tokens])
+    # The last length is that of the rows that only pad.
+    tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
+    own = torch.tensor([masked, rows, tokens, stop, save], dtype=torch.float64)
+    table = world.all_gather(own)                            # (ranks, 5)
+    masked, rows, _, stop, save = table.sum(0).tolist()
+    return StepTotals(int(masked), int(rows), table[:, 2].tolist(), stop, save > 0)
 
 
-def step_figures(plan, phase, sums, masked, rows, tokens, seconds):
-    """Returns the log's fields that follow from a step's sums over all ranks: `sums` of the two
-    losses, and what `step_totals` returns. imbalance: the most tokens of a rank over the mean;
-    tflops: of the model, 10^12 operations a second and rank."""
-    examples, total, ranks = phase.global_batch, sum(tokens), len(tokens)
-    mlm_loss, nsp_loss, rate = sums[0] / masked, sums[1] / examples, examples / seconds
-    flops = bert.flops_per_example(plan.config, total / examples, masked / examples)
-    return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss,
-            "padding": 1 - total / rows, "imbalance": max(tokens) * ranks / total,
-            "examples_per_second": rate, "tflops": rate * flops / ranks / 1e12}
+def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
+    """Returns the log's fields (dict) that follow from a step's sums over all ranks and its
+    seconds. tflops: 10^12 operations of the model, a second and rank."""
+    ranks = len(totals.tokens)
+    tokens = sum(totals.tokens)
+    mlm_loss = mlm_sum / totals.masked
+    nsp_loss = nsp_sum / phase.global_batch
+    examples_per_second = phase.global_batch / seconds
+    flops = bert.flops_per_example(plan.config, tokens / phase.global_batch,
+                                   totals.masked / phase.global_batch)
+    return {
+        "loss": mlm_loss + nsp_loss,
+        "mlm_loss": mlm_loss,
+        "nsp_loss": nsp_loss,
+        "padding": 1 - tokens / totals.rows,                 # fraction of the rows
+        "imbalance": max(totals.tokens) * ranks / tokens,    # the busiest rank, over the mean
+        "examples_per_second": examples_per_second,
+        "tflops": 1e-12 * examples_per_second * flops / ranks}
 
 
-def outlook(plan, step, seconds):
-    """Returns the log's fields on what a run takes: the most memory of this process, on a GPU the
-    GPU's, and the minutes left at the mean speed of the `seconds` until now."""
-    # A step of phase 2 takes longer: in proportion to its tokens, as if no text were shorter
-    work = [phase.global_batch * phase.seq_len for phase in plan.phases for _ in range(phase.steps)]
-    unit = 1e-6 if sys.platform == "linux" else 1e-9         # macOS counts bytes
-    memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory_gb": torch.cuda.max_memory_allocated() / 1e9 or memory,
-            "minutes_left": seconds / 60 * sum(work[step:plan.max_steps]) / sum(work[:step])}
+def minutes_left(plan, state):
+    """Returns the minutes until the run's end, at the mean speed of the steps until now."""
+    done = tokens_until(plan, state.step)
+    last = tokens_until(plan, last_step(plan))
+    return state.seconds / 60 * (last - done) / done
+
+
+def tokens_until(plan, step):
+    """Returns the tokens of the run's first steps, as if no example were shorter."""
+    tokens = 0
+    for phase, end in zip(plan.phases, plan.ends):
+        steps = min(step, end) - (end - phase.steps)
+        tokens += max(0, steps) * phase.global_batch * phase.seq_len
+    return tokens
+
+
+def last_step(plan):
+    """Returns the number of the step after which this program stops."""
+    return min(plan.ends[-1], given_or(plan.flags.max_steps, plan.ends[-1]))
+
+
+def memory_gigabytes():
+    """Returns the most memory that was in use, GB: the GPU's, or this process's without one."""
+    if torch.cuda.is_available():
+        return 1e-9 * torch.cuda.max_memory_allocated()
+    unit = 1e-6 if sys.platform == "linux" else 1e-9         # Linux counts KB, macOS bytes
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # ----- Evaluation -----
 
 @torch.no_grad()
-def evaluate(model, plan, phase, world):
-    """Returns a dict of what the model does on the held-out documents, at a phase's length.
+def evaluate(plan, world, state, phase):
+    """Returns what the model does on the held-out documents, at a phase's length (dict; losses in
+    nats). Collective: the ranks share the work.
 
-    Examples and masks are the same at every evaluation, 15 % of the tokens however many training
-    masks, and the ranks share the work. Losses are in nats. unigram_entropy is the loss on the same
-    tokens of a predictor that knows only how often the training text has each token: the line to
-    beat. nsp_accuracy is None without pairs; nsp_error is its standard error, as if examples were
-    independent; those of one document are not: it is 1.3 times that in the demo. Leaves the model
-    in training mode.
+    Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
+    training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
+    how often the training text has each token: the loss to beat. nsp_accuracy is None without
+    pairs. nsp_error is its standard error, as if examples were independent; the real one is 1.3
+    times that in the demo, where several examples are of one document.
     """
-    model.eval()
-    examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True, **plan.example_options)
-    unigrams = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
-    total = torch.zeros(6, dtype=torch.float64, device=world.device)
+    examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True,
+                                    pairs=plan.flags.pairs, whole_words=plan.flags.whole_words)
+    unigram_losses = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
+    sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+    state.model.eval()
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
-        predicted = batch.labels != data.IGNORED
-        parts = *model(batch), unigrams[batch.labels[predicted]].sum(), predicted.sum()
-        total += torch.stack([part.double() for part in parts])
-    # Sums, not means, are what ranks can add up: their shares differ in size
-    model.train()
-    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(total.tolist())
+        labels = batch.labels[batch.labels != data.IGNORED]
+        losses = state.model(batch)
+        unigram_sum = unigram_losses[labels].sum()
+        masked = torch.tensor(len(labels), device=world.device)
+        figures = [*losses, unigram_sum, masked]
+        sums += torch.stack([figure.double() for figure in figures])
+    state.model.train()
+
+    # Sums are added up over the ranks, not means: the ranks' shares differ in size.
+    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums.tolist())
     accuracy = nsp_hits / EVAL_EXAMPLES
-    return {"mlm_loss": mlm_sum / masked, "mlm_accuracy": mlm_hits / masked,
-            "unigram_entropy": unigram_sum / masked, "nsp_loss": nsp_sum / EVAL_EXAMPLES,
-            "nsp_accuracy": accuracy if plan.pairs != "none" else None,
-            "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
+    return {
+        "mlm_loss": mlm_sum / masked,
+        "mlm_accuracy": mlm_hits / masked,
+        "unigram_entropy": unigram_sum / masked,
+        "nsp_loss": nsp_sum / EVAL_EXAMPLES,
+        "nsp_accuracy": None if plan.flags.pairs == "none" else accuracy,
+        "nsp_error": math.sqrt(accuracy * (1 - accuracy) / EVAL_EXAMPLES)}
 
 
-def log_evaluation(result, plan, log, model, figures):
-    """Logs an evaluation, after a step with these figures; of the demo also how the model fills in
-    its three sentences."""
-    log.metric("eval", step=figures["step"], phase=figures["phase"], **result)
-    log.say(f"step {figures['step']:>6}/{plan.ends[-1]}  held out: {describe(result, plan)}")
+def log_evaluation(plan, log, state, phase_index, result):
+    """Logs an evaluation; of the demo also how the model fills in its three sentences."""
+    log.metric("eval", step=state.step, phase=phase_index + 1, **result)
+    line = (f"step {state.step:>6}/{plan.ends[-1]}  held out: MLM loss {result['mlm_loss']:.3f} "
+            f"(unigram {result['unigram_entropy']:.3f}), MLM accuracy {result['mlm_accuracy']:.1%}")
+    if result["nsp_accuracy"] is not None:
+        line += (f", {plan.flags.pairs.upper()} accuracy {result['nsp_accuracy']:.1%} +- "
+                 f"{result['nsp_error']:.1%}")
+    log.say(line)
     if plan.reads_docs and log.active:
-        log.say("    [MASK] of the three sentences: " + "; ".join(fill_in_demo(plan, model)))
+        log.say("    [MASK] of the three sentences: " + "; ".join(fill_in_demo(plan, state)))
 
 
-def describe(result, plan):
-    """Returns an evaluation as a line of text."""
-    mlm = "MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), MLM accuracy {mlm_accuracy:.1%}"
-    pairs = f", {plan.pairs.upper()} accuracy {{nsp_accuracy:.1%}} +- {{nsp_error:.1%}}"
-    return (mlm if result["nsp_accuracy"] is None else mlm + pairs).format(**result)
-
-
-def fill_in_demo(plan, model):
-    """Returns the three likeliest words for the [MASK] of each DEMO_SENTENCES, a list of str."""
+def fill_in_demo(plan, state):
+    """Returns the three likeliest words for the [MASK] of each DEMO_SENTENCES (list of str)."""
     tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
-    return [words for text in DEMO_SENTENCES for words in bert.fill_mask(model, tokenizer, text, 3)]
+    answers = []
+    for sentence in DEMO_SENTENCES:
+        answers += bert.fill_mask(state.model, tokenizer, sentence, 3)
+    return answers
 
 
-# ----- The plan: the arguments, with all that they leave open filled in -----
+# ----- Training: the loop -----
 
-def make_plan(args, world):
-    """Returns `fill_in`'s plan, the same on every rank but for LOCAL, with its shards prepared and
-    checked, and `same_run`, what the results depend on.
+def train(plan, world):
+    """Trains as the plan says. Returns nothing: all results are in the folder plan.out.
 
-    Raises one of EXPECTED if it cannot work.
+    Raises one of EXPECTED; see `main`.
     """
-    plan = fill_in(args, world)
-    manifest = prepare_folders(plan, world)
-    bert.tokenizer_json((plan.data / "tokenizer.model").read_bytes())    # refused now, if at all
-    plan.same_run = same_run(plan, manifest)
-    # Whatever decides which collectives are called when, or their result, is the same on all ranks
-    code = [Path(m.__file__).read_bytes() for m in (bert, data, dist, optim, sys.modules[__name__])]
-    told = {flag: value for flag, value in vars(args).items() if flag not in LOCAL} | plan.same_run
-    told |= {"torch": torch.__version__, "code": hashlib.sha256(b"".join(code)).hexdigest()[:16]}
-    world.check_same(told, "was started differently")
-    return plan
+    log = world.on_all_ranks(EXPECTED, functools.partial(Log, plan, world.rank == 0))
+    plan = prepare(plan, world)
+    # From here on a signal does not end the program. It asks for a checkpoint and a stop.
+    stop_requests = dist.listen_to_signals(plan.flags.max_minutes)
+    state = build(plan, world)
+    restore(plan, world, log, state)
+    log_start(plan, world, log, state)
 
+    phase_index = None
+    stop = 0
+    saved_step = state.step
+    saved_at = time.monotonic()
+    # None: no bar where the output is not a terminal.
+    bar = tqdm(total=plan.ends[-1], initial=state.step, unit="step", dynamic_ncols=True,
+               disable=not log.active or None)
 
-def fill_in(args, world):
-    """Returns the arguments as a plan: what they leave open is the recipe's or follows from the
-    hardware, and `phases` (list of Phase), `config` and both folders (Path) follow from all of it.
-    Raises ConfigError, data.DataError, or DistError for the compression, if it cannot work."""
-    plan, recipe = argparse.Namespace(**vars(args)), optim.RECIPES[args.recipe]
-    plan.arguments = vars(args)                              # as given, for the log
-    for field in ("optimizer", "dropout", "mask_fraction"):
-        if getattr(args, field) is None:
-            setattr(plan, field, getattr(recipe, field))
-    plan.one_bit = plan.optimizer in optim.ONE_BIT
-    # A variance that will be frozen must be the mean of many steps
-    plan.betas = recipe.betas[0], 0.999 if plan.one_bit else recipe.betas[1]
-    plan.example_options = {"pairs": args.pairs, "whole_words": args.whole_words}
-    plan.data = Path(args.data or data.default_folder(args.corpus))
-    plan.reads_docs = not args.data and not args.corpus
-    plan.out = Path(args.out or f"runs/{args.recipe if plan.reads_docs else plan.data.name}")
-    known = (plan.data / "manifest.json").exists() and not (args.plan and args.vocab_size)
-    # A tokenizer that is still to be made will have as many pieces as were asked for
-    plan.pieces = data.load_manifest(plan.data)["vocab_size"] if known else args.vocab_size or 8192
-    if args.vocab_size not in (None, plan.pieces):
-        raise ConfigError(f"{plan.data} has {plan.pieces} pieces: remove it or set no --vocab-size")
-    plan.config = bert.BertConfig.preset(args.model, plan.pieces, dropout=plan.dropout)
-    plan.precision = optim.choose_precision(args.precision, world.device)
-    if world.device.type == "cuda" and not args.gpu_memory:  # the smallest card decides for all
-        own = 1e-9 * torch.cuda.get_device_properties(world.device).total_memory
-        plan.gpu_memory = min(world.all_gather_object(own))
-    plan.phases = plan_phases(plan, recipe.phases, world)
-    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()   # in steps of the run
-    return plan
+    while state.step < last_step(plan):
+        if plan.phase_at(state.step) != phase_index:
+            phase_index = plan.phase_at(state.step)
+            phase = plan.phases[phase_index]
+            phase_begin = plan.ends[phase_index] - phase.steps
+            steps = open_phase(plan, world, state, phase_index)
+        began = time.perf_counter()
 
+        # 1. This rank's examples of the step, in micro-batches that workers have made ahead.
+        micro_batches = next(steps)
+        data_seconds = time.perf_counter() - began
 
-def plan_phases(plan, phases, world):
-    """Returns a recipe's phases, changed as the flags say; raises ConfigError, or DistError for the
-    compression, if that cannot work."""
-    if dist.is_lossy(plan.compression) and plan.one_bit:
-        raise ConfigError(f"{plan.optimizer} needs --compression none, fp16 or bf16")
-    if plan.freeze is not None and not plan.one_bit:
-        raise ConfigError(f"--freeze means nothing to {plan.optimizer}, only to 1-bit optimizers")
-    # Each flag has one number for all phases, or one for each; None is the recipe's
-    given = [getattr(plan, flag) or [None] for flag in ("steps", "batch", "micro_batch")]
-    if not all(len(numbers) in (1, len(phases)) for numbers in given):
-        raise ConfigError(f"--steps, --batch, --micro-batch: give one number, or {len(phases)}")
-    given = zip(*(numbers * len(phases) for numbers in given))           # zip ends with phases
-    return [plan_phase(plan, world, phase, *numbers) for phase, numbers in zip(phases, given)]
+        # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
+        #    If each rank divided by its own, the loss would be a mean of means.
+        save_wanted = time.monotonic() - saved_at > 60 * CHECKPOINT_MINUTES
+        totals = step_totals(world, micro_batches, dist.asked_to_stop(stop_requests), save_wanted)
+        stop = totals.stop
 
-
-def plan_phase(plan, world, phase, steps, batch, micro_batch):
-    """Returns a phase with its numbers as given; None: the recipe's, or the best micro-batch."""
-    steps, batch = phase.steps if steps is None else steps, batch or phase.global_batch
-    if batch < world.size:
-        raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise --batch")
-    share = -(-batch // world.size)                          # the most that a rank has in a step
-    most = max(1, memory(plan, phase)[2] if plan.gpu_memory else CPU_TOKENS // phase.seq_len)
-    # If none is given: equal parts of at most `most` examples
-    micro_batch = min(micro_batch or -(-share // -(-share // most)), share)
-    freeze = phase.freeze
-    if plan.one_bit and steps:
-        freeze = round(steps * (max(0.2, phase.warmup) if plan.freeze is None else plan.freeze))
-        if not 0 < freeze < steps:
-            raise ConfigError(f"no freeze after {freeze} of {steps} steps; change --freeze")
-    return dataclasses.replace(phase, steps=steps, global_batch=batch, lr=phase.lr * plan.lr_scale,
-                               micro_batch=micro_batch, freeze=freeze)
-
-
-def prepare_folders(plan, world):
-    """Rank 0 makes the folder of results, and each node's first rank the shards, if they are not
-    yet there; all check them. Returns their manifest; raises ConfigError on all ranks."""
-    def make():
-        if world.rank == 0:
-            (plan.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            plan.lock = open(plan.out / "log.txt", "a")      # fails where nothing can be written
-            try:                                             # locked until this process ends
-                fcntl.flock(plan.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
-                                  f"({error.strerror}); take another --out") from None
-        # One process of a node prepares; the others wait for it at the end of on_all_ranks
-        prepared = plan.arguments["data"] or (plan.data / "manifest.json").exists()
-        if world.local_rank == 0 and (plan.corpus or not prepared):
-            manifest = data.prepare(data.open_corpus(plan.corpus), plan.data, plan.pieces)
-            print(data.describe(manifest), flush=True)
-
-    world.on_all_ranks(EXPECTED, make)
-    return world.on_all_ranks(EXPECTED, lambda: data.verify(
-        plan.data, world.rank, world.size, plan.balance and world.local_rank == 0))
-
-
-def same_run(plan, manifest):
-    """Returns what the results of a run depend on, a flat dict: equal on all ranks, and equal to
-    the checkpoint's where a run resumes. How many ranks, micro-batches and buckets share the work
-    is not in it: it changes sums' order, dropout's masks, what lossy compression leaves over."""
-    # Flat, so that a field that differs can be named
-    fields = "optimizer betas compression balance init mask_fraction seed precision".split()
-    run = {key: vars(plan)[key] for key in [*fields, *plan.example_options]}
-    run["shards"] = manifest["sha256"][:16]                  # of the text, and how it was prepared
-    run |= {f"model.{key}": value for key, value in plan.config._asdict().items()}
-    for number, phase in enumerate(plan.phases, 1):
-        run |= {f"phase{number}.{key}": value for key, value in vars(phase).items()
-                if key != "micro_batch"}
-    return run
-
-
-# ----- Checkpoints: all that the next step depends on, one file each, its digest at the end -----
-
-def restore(plan, world, log, model, reducer, masters, optimizer, scaler):
-    """Gives model, optimizer and all else the state of the checkpoint that --resume names; returns
-    (steps, examples, seconds) done so far, zeros without a checkpoint.
-
-    Collective: rank 0 reads. Raises ConfigError on every rank if there is none that can be used, or
-    if another node's disk has a later one: the node that was the first may have another rank now.
-    """
-    # All look: without a shared disk each node has checkpoints of its own, or none
-    newest = max(optim.checkpoints_in(plan.out / "checkpoints"), default=0)
-    places = world.all_gather_object((newest, f"{os.uname().nodename}:{plan.out.absolute()}"))
-    (later, theirs), (step, ours) = max(places), places[0]
-    if later > step:
-        raise ConfigError(f"{theirs} holds step {later}, and rank 0's {ours} step {step}; give the "
-                          "nodes the --node_rank of before, or put --out on a shared disk")
-    state = world.on_all_ranks(EXPECTED, lambda: world.rank == 0 and find_checkpoint(plan, log))
-    state = world.broadcast_object(state)
-    log.cut(state["log_bytes"] if state else 0)
-    if state is None:
-        return 0, 0, 0.0
-    for name, master in masters.items():
-        master.data.copy_(state["weights"][name])
-    optim.copy_to_model(masters, model)
-    optimizer.load_state_dict(state["optimizer"])
-    vars(scaler).update(state["scaler"])
-    reducer.load_state_dict(state["residuals"])
-    return state["step"], state["examples"], state["seconds"]
-
-
-def save(plan, world, log, step, examples, seconds, model, reducer, masters, optimizer, scaler):
-    """Saves a checkpoint of the step. Collective: what lossy compression has not sent yet is
-    averaged over the ranks. A full disk is a warning: the older checkpoints are whole."""
-    optimizer.synchronise()
-    optim.copy_to_model(masters, model)
-    compare_weights(masters, optimizer, world, step)
-    state = {"run": plan.same_run, "step": step, "examples": examples, "seconds": seconds,
-             "weights": masters, "optimizer": optimizer.state_dict(), "scaler": vars(scaler),
-             "residuals": reducer.state_dict(), "log_bytes": log.bytes()}
-    if log.active:
-        try:
-            optim.write_checkpoint(plan.out / "checkpoints", state, keep=set(plan.ends))
-        except OSError as error:
-            log.say(f"warning: no checkpoint of step {step}: {error.strerror}; training goes on")
-
-
-@torch.no_grad()
-def compare_weights(masters, optimizer, world, step):
-    """Raises optim.TrainingStopped if weights or moments of a rank are not finite, dist.DistError
-    if weights are not the same bits on all; either on all ranks."""
-    moments = [x[key] for x in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    norm = float(optim.global_norm([*masters.values(), *moments]))
-    # One rank alone must not stop: the others would wait for it
-    if world.sum([not math.isfinite(norm)])[0]:
-        raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not saved")
-    # A sum of bits as integers, which no order of additions changes
-    bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters.values())
-    world.check_same({"sum of bits": bits}, f"has other weights after step {step} (bad memory?)")
-
-
-def find_checkpoint(plan, log):
-    """Returns the state that the plan's --resume asks for, or None to start anew.
-
-    Where one is damaged the one before is taken, with a warning. Raises ConfigError if none is
-    whole, if it is of another run, or if later steps in the folder would be overwritten.
-    """
-    folder, auto, state = plan.out / "checkpoints", plan.resume == "auto", None
-    found = optim.checkpoints_in(folder)
-    if plan.resume not in ("auto", "never"):
-        state = optim.read_checkpoint(Path(plan.resume))
-        # No checkpoint here: the file is another folder's, and what is in this log died unsaved
-        state["log_bytes"] *= bool(found)
-    for step in sorted(found, reverse=True) if auto else ():
-        try:
-            state = optim.read_checkpoint(found[step], step)
+        # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
+        # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
+        scale = state.scaler.scale
+        loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        all_have = ceil_div(phase.global_batch // world.size, phase.micro_batch)
+        state.reducer.zero_grad(scale)
+        for number, batch in enumerate(micro_batches):
+            # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks ask again
+            # before each micro-batch that all of them have, and leave the step undone.
+            if 0 < number < all_have:
+                stop = world.sum([dist.asked_to_stop(stop_requests)])[0]
+            if stop:
+                break
+            # Dropout's seed is a function of the step, so that no generator has to be saved. Python's
+            # hash of numbers is the same in every process.
+            torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
+            state.reducer.sends = number + 1 == len(micro_batches)
+            losses = state.model(batch.to(world.device))
+            loss = losses.mlm_sum / totals.masked + losses.nsp_sum / phase.global_batch
+            # Averaging will divide by the number of ranks. Gradients in fp16 need the scale.
+            (loss * world.size * scale).backward()
+            loss_sums += torch.stack([losses.mlm_sum.detach(), losses.nsp_sum.detach()])
+        if stop:
             break
-        except (optim.CheckpointError, OSError) as error:
-            log.say(f"warning: {error}; trying the one before")
-    if auto and found and not state:
-        raise ConfigError(f"no checkpoint in {folder} is whole; move the folder away to start anew")
-    if not auto and max(found, default=0) > (state["step"] if state else 0):
-        raise ConfigError(f"{folder} holds step {max(found)}: resume from it, or change --out")
-    if state and (differ := dist.differences(state["run"], plan.same_run)):
-        raise ConfigError(f"the checkpoint is of another run: {differ}; take another --out")
-    return state
+
+        # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
+        state.reducer.finish()
+        norm = state.reducer.norm()
+
+        # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all.
+        mlm_sum, nsp_sum, norm_sum = world.sum([*loss_sums.tolist(), norm])
+        norm = norm_sum / world.size
+        step_taken = state.scaler.update(not math.isfinite(norm), state.step + 1,
+                                         state.reducer.gradients)
+        state.reducer.commit(step_taken)
+
+        # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
+        lr = optim.learning_rate(state.step - phase_begin, phase)
+        if step_taken:
+            optim.unscale_and_clip_(state.reducer.flats, norm, scale, CLIP)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
+            state.optimizer.step()
+            optim.copy_to_model(state.masters, state.model)
+
+        # 8. Log, evaluate, save a checkpoint.
+        duration = time.perf_counter() - began
+        state.step += 1
+        state.examples += phase.global_batch
+        state.seconds += duration
+        log.step(plan, {
+            "step": state.step, "phase": phase_index + 1, "seq_len": phase.seq_len, "lr": lr,
+            "grad_norm": norm / scale, "loss_scale": scale, "skipped": state.scaler.skipped,
+            "examples": state.examples, "seconds": state.seconds,
+            "data_share": data_seconds / duration, "bytes_sent": state.reducer.bytes_sent,
+            "wait_seconds": state.reducer.wait_seconds,
+            "bucket_seconds": state.reducer.bucket_seconds,
+            "memory_gb": memory_gigabytes(), "minutes_left": minutes_left(plan, state),
+            **step_figures(plan, phase, totals, mlm_sum, nsp_sum, duration)})
+        bar.update()
+        phase_ends = state.step == plan.ends[phase_index]
+        if phase_ends or state.step % plan.flags.eval_every == 0:
+            result = evaluate(plan, world, state, phase)
+            log_evaluation(plan, log, state, phase_index, result)
+        if phase_ends or state.step % plan.flags.checkpoint_every == 0 or totals.save:
+            save(plan, world, log, state)
+            saved_step = state.step
+            saved_at = time.monotonic()
+
+    bar.close()
+    if state.step > saved_step:
+        save(plan, world, log, state)
+    state.reducer.close()
+    if log.active:
+        bert.save_huggingface(state.model, plan.data / "tokenizer.model", plan.out / "model")
+        report(plan, log, state, stop_requests)
+    leave_after_signal(world, state, stop)
 
 
-# ----- What it would take -----
+def report(plan, log, state, stop_requests):
+    """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
+    # A metrics.jsonl that somebody has damaged must not end the program here.
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        log.say("\nHeld-out MLM loss after each phase and step; | is the loss by word frequency")
+        log.say(loss_bars(log.metrics))
+    if plan.reads_docs:
+        for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, state)):
+            log.say(f"\n{sentence}\n    {words}")
 
-def print_plan(args):
-    """Prints memory, seconds and days that --plan nodes take with these flags; then the days of
-    other nodes, networks and compressors.
+    ended = "Done"
+    if state.step < plan.ends[-1]:
+        ended = " by ".join(["Stopped", *stop_requests[:1]])
+    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
+            f"{plan.out}. Fill in your own:\n"
+            f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
+
+
+def loss_bars(metrics, width=60, most=20):
+    """Returns a drawing of the evaluations in a metrics.jsonl (Path), a line of text for each: the
+    longer the bar, the larger the loss. Of more than `most` it draws every second, third ..."""
+    with open(metrics) as file:
+        evaluations = [json.loads(line) for line in file if line.startswith('{"kind": "eval"')]
+    bars = []
+    for line in evaluations[::ceil_div(len(evaluations), most)]:
+        part = line["mlm_loss"] / line["unigram_entropy"]
+        bar = ("=" * round(part * width)).ljust(width)
+        bars.append(f"{line['phase']}{line['step']:>8}{line['mlm_loss']:8.3f} {bar}|")
+    return "\n".join(bars)
+
+
+def leave_after_signal(world, state, stop):
+    """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
+    would leave the torchrun of other nodes waiting."""
+    if stop >= dist.SIGNALLED and dist.TORCHRUN:
+        world.sum([0])                   # wait for rank 0: a rank that leaves has the others killed
+        message = f"stopped after step {state.step}; the same command resumes"
+        # A stop of infinity says that a torchrun is dead. That counts as a lost rank.
+        raise dist.RankLost(message) if stop == math.inf else dist.DistError(message)
+
+
+# ----- What a run would take: --plan -----
+
+def print_plan(flags):
+    """Prints the memory, seconds and days that --plan nodes take with these flags, and the days
+    with each compression."""
+    here = dist.init()
+    # As many ranks as there would be, though none of them exists.
+    world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
+    plan = make_plan(flags, world)
+    shapes = bert.parameter_shapes(plan.config)
+    elements = sum(math.prod(shape) for shape in shapes)
+    dtype = optim.PRECISIONS[plan.precision]
+    tflops = flags.tflops or bert.measure_tflops(plan.config, here.device, dtype)
+
+    print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
+          f"GPU(s) of {tflops:.3g} TFLOP/s, {flags.gbps:g} Gb/s, compression {flags.compression}")
+    for number, phase in enumerate(plan.phases, 1):
+        activations = example_gigabytes(plan, phase) * phase.micro_batch
+        compute, exchange, step = step_seconds(plan, world, phase, flags.compression, tflops)
+        print(f"phase {number}: micro-batch {phase.micro_batch}, {activations:.2f} GB of "
+              f"activations ({examples_that_fit(plan, phase)} examples fit {plan.gpu_memory:g} "
+              f"GB); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
+              f"{step - compute:.3g} s of it not hidden: {phase.steps * step / 86400:.3g} days")
+    parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state_gigabytes(plan).items()]
+    print(f"GB of a rank in {plan.precision}:", *parts)
+
+    print("days with --compression", end="")
+    for compression in dict.fromkeys([*dist.COMPRESSORS, flags.compression]):
+        seconds = 0.0
+        for phase in plan.phases:
+            seconds += phase.steps * step_seconds(plan, world, phase, compression, tflops)[2]
+        print(f"  {compression} {seconds / 86400:.3g}", end="")
+    print()
+
+
+def step_seconds(plan, world, phase, compression, tflops):
+    """Returns the seconds of compute, of exchange, and of a step in which they overlap:
 
         step = compute + max(late, exchange - backward)
 
-    backward: 2/3 (with --recompute 3/4) of the compute of the last micro-batch, behind which the
-    exchange between nodes hides; all but `late`, that of the embeddings, which are ready at its
-    end. To compress counts where it can be measured: without --tflops. Not counted: what happens
-    inside a node, the optimizer (and what a 1-bit one saves), that some examples are shorter,
-    loading, evaluation.
+    backward: of the last micro-batch, behind which the exchange between the nodes hides. late: the
+    part of the exchange that cannot hide, that of the embeddings, which are ready only when
+    backward ends. Not counted: to compress, what happens inside a node, the optimizer, that some
+    examples are shorter, loading and evaluation.
     """
-    args.gpu_memory = args.gpu_memory or 16
-    # As many ranks as there would be, though none of them exists
-    here = dist.init()
-    plan = fill_in(args, dataclasses.replace(here, size=args.plan * args.gpus_per_node))
-    config, shapes = plan.config, bert.parameter_shapes(plan.config)
-    elements = sum(map(math.prod, shapes))
-    precision = optim.PRECISIONS[plan.precision]
-    tflops = args.tflops or bert.measure_tflops(config, here.device, precision)
-    names = [name for name in dict.fromkeys([*dist.COMPRESSORS, args.compression])
-             if not (dist.is_lossy(name) and plan.one_bit)]            # `plan_phases` refuses these
-    packing = {name: 4e-6 * elements * dist.measure(here, name, 1)[0] for name in names}
+    share = ceil_div(phase.global_batch, world.size)
+    masked = plan.mask_fraction * phase.seq_len
+    compute = 1e-12 * share * bert.flops_per_example(plan.config, phase.seq_len, masked) / tflops
+    backward = 2 / 3 * compute
+    if plan.flags.recompute:
+        # Backward computes the forward pass once more.
+        backward += compute / 3
+        compute += compute / 3
+    last_micro_batch = min(1, phase.micro_batch / share)
 
-    def seconds(phase, compression, nodes, gbps):
-        """Returns those of compute, of exchange, and of a step in which they overlap."""
-        share = -(-phase.global_batch // (nodes * args.gpus_per_node))       # of the busiest rank
-        flops = bert.flops_per_example(config, phase.seq_len, plan.mask_fraction * phase.seq_len)
-        compute = share * flops / tflops / 1e12 * (4 / 3 if plan.recompute else 1)
-        exchange = packing[compression] * (nodes > 1 and not args.tflops)
-        # Dense sums go in a ring through all GPUs, from node to node once; see dist.Bucket
-        ring = nodes if nodes == 1 or dist.is_lossy(compression) else nodes * args.gpus_per_node
-        exchange += 8e-9 * dist.wire_bytes(compression, shapes, ring) / gbps
-        late = exchange * config.vocab_size * config.width / elements
-        backward = (0.75 if plan.recompute else 2 / 3) * compute * min(1, phase.micro_batch / share)
-        return compute, exchange, compute + max(late, exchange - backward)
-
-    def days(*case):
-        """Returns the days of all phases with a compression, so many nodes and Gb/s."""
-        return sum(phase.steps * seconds(phase, *case)[2] / 86400 for phase in plan.phases)
-
-    print(f"{args.model}: {elements:,} parameters; {args.plan} node(s) of {args.gpus_per_node} "
-          f"GPU(s) of {tflops:.3g} TFLOP/s, {args.gbps:g} Gb/s, compression {args.compression}")
-    for number, phase in enumerate(plan.phases, 1):
-        state, each, most = memory(plan, phase)
-        compute, exchange, step = seconds(phase, args.compression, args.plan, args.gbps)
-        print(f"phase {number}: micro-batch {phase.micro_batch}, {each * phase.micro_batch:.2f} GB "
-              f"({most} fit {args.gpu_memory:g}); a step computes {compute:.3g} s, exchanges "
-              f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden: "
-              f"{phase.steps * step / 86400:.3g} days")
-    print(f"GB of a rank in {plan.precision}:", *(f"{part} {gb:.2f}" for part, gb in state.items()))
-    nodes = [1 << k for k in range(7)]
-    print("days on nodes:       ", *(f"{n:>8}" for n in nodes))
-    for gbps in 1, 10, 25, 100:
-        for name in names:
-            print(f"{gbps:>4} Gb/s  {name:<10}", *(f"{days(name, n, gbps):8.3g}" for n in nodes))
-    # The first that is hardly slower than the fastest: what loses nothing stands first
-    mine = {name: days(name, args.plan, args.gbps) for name in names}
-    best = next(name for name in names if mine[name] <= 1.05 * min(mine.values()))
-    hours, rate = 24 * mine[best] * args.plan * args.gpus_per_node, args.price_per_gpu_hour
-    print(f"Take the largest micro-batch that fits and --compression {best}"
-          + " (at some loss)" * dist.is_lossy(best) + f": {mine[best]:.3g} days (none: "
-          f"{mine['none']:.3g}), {hours:,.0f} GPU hours" + f", at {rate * hours:,.0f}" * (rate > 0))
+    # Dense sums go in a ring through all GPUs, lossy ones between nodes only; see dist.Bucket.
+    ring = world.nodes
+    if world.nodes > 1 and not dist.is_lossy(compression):
+        ring = world.size
+    shapes = bert.parameter_shapes(plan.config)
+    exchange = 8e-9 * dist.wire_bytes(compression, shapes, ring) / plan.flags.gbps
+    elements = sum(math.prod(shape) for shape in shapes)
+    late = exchange * plan.config.vocab_size * plan.config.width / elements
+    return compute, exchange, compute + max(late, exchange - last_micro_batch * backward)
 
 
-def memory(plan, phase):
-    """Returns (what a rank holds besides activations, {part: GB}; the GB of activations that an
-    example of the phase leaves; how many of these fit in 80 % of plan.gpu_memory: the formulas
-    leave out a little)."""
-    size = optim.PRECISIONS[plan.precision].itemsize
-    state = bert.state_gigabytes(plan.config, size, dist.is_lossy(plan.compression), plan.one_bit)
-    each = 1e-9 * bert.activation_bytes(plan.config, phase.seq_len,
-                                        plan.mask_fraction * phase.seq_len, size, plan.recompute)
-    return state, each, max(0, int((0.8 * (plan.gpu_memory or 0) - sum(state.values())) / each))
-
-
-# ----- The log -----
-
-class Log:
-    """The terminal, log.txt and metrics.jsonl of a run; silent on all ranks but 0."""
-
-    def __init__(self, plan, active):
-        self.folder, self.active, self.metrics = plan.out, active, plan.out / "metrics.jsonl"
-        self.unwritten, self.tensorboard = {}, None          # {path: bytes that found no room}
-        if plan.tensorboard and active:
-            from torch.utils.tensorboard import SummaryWriter
-            self.tensorboard = SummaryWriter(plan.out)
-
-    def say(self, text):
-        """Prints a line, above the progress bar, and adds it to log.txt."""
-        if self.active:
-            self._print(text)
-            self._append(self.folder / "log.txt", text)
-
-    def metric(self, kind, **fields):
-        """Adds a line to metrics.jsonl; numbers that are not finite become null."""
-        if self.active:
-            # JSON has no NaN
-            fields = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                      for key, value in fields.items()}
-            self._append(self.metrics, json.dumps({"kind": kind, **fields}))
-            for key, value in fields.items() if self.tensorboard else ():
-                if isinstance(value, (int, float)):
-                    self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
-
-    def _print(self, text):
-        with contextlib.suppress(OSError, AttributeError):   # full disk, closed terminal, no stdout
-            tqdm.write(text)
-            sys.stdout.flush()
-
-    def _append(self, path, line):
-        lines = self.unwritten.pop(path, b"") + f"{line}\n".encode()
-        try:
-            with open(path, "ab", buffering=0) as file:
-                while lines:                         # a disk that fills up takes a part first
-                    lines = lines[file.write(lines):]
-        except OSError as error:                     # a full disk must not end the training
-            self._print(f"warning: {path}: {error.strerror}")
-            self.unwritten[path] = lines
-
-    def bytes(self):
-        """Returns the length of metrics.jsonl."""
-        return self.metrics.stat().st_size if self.active and self.metrics.exists() else 0
-
-    def cut(self, length):
-        """Cuts metrics.jsonl to the length that it had at a checkpoint: the steps after that are
-        done again."""
-        if self.bytes() > length:
-            os.truncate(self.metrics, length)
-
-
-def log_plan(plan, world, log, model, step):
-    """Says what is about to run, and writes it as the first line of metrics.jsonl."""
-    parameters = sum(p.numel() for p in model.parameters())
-    if log.active and not log.bytes():
-        commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty")
-        log.metric("run", arguments=plan.arguments, run=plan.same_run, commit=commit,
-                   python=sys.version, torch=torch.__version__, numpy=np.__version__,
-                   world=world.size, nodes=world.nodes, device=str(world.device),
-                   threads=torch.get_num_threads(), parameters=parameters)
-    log.say(f"model {plan.model}: {plan.config.layers} layers x {plan.config.width}, "
-            f"{parameters:,} parameters, vocabulary {plan.config.vocab_size:,}\n"
-            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
-            f"{plan.precision}, optimizer {plan.optimizer}, compression {plan.compression}")
-    for index, phase in enumerate(plan.phases, 1):
-        accumulation = -(-phase.global_batch // (world.size * phase.micro_batch))
-        log.say(f"phase {index}: {phase.steps:,} steps x {phase.global_batch:,} examples of "
-                f"{phase.seq_len} tokens; {world.size} rank(s) x micro-batch {phase.micro_batch} x "
-                f"accumulation {accumulation}, lr {phase.lr:g}"
-                + f", variance frozen after {phase.freeze}" * (phase.freeze < phase.steps))
-    if step:
-        log.say(f"resuming from the checkpoint of step {step}")
-
-
-def report(plan, log, model, step, stop_requests):
-    """Says what came out: the curve of held-out losses, the last evaluation of each phase; for the
-    demo, sentences filled in."""
-    # metrics.jsonl may have been damaged
-    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
-        lines = [json.loads(line) for line in open(log.metrics)]
-        evaluations = [line for line in lines if line["kind"] == "eval"]
-        log.say(f"\nHeld-out MLM loss in phase 1 and 2; -: by word frequency\n{curve(evaluations)}")
-        for index, result in sorted({line["phase"]: line for line in evaluations}.items()):
-            log.say(f"\nphase {index}, {plan.phases[index - 1].seq_len} tokens, after step "
-                    f"{result['step']}: {describe(result, plan)}")
-            padding, imbalance, waited = np.mean([
-                [line["padding"], line["imbalance"], line["data_share"]] for line in lines
-                if line["kind"] == "train" and line["phase"] == index], axis=0)
-            log.say(f"    padding {padding:.1%} of the batches, busiest rank {imbalance:.3f} times "
-                    f"the mean tokens, waiting for data {waited:.1%} of a step")
-    if plan.reads_docs:
-        for sentence, words in zip(DEMO_SENTENCES, fill_in_demo(plan, model)):
-            log.say(f"\n{sentence}\n    {words}")
-    ended = "Done" if step == plan.ends[-1] else " by ".join(["Stopped", *stop_requests[:1]])
-    log.say(f"\n{ended} after step {step} of {plan.ends[-1]}; to start over, remove {plan.out}. "
-            f'Fill in your own:\n    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
-
-
-def curve(evaluations, width=64, height=10):
-    """Returns a drawing of evaluations, lines of text: the loss of each over its step, as the
-    number of its phase, and the unigram loss as dashes."""
-    losses = [line[key] for line in evaluations for key in ("mlm_loss", "unigram_entropy")]
-    low, step = min(losses), (max(losses) - min(losses)) / height or 1.0
-    rows = [[" "] * (width + 1) for _ in range(height + 1)]
-    for line in evaluations:
-        column = round(line["step"] / evaluations[-1]["step"] * width)
-        # Drawn first, so that a loss on the same row hides it
-        rows[round((line["unigram_entropy"] - low) / step)][column] = "-"
-        rows[round((line["mlm_loss"] - low) / step)][column] = str(line["phase"])
-    return "\n".join(f"{low + k * step:7.3f} |{''.join(rows[k])}" for k in range(height, -1, -1))
-
+# ----- The program -----
 
 def main():
-    """Runs the program; whatever ends it early is said once, by the rank that fails first."""
-    args, world = parse_arguments(), dist.World()
+    """Runs the program. Whatever ends it early is said once, by the rank that fails first."""
+    flags = parse_arguments()
+    world = dist.World()
     try:
-        if args.plan:
-            return print_plan(args)
-        world = dist.init(args.timeout)
-        train(make_plan(args, world), world)
+        if flags.plan:
+            print_plan(flags)
+            return
+        world = dist.init(flags.timeout)
+        train(make_plan(flags, world), world)
         world.close()
     except (Exception, KeyboardInterrupt) as error:
-        if world.first_to_fail():                            # the others only notice that it failed
-            rank = f"rank {world.rank}: " if world.size > 1 else ""
-            print(f"train.py: {rank}{explain(error)}", file=sys.stderr, flush=True)
-        traceback.clear_frames(error.__traceback__)          # ends the loader's workers
-        # torchrun would start all ranks again: in vain after what a user must mend, or has stopped
-        if (dist.TORCHRUN == os.getppid() and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-                and isinstance(error, EXPECTED)
-                and not isinstance(error, (dist.RankLost, OSError))):
-            time.sleep(0.1)                                  # it ends them all; one still prints
-            os.kill(dist.TORCHRUN, signal.SIGTERM)
-        os._exit(1)                      # a clean exit can wait for a rank that does not answer
+        message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
+        # A restart helps after a lost rank, a full disk or a bug of ours. It does not after what a
+        # user has to mend, or has stopped.
+        restart_helps = (not isinstance(error, EXPECTED)
+                         or isinstance(error, (dist.RankLost, OSError)))
+        dist.leave(world, f"train.py: {message}", restart_helps)
 
 
 def explain(error):
-    """Returns what an exception says to a user: a line, or the traceback of an error of ours."""
-    if any(x in repr(error) for x in ("MemoryError", "out of memory", "allocate", "ALLOC_F")):
-        return f"out of memory; set --micro-batch lower ({str(error):.160})"
+    """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
+    for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
+        if words in repr(error):
+            return f"out of memory; set --micro-batch lower ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"
-    return str(error) if isinstance(error, EXPECTED) else traceback.format_exc()
+    if isinstance(error, EXPECTED):
+        return str(error)
+    return traceback.format_exc()
 
 
 if __name__ == "__main__":
