@@ -8,6 +8,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ import data
 import dist
 import optim
 import train
-from tests.ranks import together
+from tests.ranks import run_ranks, together
 from tests.training import (SHORT, assert_same, last_state, metrics, plan_of, run, shrink,
                             steps_kept)
 
@@ -50,16 +51,26 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
     assert found == pytest.approx(one_rank[phase], rel=1e-4)
 
 
-def test_the_divisor_is_that_of_the_whole_step(shards):
-    """As rank 1 of 2 in a world where every sum is ten times this rank's own number."""
-    world = SimpleNamespace(rank=1, size=2, sum=lambda values: [10 * value for value in values])
-    batches = [data.PretrainingData(shards, 32).batch(indices) for indices in ([0, 1, 2], [3])]
-    labels = torch.cat([batch.labels for batch in batches])
-    tokens = sum(int(batch.lengths[:-1].sum()) for batch in batches)
-    rows = sum(len(batch.tokens) for batch in batches)
-    assert (labels == data.IGNORED).any() and rows > tokens
-    expected = (labels != data.IGNORED).sum(), rows, 2, True, 0, tokens
-    assert train.step_totals(batches, (2, True), world) == [10 * int(x) for x in expected]
+def totals_of(world, shards):
+    """Returns the totals of a step in which rank r has r + 1 micro-batches, and one rank wants to
+    stop, the other to save; and what this rank can count itself."""
+    examples = data.PretrainingData(shards, 32)
+    batches = [examples.batch([0, 1, 2]), examples.batch([3])][:world.rank + 1]
+    labels = np.concatenate([batch.labels for batch in batches])
+    own = {"masked": sum(label != data.IGNORED for label in labels),
+           "rows": sum(len(batch.tokens) for batch in batches),
+           "tokens": sum(int(batch.bounds[-2]) for batch in batches)}
+    totals = train.step_totals(world, batches, stop=2 * world.rank, save=world.rank == 0)
+    return totals, own
+
+
+def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
+    (totals, first), (other_totals, second) = run_ranks(totals_of, 2, tmp_path, shards)
+    assert totals == other_totals
+    assert totals.masked == first["masked"] + second["masked"]
+    assert totals.rows == first["rows"] + second["rows"] > sum(totals.tokens)
+    assert totals.tokens == [first["tokens"], second["tokens"]]
+    assert totals.stop == 2 and totals.save
 
 
 def test_balance_evens_the_ranks_and_keeps_the_losses(shards, tmp_path, one_rank):
@@ -71,8 +82,6 @@ def test_balance_evens_the_ranks_and_keeps_the_losses(shards, tmp_path, one_rank
     balanced, dealt = (sum(line["imbalance"] for line in some[:5]) for some in (lines, plain))
     assert balanced < dealt - 0.1
     assert all(0 < line["padding"] < 0.2 for line in lines[:5])       # up to a multiple of 64
-    log = (tmp_path / "out" / "log.txt").read_text()
-    assert re.search(r"padding \d\.\d% of the batches, busiest rank 1\.\d\d\d times", log)
 
 
 def take_share(world, folder, nodes):
@@ -115,8 +124,11 @@ def test_other_masks_and_pairs(shards, tmp_path):
 def first_batches(shards, *flags):
     """Returns the first batch of each phase."""
     plan = plan_of("--data", shards, "--workers", 0, *flags)
-    return [next(train.open_phase(plan, dist.World(), phase, begin)[0])[0]
-            for phase, begin in enumerate([0, *plan.ends[:-1]])]
+    batches = []
+    for phase, begin in enumerate([0, *plan.ends[:-1]]):
+        steps = train.open_phase(plan, dist.World(), SimpleNamespace(step=begin), phase)
+        batches.append(next(steps)[0])
+    return batches
 
 
 def test_phases_take_other_examples_as_the_flags_say(shards, monkeypatch):
@@ -153,34 +165,33 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, optimizer):
     assert len(losses["fp16"]) == 6 and losses["fp16"] != losses["fp32"]
 
 
-def build(shards, out, *flags):
-    """Returns what the loop works with, as it is before the first step of a run on one rank."""
-    argv = ["--data", str(shards), "--out", str(out), "--precision", "fp32", *flags]
-    return train.build(train.make_plan(train.parse_arguments(argv), dist.World()), dist.World())
+def build(shards, *flags):
+    """Returns the state before the first step of a run on one rank."""
+    return train.build(plan_of("--data", shards, "--precision", "fp32", *flags), dist.World())
 
 
 def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
-        shards, tmp_path, monkeypatch):
+        shards, monkeypatch):
     """By a backend that calls no C++ compiler, which would take half a minute."""
     shrink(monkeypatch.setattr)
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
         module, backend="aot_eager", **options))
-    batch = data.PretrainingData(shards, 32).batch([0, 1])
+    batch = data.PretrainingData(shards, 32).batch([0, 1]).to(torch.device("cpu"))
     found = []
     for flags in [], ["--compile"]:
-        model, reducer, *_ = build(shards, tmp_path / f"out{len(flags)}", *flags)
+        state = build(shards, *flags)
         order = []
-        for name, p in model.named_parameters():
+        for name, p in state.model.named_parameters():
             p.register_post_accumulate_grad_hook(
                 lambda _, layer=name.split(".")[:2]: order.append(layer))
-        losses = model(batch)
+        losses = state.model(batch)
         (losses.mlm_sum + losses.nsp_sum).backward()
-        reducer.finish()
+        state.reducer.finish()
         # What a layer is to the reducer: one stretch, with none of another layer in it
         turns = [layer for layer, _ in itertools.groupby(order)]
-        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(reducer.buckets)))
-        reducer.close()
+        found.append((float(losses.mlm_sum.detach()), turns, torch.cat(state.reducer.flats)))
+        state.reducer.close()
     plain, compiled = found
     assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
     assert compiled[1] == plain[1] and ["blocks", "1"] in plain[1]
@@ -191,19 +202,17 @@ def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(documents, tmp_p
     """NVLAMB and LANS step in proportion to a tensor's norm, most of which would be the mean."""
     shrink(monkeypatch.setattr)
     data.prepare(documents, tmp_path / "shards", vocab_size=319, shards=4)
-    bias = build(tmp_path / "shards", tmp_path / "out")[0].mlm_bias.detach()
+    bias = build(tmp_path / "shards").model.mlm_bias.detach()
     expected = torch.from_numpy(data.unigram_losses(tmp_path / "shards")).float()
     pieces, padding = bias[:319], bias[319:]
     assert torch.allclose(pieces.log_softmax(0), -expected, atol=1e-5) and len(padding) == 1
     assert padding == pieces.min() and abs(pieces.mean()) < 1e-5
 
 
-def test_the_loss_is_scaled_where_anything_is_fp16(shards, tmp_path, monkeypatch):
+def test_the_loss_is_scaled_where_anything_is_fp16(shards, monkeypatch):
     shrink(monkeypatch.setattr)
-    for number, (flags, scale) in enumerate(((["--compression", "fp16"], 65536),
-                                             (["--compression", "bf16"], 1))):
-        scaler = build(shards, tmp_path / str(number), *flags)[-1]
-        assert scaler.scale == scale
+    for compression, scale in (("fp16", 65536), ("bf16", 1)):
+        assert build(shards, "--compression", compression).scaler.scale == scale
 
 
 def note_seeds(world, folder):
@@ -332,11 +341,10 @@ def test_weights_that_drift_apart_stop_the_training(shards, tmp_path):
 
 def test_evaluation_masks_15_percent_however_many_training_does(shards, monkeypatch):
     monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
-    plan = plan_of("--data", shards)
-    model = bert.BertForPreTraining(plan.config)
-    usual = train.evaluate(model, plan, plan.phases[0], dist.World())
-    plan = plan_of("--data", shards, "--mask-fraction", 0.6)
-    assert train.evaluate(model, plan, plan.phases[0], dist.World()) == usual and model.training
+    plans = plan_of("--data", shards), plan_of("--data", shards, "--mask-fraction", 0.6)
+    state = SimpleNamespace(model=bert.BertForPreTraining(plans[0].config))
+    usual, other = (train.evaluate(plan, dist.World(), state, plan.phases[0]) for plan in plans)
+    assert usual == other and state.model.training
 
 
 class Guesser(torch.nn.Module):
@@ -350,7 +358,8 @@ class Guesser(torch.nn.Module):
 def test_an_evaluation_adds_up_its_batches(shards, monkeypatch):
     monkeypatch.setattr(train, "EVAL_EXAMPLES", 32)
     plan = plan_of("--data", shards, "--micro-batch", 8)
-    found = train.evaluate(Guesser(), plan, plan.phases[0], dist.World())
+    state = SimpleNamespace(model=Guesser())
+    found = train.evaluate(plan, dist.World(), state, plan.phases[0])
     examples = data.PretrainingData(shards, 64, held_out=True)
     masked = sum(len(examples[i].labels) for i in range(32))
     assert found["mlm_loss"] == 2 and found["nsp_loss"] == 0.5
@@ -362,7 +371,8 @@ def test_an_evaluation_adds_up_its_batches(shards, monkeypatch):
 def test_the_figures_of_a_step():
     plan = SimpleNamespace(config=bert.BertConfig.preset("tiny", 320))
     phase = SimpleNamespace(global_batch=10)
-    found = train.step_figures(plan, phase, [60.0, 7.0], 20, 800, [300, 100], 0.5)
+    totals = train.StepTotals(masked=20, rows=800, tokens=[300, 100], stop=0, save=False)
+    found = train.step_figures(plan, phase, totals, mlm_sum=60.0, nsp_sum=7.0, seconds=0.5)
     assert (found["mlm_loss"], found["nsp_loss"], found["loss"]) == (3.0, 0.7, 3.7)
     assert (found["padding"], found["imbalance"], found["examples_per_second"]) == (0.5, 1.5, 20)
     flops = 10 * bert.flops_per_example(plan.config, 40, 2)          # on two ranks, in 0.5 s

@@ -36,26 +36,26 @@ def shrink(patch=setattr):
 def plan_of(*argv, world=None):
     """Returns what train.py decides for a command line, on one rank unless a world is given."""
     flags = train.parse_arguments([str(word) for word in argv])
-    return train.fill_in(flags, world or dist.World())
+    return train.make_plan(flags, world or dist.World())
 
 
 def training(world, argv, sabotage):
     """Trains on one rank of several; `sabotage` (function, *arguments) may patch this process
     first. Returns what the bits of the rank's weights add up to."""
     shrink()
-    built = []
+    states = []
     build = train.build
 
     def noted_build(*arguments):
-        built.append(build(*arguments))
-        return built[0]
+        states.append(build(*arguments))
+        return states[0]
 
     train.build = noted_build
     if sabotage:
         function, *arguments = sabotage
         function(world, *arguments)
     train.train(train.make_plan(train.parse_arguments(argv), world), world)
-    masters = built[0][2].values()
+    masters = states[0].masters.values()
     return sum(int(master.detach().view(torch.int32).long().sum()) for master in masters)
 
 
@@ -71,12 +71,12 @@ def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
 
 def steps_kept(out):
     """Returns the steps of a run's checkpoints, from the first to the last."""
-    return sorted(optim.checkpoints_in(out / "checkpoints"))
+    return sorted(train.checkpoints_in(out / "checkpoints"))
 
 
 def last_state(out):
     """Returns what is in a run's newest checkpoint."""
-    return optim.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
+    return train.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
 
 
 def assert_same(a, b, where=""):
