@@ -3,37 +3,44 @@
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
 The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
-positions, a masked-token head (MLM) tied to the embeddings and a next-sentence head (NSP) on [CLS].
+positions. Two heads are trained with it. One predicts masked tokens (MLM, masked language model),
+the other predicts from [CLS] whether the second text follows the first (NSP, next sentence).
 
-Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples
-stand one after another, as N rows, and only attention asks which example a row is of.
+Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tokens of all examples
+stand one after another, as rows of one matrix. All layers treat each row by itself; only attention
+has to know which rows belong to one example.
 
-Read first: `Block`, `attention` and `BertForPreTraining.forward`. The second half of the file,
-Hugging Face folders and the program, can be skipped.
+What to read: the model comes first, from `BertConfig` to `CrossEntropy`. The three parts after it
+can be skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
 
-Shapes: B examples, N rows (tokens of all examples, and up to 63 that round N up to a multiple of
-64), T tokens of one example, b examples of one length, R rows that a head reads, D width, H heads,
-M masked tokens of the batch, V vocabulary.
+Shapes:
+    B   examples of the batch
+    T   tokens of one example
+    N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
+    M   masked tokens of the batch
+    R   rows that the heads read: one [CLS] an example, and the masked tokens
+    D   width of the model, the size of a hidden state
+    H   heads of attention, each with D/H columns of Q, K and V
+    V   size of the vocabulary
 """
 import argparse
 import base64
-import hashlib
-import io
-import itertools
+import dataclasses
 import json
-import struct
+import math
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PRESETS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512),
-           "base": (12, 768), "large": (24, 1024)}           # layers, width
-# cuDNN's attention is planned anew for each shape, and may round dropout to a multiple of 1/16
+# cuDNN's attention is left out: it makes a new plan for each shape, and we have many shapes. It may
+# also round the dropout to a multiple of 1/16.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -41,48 +48,118 @@ class ModelError(ValueError):
     """A model that cannot be built, loaded or asked; the message says why and what to do."""
 
 
-class BertConfig(NamedTuple):
-    """The shape of a BERT. Field names are this project's; `CONFIG` below translates them."""
-    layers: int
-    width: int                  # D
-    heads: int                  # H; a preset has width / 64 of them
-    feed_forward: int           # 4 D in a preset
-    vocab_size: int             # V, a multiple of 64: matrix products are fastest at such shapes
-    max_positions: int = 512
-    dropout: float = 0.1        # of the hidden states and of the attention weights
-    layer_norm_eps: float = 1e-12
-    init_std: float = 0.02
+# ----- Configuration -----
+
+PRESETS = {                     # name: (layers, width)
+    "tiny": (2, 128),
+    "mini": (4, 256),
+    "small": (4, 512),
+    "medium": (8, 512),
+    "base": (12, 768),
+    "large": (24, 1024)}
+
+
+def multiple_of_64(size):
+    """Returns a size rounded up to a multiple of 64; matrix products are fastest at such shapes."""
+    return math.ceil(size / 64) * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig:
+    """The shape of a BERT. The names are this project's; `CONFIG_NAMES` translates them."""
+    layers: int                         # L, the number of blocks
+    width: int                          # D, the size of a hidden state
+    heads: int                          # H, the heads of attention; they divide the width
+    feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
+    vocab_size: int                     # V, rounded up to a multiple of 64
+    max_positions: int = 512            # T of the longest example that the model can read
+    dropout: float = 0.1                # fraction of hidden states and attention weights set to 0
+    layer_norm_eps: float = 1e-12       # added to the variance, so that nothing is divided by 0
+    init_std: float = 0.02              # standard deviation of the initial weights
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
         """Returns a configuration of PRESETS; vocab_size is rounded up to a multiple of 64."""
         layers, width = PRESETS[name]
-        return cls(layers, width, width // 64, 4 * width, -(-vocab_size // 64) * 64, **changes)
+        return cls(
+            layers,
+            width,
+            heads=width // 64,
+            feed_forward=4 * width,
+            vocab_size=multiple_of_64(vocab_size),
+            **changes)
 
 
-class Losses(NamedTuple):
-    """Sums over a batch, not means: only the caller knows the divisor, the whole step's counts."""
-    mlm_sum: torch.Tensor    # () fp32, cross-entropy of the masked tokens, nats
-    nsp_sum: torch.Tensor    # () fp32, cross-entropy of the sentence pairs, nats
-    # In evaluation only: looking through all logits again takes 3 % of a small model's step
-    mlm_hits: torch.Tensor = None    # () int64, masked tokens whose likeliest token is right
-    nsp_hits: torch.Tensor = None    # () int64, pairs classified rightly
-
+# ----- The model -----
 
 class Embeddings(nn.Module):
-    """Sum of token, position and segment embeddings, normalised: (N,) -> (N, D)."""
+    """The sum of a token's, its position's and its segment's embedding, normalised."""
 
     def __init__(self, config):
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.max_positions, config.width)
-        self.segments = nn.Embedding(2, config.width)
-        self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        width = config.width
+        self.tokens = nn.Embedding(config.vocab_size, width)
+        self.positions = nn.Embedding(config.max_positions, width)
+        self.segments = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens, segments, positions):
+        """Returns the first hidden states (N, D) for three tensors of numbers (N,)."""
         x = self.tokens(tokens) + self.positions(positions) + self.segments(segments)    # (N, D)
         return self.dropout(self.norm(x))
+
+
+def plain_attention(qkv):
+    """Returns softmax(Q K^T / sqrt(D/H)) V in each head, for one example alone.
+
+    qkv (T, 3, H, D/H) holds Q, K and V of its T tokens; the result has the shape (T, H, D/H). See
+    Vaswani et al., arXiv 1706.03762, equation 1. The model calls `attention` below, which does this
+    for all examples of a batch, and faster.
+    """
+    q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
+    scores = q @ k.mT / math.sqrt(q.shape[2])                    # (H, T, T)
+    weights = scores.softmax(-1)                                 # (H, T, T), each row sums to 1
+    return (weights @ v).transpose(0, 1)
+
+
+def attention(qkv, bounds, lengths, dropout):
+    """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
+
+    bounds and lengths say which rows belong to one example. Three examples of 5, 3 and 3 tokens,
+    were N a multiple of 16 and not of 64:
+
+        rows      0  1  2  3  4 | 5  6  7 | 8  9 10 | 11 12 13 14 15
+                  example 1     | ex. 2   | ex. 3   | only fill up
+        lengths   5             | 3       | 3       | 5                    (B + 1,), on the CPU
+        bounds    0               5         8         11             16    (B + 2,), int32
+
+    The rows that only fill up are treated as one more example, whose result nobody reads; its
+    length can be 0. dropout is the fraction of attention weights that is set to 0.
+    """
+    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
+        # One kernel takes examples of all lengths. It needs a GPU that is new enough for bf16.
+        from torch.nn.attention.varlen import varlen_attn        # This import takes a second.
+        q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
+        longest = int(lengths.max())
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest)
+
+    dtype = qkv.dtype
+    if dtype.itemsize == 2 and not qkv.is_cuda:
+        # On a CPU the backward pass takes twice as long in 16 bits as in fp32.
+        qkv = qkv.float()
+
+    # A run of b neighbours that have the same length T is a rectangle (b, T). It needs neither
+    # padding nor a mask. In the picture there are three runs: 1 x 5, 2 x 3 and 1 x 5.
+    lengths = lengths[lengths > 0]
+    run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
+    runs = qkv.split((run_lengths * run_counts).tolist())
+    outputs = []
+    for run, b, T in zip(runs, run_counts.tolist(), run_lengths.tolist()):
+        q, k, v = run.unflatten(0, (b, T)).permute(2, 0, 3, 1, 4)        # (b, H, T, D/H) each
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))             # (b T, H, D/H)
+    return torch.cat(outputs).to(dtype)
 
 
 class Block(nn.Module):
@@ -90,78 +167,81 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        width = config.width
         self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)     # one matrix product for Q, K, V
-        self.attention_out = nn.Linear(config.width, config.width)
-        self.attention_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
-        self.up = nn.Linear(config.width, config.feed_forward)
-        self.down = nn.Linear(config.feed_forward, config.width)
-        self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        self.qkv = nn.Linear(width, 3 * width)                   # one matrix product for Q, K, V
+        self.attention_out = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.up = nn.Linear(width, config.feed_forward)
+        self.down = nn.Linear(config.feed_forward, width)
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, bounds, lengths, rows=None):
-        """Returns (N, D) for x (N, D), or (R, D) for the rows (R,) alone; bounds and lengths say
-        which rows are an example's, as in `data.Batch`."""
-        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)                        # (N, 3, H, D/H)
-        dropout = self.dropout.p if self.training else 0.0       # torch looks at no .training here
-        mixed = attention(qkv, bounds, lengths, dropout).flatten(1)              # (N, D)
+        """Returns the next hidden states (N, D) for x (N, D); with `rows` (R,) those rows alone,
+        (R, D). bounds, lengths: as in `attention`."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
+        dropout = self.dropout.p if self.training else 0.0
+        mixed = attention(qkv, bounds, lengths, dropout).flatten(1)      # (N, D)
         if rows is not None:
-            x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
-        # Post-LayerNorm: the sum is normalised, not the branch's input as in later models
+            x = x.index_select(0, rows)                          # (R, D)
+            mixed = mixed.index_select(0, rows)                  # (R, D)
+
+        # Post-LayerNorm: the sum is normalised, where later models normalise a branch's input.
         x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
-        return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+        hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
+        return self.norm(x + self.dropout(self.down(hidden)))
 
 
-def attention(qkv, bounds, lengths, dropout):
-    """Returns (N, H, D/H) for Q, K and V (N, 3, H, D/H): softmax(Q K^T / sqrt(D/H)) V in each head,
-    for each example by itself. bounds, lengths: as in `data.Batch`; the rows that only fill up N
-    come last and count as one more example (a length of 0 can be left out). dropout: of the
-    attention weights. 16 bits in, 16 bits out."""
-    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and not dropout:   # fp16 means an old GPU
-        from torch.nn.attention.varlen import varlen_attn        # takes a second to import
-        longest = int(lengths.max())
-        return varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
-    # The CPU's kernel takes twice as long for the backward of 16 bits
-    values = qkv.float() if qkv.dtype.itemsize == 2 and not qkv.is_cuda else qkv
-    # Neighbours of the same length are a rectangle, which needs neither padding nor a mask
-    runs = [(len([*run]), T) for T, run in itertools.groupby(lengths.tolist()) if T]
-    mixed = []
-    for rows, (b, T) in zip(values.split([b * T for b, T in runs]), runs):
-        q, k, v = rows.unflatten(0, (b, T)).permute(2, 0, 3, 1, 4)           # (b, H, T, D/H) each
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        mixed.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(mixed).to(qkv.dtype)
+class Losses(NamedTuple):
+    """Sums over a batch. They are no means, since the divisor is the count of the whole step on all
+    ranks, which only the caller knows."""
+    mlm_sum: torch.Tensor            # (), fp32: cross-entropy of the masked tokens, nats
+    nsp_sum: torch.Tensor            # (), fp32: cross-entropy of the sentence pairs, nats
+
+    # The hits are counted in evaluation only: they take 3 % of a small model's step.
+    mlm_hits: torch.Tensor = None    # (), int64: masked tokens whose likeliest token is right
+    nsp_hits: torch.Tensor = None    # (), int64: pairs that are classified rightly
 
 
 class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
 
-    recompute = False       # activations of the blocks: less memory, a third more work
+    # Whether backward computes the activations of a block once more, in place of keeping them (Chen
+    # et al., arXiv 1604.06174). This takes less memory and a third more work.
+    recompute = False
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        width = config.width
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.pooler = nn.Linear(config.width, config.width)
-        self.nsp = nn.Linear(config.width, 2)
-        self.mlm_transform = nn.Linear(config.width, config.width)
-        self.mlm_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
-        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))   # the matrix is the embedding
-        for name, parameter in self.named_parameters():      # LayerNorm's weights stay 1
-            if parameter.dim() > 1:
+
+        self.pooler = nn.Linear(width, width)
+        self.nsp = nn.Linear(width, 2)
+
+        # The output matrix of the MLM head is the matrix of token embeddings.
+        self.mlm_transform = nn.Linear(width, width)
+        self.mlm_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=config.init_std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the hidden states (R, D) of the rows (R,); other arguments as in `data.Batch`."""
-        x = self.embeddings(tokens, segments, positions)
+        """Returns the last hidden states (R, D) of the rows (R,). The other arguments are those
+        fields of `data.Batch`."""
+        x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
-            # Activation checkpointing (Chen et al., arXiv 1604.06174): backward runs it once more
-            x = (checkpoint(block, x, bounds, lengths, use_reentrant=False) if self.recompute
-                 else block(x, bounds, lengths))
-        # No head reads the other rows, so the last block drops them after attention
+            if self.recompute:
+                x = checkpoint(block, x, bounds, lengths, use_reentrant=False)
+            else:
+                x = block(x, bounds, lengths)
+        # No head reads the other rows, so the last block drops them after its attention.
         return self.blocks[-1](x, bounds, lengths, rows)
 
     def mlm_logits(self, hidden):
@@ -171,126 +251,62 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch):
         """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
-        # The heads see [CLS] and masked positions only: the (N, V) logits of all tokens never
-        # exist, which is most of what makes small models fast
-        first = batch.bounds[:-2]                                                # (B,), of [CLS]
-        hidden = self.encode(torch.cat([first, batch.masked_positions]), batch.tokens,
-                             batch.segments, batch.positions, batch.bounds, batch.lengths)
-        nsp = self.nsp(torch.tanh(self.pooler(hidden[:len(first)])))             # (B, 2)
-        mlm = self.mlm_logits(hidden[len(first):])                               # (M, V)
-        heads = (mlm, batch.labels), (nsp, batch.pair_labels)
-        hits = [] if self.training else [(logits.argmax(-1) == labels).sum()
-                                         for logits, labels in heads]
-        # Not before: it overwrites the logits
-        return Losses(*(CrossEntropy.apply(*head) for head in heads), *hits)
+        # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
+        # exist, which is most of what makes small models fast.
+        examples = len(batch.pair_labels)
+        first_rows = batch.bounds[:examples]                     # (B,), the rows of [CLS]
+        rows = torch.cat([first_rows, batch.masked_positions])   # (R,), where R = B + M
+        hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
+                             batch.bounds, batch.lengths)        # (R, D)
+
+        pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
+        nsp_logits = self.nsp(pooled)                            # (B, 2)
+        mlm_logits = self.mlm_logits(hidden[examples:])          # (M, V)
+
+        nsp_hits = mlm_hits = None
+        if not self.training:
+            nsp_hits = (nsp_logits.argmax(1) == batch.pair_labels).sum()
+            mlm_hits = (mlm_logits.argmax(1) == batch.labels).sum()
+
+        # The losses come last, since CrossEntropy overwrites the logits.
+        mlm_sum = CrossEntropy.apply(mlm_logits, batch.labels)
+        nsp_sum = CrossEntropy.apply(nsp_logits, batch.pair_labels)
+        return Losses(mlm_sum, nsp_sum, mlm_hits, nsp_hits)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[label] over (M, V) logits; a label of -100 does not count. Its
-    gradient is softmax(logits), less 1 at the label; 0 where the label does not count. The
-    log-softmax overwrites the logits, if they are not in 16 bits, and the gradient overwrites the
-    log-softmax: each array of that size is memory that the system hands out and takes back every
-    step."""
+    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,).
+
+    A label of -100 does not count. It differs from F.cross_entropy by its memory: the log-softmax
+    overwrites the logits (if they are not in 16 bits), the gradient overwrites the log-softmax.
+    Each array of this size is memory that the system hands out and takes back in every step.
+    """
 
     @staticmethod
     def forward(ctx, logits, labels):
-        # A sum of V exponentials needs more than 16 bits; fp64 stays, for tests
-        logs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        # A sum of V exponentials needs more than 16 bits. Tests use fp64, which stays.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logs = logits.detach().to(dtype)                         # (M, V)
         torch.log_softmax(logs, -1, out=logs)
         ctx.save_for_backward(logs, labels)
         return F.nll_loss(logs, labels, reduction="sum")
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, loss_gradient):
+        """Returns the gradient of the logits, loss_gradient * (softmax(logits) - one_hot(labels)),
+        with rows of 0 where the label does not count; and None for the labels."""
         logs, labels = ctx.saved_tensors
-        counts = (labels >= 0).to(logs.dtype)[:, None]                           # (M, 1), 0 or 1
-        difference = logs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], -counts)
-        return difference.mul_(gradient * counts), None
+        counts = (labels >= 0).to(logs.dtype).unsqueeze(1)       # (M, 1): 1 if a label counts, or 0
+        columns = labels.clamp(min=0).unsqueeze(1)               # (M, 1)
+        gradient = logs.exp_()                                   # (M, V), softmax(logits)
+        gradient.scatter_add_(1, columns, -counts)
+        gradient.mul_(loss_gradient * counts)
+        return gradient, None
 
 
-def flops_per_example(config, length, masked):
-    """Returns the floating-point operations of one example, forward and backward.
+# ----- Hugging Face folders: names -----
 
-    length: its tokens T; masked: its masked tokens M. A multiply-add counts as two operations,
-    backward as twice the forward, and with D width, F feed-forward and L layers
-
-        forward = L * T * (6 D^2 + 4 T D) + ((L - 1) * T + M + 1) * (2 D^2 + 4 D F)
-                  + M * (2 D^2 + 2 D V) + 2 D^2
-
-    which is attention, the rest of the layers (the last one's at [CLS] and masked tokens only), the
-    MLM head at masked tokens, the pooler.
-    """
-    D, F, T, V = config.width, config.feed_forward, length, config.vocab_size
-    layers = config.layers * T * (6 * D * D + 4 * T * D)
-    layers += ((config.layers - 1) * T + masked + 1) * (2 * D * D + 4 * D * F)
-    return 3 * (layers + masked * (2 * D * D + 2 * D * V) + 2 * D * D)
-
-
-def activation_bytes(config, tokens, masked, size, recompute=False):
-    """Returns the bytes that a forward pass keeps for backward, about.
-
-    tokens, masked: how many there are in the micro-batch; size: bytes of an element. As Korthikanti
-    et al. count them (arXiv 2205.05198, section 4.1), but for our `Block`, whose attention keeps no
-    (T, T) matrix. With D width and F feed-forward, a token leaves 9 D + 2 F elements in a layer
-    (its input; Q, K, V; what attention mixed; two sums and two norms; up and its GELU), and with
-    dropout three masks of D (attention's is taken for one); with `recompute` its input alone, but
-    for the layer under way. A masked token leaves V numbers in fp32, and in 16 bits V gradients.
-    """
-    D, L = config.width, config.layers
-    layer = size * (9 * D + 2 * config.feed_forward) + 3 * D * (config.dropout > 0)
-    layers = layer + (L - 1) * size * D if recompute else L * layer
-    return tokens * layers + masked * config.vocab_size * (4 + size * (size < 4))
-
-
-def state_gigabytes(config, size, lossy, one_bit):
-    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy,
-    one_bit: whether compression or a 1-bit optimizer keeps residuals. Two moments are in fp32."""
-    elements = sum(shape.numel() for shape in parameter_shapes(config))
-    parts = {"weights": size, "masters": 4 * (size < 4), "gradients": 4, "moments": 8,
-             "residuals": 8 * lossy + 16 * one_bit}
-    return {part: 1e-9 * elements * each for part, each in parts.items()}
-
-
-def parameter_shapes(config):
-    """Returns the shapes of all parameters, a tuple; no memory is taken."""
-    with torch.device("meta"):
-        return tuple(parameter.shape for parameter in BertForPreTraining(config).parameters())
-
-
-def measure_tflops(config, device, dtype, examples=16, length=128):
-    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
-    # Here: when it is imported it asks for GPUs, after which no process may be forked
-    from torch.utils.benchmark import Timer
-    block = Block(config).to(device, dtype)
-    lengths = torch.tensor([length] * examples + [0])
-    bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
-    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
-                  num_threads=torch.get_num_threads())               # it waits for a GPU
-    # What a layer more takes: of the last one most is computed for a few rows only
-    one, two = (flops_per_example(config._replace(layers=n), length, 0) for n in (1, 2))
-    return 1e-12 * examples * (two - one) / timer.blocked_autorange(min_run_time=1).median
-
-
-def profiled(batches, path):
-    """Yields from an iterator over steps, and traces the sixth to the tenth of them (and all that
-    follows, if no eleventh is asked for): PATH.json (for chrome://tracing or Perfetto) and the ten
-    costliest operations, PATH.txt."""
-    def write(profiler):
-        profiler.export_chrome_trace(f"{path}.json")
-        sort = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-        Path(f"{path}.txt").write_text(profiler.key_averages().table(sort_by=sort, row_limit=10))
-
-    yield from itertools.islice(batches, 5)                  # the first ones are not typical
-    with torch.profiler.profile(on_trace_ready=write):       # also where training stops amid them
-        yield from itertools.islice(batches, 5)
-    yield from batches
-
-
-# ----- Hugging Face folders -----
-
-# Our module -> theirs, outside the blocks and inside of one.
-OUTER = {
+MODULE_NAMES = {                     # our module: theirs, outside of the blocks
     "embeddings.tokens": "bert.embeddings.word_embeddings",
     "embeddings.positions": "bert.embeddings.position_embeddings",
     "embeddings.segments": "bert.embeddings.token_type_embeddings",
@@ -299,177 +315,283 @@ OUTER = {
     "nsp": "cls.seq_relationship",
     "mlm_transform": "cls.predictions.transform.dense",
     "mlm_norm": "cls.predictions.transform.LayerNorm"}
-INNER = {
-    "qkv": "attention.self.query attention.self.key attention.self.value",       # three of theirs
+BLOCK_NAMES = {                      # our module: theirs, within a block; `qkv` is three of theirs
+    "qkv": "attention.self.query attention.self.key attention.self.value",
     "attention_out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "up": "intermediate.dense",
     "down": "output.dense",
     "norm": "output.LayerNorm"}
-CONFIG = {               # our field -> theirs
-    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
-    "feed_forward": "intermediate_size", "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings", "dropout": "hidden_dropout_prob",
-    "layer_norm_eps": "layer_norm_eps", "init_std": "initializer_range"}
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]    # as data.py's tokenizer has them
+CONFIG_NAMES = {                     # our field of BertConfig: theirs in config.json
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+    "layer_norm_eps": "layer_norm_eps",
+    "init_std": "initializer_range"}
+
+# The first pieces of each tokenizer that data.py makes, in the order of their ids.
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
-          "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def huggingface_names(name):
-    """Returns the Hugging Face names of one of our parameters: one, or three for Q, K and V."""
+    """Returns the Hugging Face names of one of our parameters, a list: of three for Q, K and V."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("blocks."):
-        return [f"{OUTER[module]}.{kind}"]
-    _, layer, inner = module.split(".")
-    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in INNER[inner].split()]
+    module, _, kind = name.rpartition(".")                   # The kind is "weight" or "bias".
+    if module in MODULE_NAMES:
+        return [f"{MODULE_NAMES[module]}.{kind}"]
+    _, layer, inner = module.split(".")                      # As in "blocks.3.qkv".
+    parts = BLOCK_NAMES[inner].split()
+    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in parts]
 
 
-def save_huggingface(model, tokenizer, folder):
-    """Writes config.json, model.safetensors (fp32), a copy of the file `tokenizer`, tokenizer.json
-    and its tokenizer_config.json, and SHA256SUMS, the digests of the five, to a folder.
-
-    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens. Each file is written under a temporary name and renamed. Raises OSError, with
-    the path, if it cannot be; ModelError as `tokenizer_json` does.
-    """
-    config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG.items()}
-    config |= {"architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
-               "attention_probs_dropout_prob": model.config.dropout, "type_vocab_size": 2,
-               "pad_token_id": 0, "tie_word_embeddings": True}
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        names = huggingface_names(name)
-        # The one matrix of Q, K and V becomes their three
-        tensors.update(zip(names, parameter.detach().float().cpu().chunk(len(names))))
-    # Without this class transformers 5 makes a WordPiece tokenizer, as other BERTs have
-    about = {"tokenizer_class": "PreTrainedTokenizerFast",
-             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-             "model_max_length": model.config.max_positions,
-             **{f"{name[1:-1].lower()}_token": name for name in SPECIALS}}
-    contents = {"model.safetensors": safetensors(tensors),
-                "config.json": [json.dumps(config, indent=2).encode() + b"\n"],
-                "tokenizer.json": [tokenizer_json(Path(tokenizer).read_bytes())],
-                "tokenizer_config.json": [json.dumps(about, indent=2).encode() + b"\n"],
-                "tokenizer.model": [Path(tokenizer).read_bytes()],
-                "SHA256SUMS": sha256_sums(folder)}       # a generator: it reads the five above
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, parts in contents.items():
-        path, temporary = Path(folder) / name, Path(folder) / f"{name}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.writelines(parts)
-            temporary.replace(path)                # a killed program leaves the old file whole
-        except OSError as error:                   # that of a full disk does not name the file
-            temporary.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def sha256_sums(folder):
-    """Yields what `sha256sum` prints of the files in a folder of ours, a line (bytes) each."""
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model",
-                 "tokenizer_config.json"):
-        yield f"{hashlib.sha256(Path(folder, name).read_bytes()).hexdigest()}  {name}\n".encode()
-
+# ----- Hugging Face folders: save -----
 
 def safetensors(tensors):
-    """Yields the bytes of a safetensors file of fp32 tensors {name: tensor}: the length of the
-    header, the header (JSON), the raw numbers in its order."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    """Returns a safetensors file (bytes) of fp32 tensors {name: tensor}: the length of the header,
+    the header (JSON), then the numbers of each tensor."""
+    header = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, tensor in tensors.items():
-        begin, end = end, end + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        end = begin + 4 * tensor.numel()
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end]}
+        begin = end
+
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)                # so that the numbers are aligned in the file
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield tensor.numpy().tobytes()
+    while len(text) % 8:
+        text += b" "                                         # The numbers are aligned in the file.
+    length = len(text).to_bytes(8, "little")
+    numbers = [tensor.numpy() for tensor in tensors.values()]
+    return b"".join([length, text] + numbers)
 
 
-def tokenizer_json(model):
+def is_plain_unigram(tokenizer, vocab):
+    """Returns whether a tokenizer.json of ours can do what a SentencePieceProcessor does, whose
+    pieces and scores are `vocab`."""
+    try:
+        tokenizer.nbest_encode("a", nbest_size=2)            # Only unigram models can do this.
+    except RuntimeError:
+        return False
+    # The begin of a word is a "▁", and spaces around words do not matter.
+    if tokenizer.normalize(" a  b ") != "▁a▁b":
+        return False
+    for piece, score in vocab[len(SPECIALS):]:
+        # Single bytes and symbols that a user defined have a score of 0. No piece spans words.
+        if score == 0 or "▁" in piece[1:]:
+            return False
+    return True
+
+
+def normalization_table(tokenizer_model):
+    """Returns the table (bytes, maybe none) of a SentencePiece model's rules for characters."""
+    normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
+    spec = normalizer.serialized_normalizer_spec()
+    # A protobuf message of two fields: a tag, the length of the name, the name; then a tag, the
+    # length of the table, the table. The second length is several bytes; all but its last are 128
+    # or more.
+    at = 3 + spec[1]
+    while spec[at] >= 128:
+        at += 1
+    return spec[at + 1:]
+
+
+def tokenizer_json(tokenizer_model):
     """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
-    Ids differ where two ways to cut a text are equally likely: Hugging Face's `tokenizers` adds
-    scores in fp64, SentencePiece in fp32; `tokenizers` also drops an accent that its letter cannot
-    have. And text can spell [MASK], as in all their tokenizers. Raises ModelError for models unlike
-    data.py's that would differ in more. Field numbers are those of sentencepiece_model.proto.
+    Three things differ. Of two cuts that are equally likely, Hugging Face's `tokenizers` can take
+    the other one, since it adds scores in fp64. It drops an accent that its letter cannot have.
+    And text can spell [MASK], as in all their tokenizers. Raises ModelError if more would differ.
     """
-    pieces = [dict(protobuf(value)) for part, value in protobuf(model) if part == 1]
-    trainer, normalizer = (dict(protobuf(dict(protobuf(model))[part])) for part in (2, 3))
-    # Its type; pieces that are neither normal, unknown nor control; what it does with spaces
-    if (trainer.get(3, 1) != 1 or {piece.get(3, 1) for piece in pieces} - {1, 2, 3}
-            or trainer.get(24) or 0 in [trainer.get(22), *map(normalizer.get, (3, 4))]):
+    tokenizer = SentencePieceProcessor(model_proto=tokenizer_model)
+    ids = list(range(len(tokenizer)))
+    vocab = list(zip(tokenizer.id_to_piece(ids), tokenizer.get_score(ids)))
+    if not is_plain_unigram(tokenizer, vocab):
         raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
-    vocab = [(piece[1].decode(), struct.unpack("<f", piece[2])[0]) for piece in pieces]
-    added = [{"id": i, "content": name, "special": True, "normalized": False,
-              "lstrip": False, "rstrip": False, "single_word": False}
-             for i, name in enumerate(SPECIALS)]
+
+    added = []
+    for i, special in enumerate(SPECIALS):
+        added.append({
+            "id": i,
+            "content": special,
+            "special": True,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False})
+
+    cleaning = [
+        {"type": "Strip", "strip_left": False, "strip_right": True},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
+    table = normalization_table(tokenizer_model)
+    if table:
+        charsmap = base64.b64encode(table).decode()
+        cleaning.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
+
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
-    # word only after a space or if it is the first
+    # word only if it begins with a space or is the first.
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
-    charsmap = base64.b64encode(normalizer.get(2, b"")).decode()     # Unicode's rules, if any
-    cleaning = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] if charsmap else []
-    cleaning += [{"type": "Strip", "strip_left": False, "strip_right": True},
-                 {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    unigram = {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False}
     return json.dumps({
-        "version": "1.0", "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces,
-        "normalizer": {"type": "Sequence", "normalizers": cleaning}, "model": unigram,
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": spaces,
+        "decoder": spaces,
+        "normalizer": {"type": "Sequence", "normalizers": cleaning},
+        "model": {
+            "type": "Unigram",
+            "unk_id": UNK,
+            "vocab": vocab,
+            "byte_fallback": False},
         "post_processor": {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}
     }).encode()
 
 
-def protobuf(message):
-    """Yields (number, value) of each field of a protobuf message (bytes); value is an int for a
-    varint, else the field's bytes (https://protobuf.dev/programming-guides/encoding)."""
-    stream = io.BytesIO(message)
-    while (tag := varint(stream)) is not None:
-        number, kind = tag >> 3, tag & 7
-        value = varint(stream) if kind in (0, 2) else stream.read({1: 8, 5: 4}[kind])
-        yield number, stream.read(value) if kind == 2 else value
+def write_file(path, content):
+    """Writes bytes to a file. A program that is killed leaves the old file whole."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)                           # A full disk's error names no file.
+        raise
 
 
-def varint(stream):
-    """Returns the next varint, seven bits a byte, lowest first; None at the end of the stream."""
-    number = shift = 0
-    while byte := stream.read(1):
-        number |= (byte[0] & 127) << shift
-        if byte[0] < 128:
-            return number
-        shift += 7
+def save_huggingface(model, tokenizer_path, folder):
+    """Writes a model folder that Hugging Face's transformers load: model.safetensors (fp32),
+    config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
+
+    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
+    the same tokens. Raises OSError, with the path, if a file cannot be written, and ModelError as
+    `tokenizer_json` does.
+    """
+    tokenizer_model = Path(tokenizer_path).read_bytes()
+    tokenizer = tokenizer_json(tokenizer_model)
+
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        names = huggingface_names(name)
+        parts = parameter.detach().float().cpu().chunk(len(names))
+        tensors.update(zip(names, parts))
+
+    config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG_NAMES.items()}
+    config |= {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "attention_probs_dropout_prob": model.config.dropout,
+        "type_vocab_size": 2,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": True}
+
+    tokenizer_config = {
+        # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_max_length": model.config.max_positions}
+    for special in SPECIALS:
+        name = special.strip("[]").lower()
+        tokenizer_config[f"{name}_token"] = special
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / "model.safetensors", safetensors(tensors))
+    write_file(folder / "config.json", json.dumps(config, indent=2).encode())
+    write_file(folder / "tokenizer.json", tokenizer)
+    write_file(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2).encode())
+    write_file(folder / "tokenizer.model", tokenizer_model)
+
+
+# ----- Hugging Face folders: load -----
+
+DTYPES = {                           # safetensors' name of a type: torch's
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64}
+
+
+def build_model(folder):
+    """Returns a model as a folder's config.json describes it, with random weights, and the size of
+    the vocabulary there. The model's own is padded to a multiple of 64."""
+    try:
+        theirs = json.loads(Path(folder, "config.json").read_text())
+        if theirs["model_type"] != "bert" or theirs.get("hidden_act", "gelu") != "gelu":
+            raise ValueError("not a BERT with GELU")
+        fields = {ours: theirs[name] for ours, name in CONFIG_NAMES.items() if name in theirs}
+        config = BertConfig(**fields)
+        padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
+        return BertForPreTraining(padded), config.vocab_size
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
+
+
+def modern(name):
+    """Returns today's name of a tensor. Files of 2018 say gamma and beta, and the encoder alone
+    (BertModel) is saved without the prefix."""
+    name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
+    if not name.startswith(("bert.", "cls.")):
+        name = f"bert.{name}"
+    return name
+
+
+def read_weights(folder):
+    """Returns {today's name: tensor} of a folder's model.safetensors; see `safetensors` for its
+    format. Raises ModelError if it is missing or damaged."""
+    path = Path(folder, "model.safetensors")
+    try:
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:begin])
+        header.pop("__metadata__", None)
+
+        numbers = memoryview(bytearray(content[begin:]))
+        weights = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            tensor = torch.frombuffer(numbers[first:last], dtype=DTYPES[entry["dtype"]])
+            weights[modern(name)] = tensor.view(entry["shape"])
+        return weights
+    except Exception as error:                               # A damaged header can be anything.
+        raise ModelError(f"{path} is missing, cut or damaged: {error!r}") from None
 
 
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a Hugging Face folder.
 
-    The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel, BertForMaskedLM
-    load too: heads that the file lacks keep their random initialisation, and a line on stderr names
-    them. Raises ModelError if the folder is not a BERT, its weights are not all those that
-    config.json asks for, or a file is damaged. Without SHA256SUMS a wrong number passes for a
-    weight.
+    The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel and of
+    BertForMaskedLM load, too: heads that the file lacks keep their random initialisation, and a
+    line on stderr names them. Raises ModelError if the folder is not a BERT, if a file is damaged,
+    or if the weights are not those that config.json describes.
     """
-    config, weights, absent = read_config(folder), read_weights(folder), []
-    # An encoder has this many weights at least: no wrong number may fill the memory
-    least = config.width * (config.layers * config.width + config.feed_forward
-                            + config.max_positions + config.vocab_size)
-    if (least > sum(map(torch.numel, weights.values())) or config.width % config.heads
-            or f"bert.encoder.layer.{config.layers}.output.dense.weight" in weights):
-        raise ModelError(f"{folder}: config.json does not describe the weights")
-    model = BertForPreTraining(config._replace(vocab_size=-(-config.vocab_size // 64) * 64))
+    model, vocab_size = build_model(folder)
+    weights = read_weights(folder)
+    layers = sum(name.endswith("intermediate.dense.weight") for name in weights)
+    if layers != len(model.blocks):
+        raise ModelError(f"{folder} has weights of {layers} layers, not {len(model.blocks)}")
+
+    absent = []
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
-        if weights.keys() >= {*names}:
-            for part, target in zip(names, parameter.data.zero_().chunk(len(names))):
+        lacking = [part for part in names if part not in weights]
+        if not lacking:
+            targets = parameter.detach().zero_().chunk(len(names))
+            for part, target in zip(names, targets):
                 if name in ("embeddings.tokens.weight", "mlm_bias"):
-                    target = target[:config.vocab_size]
-                if weights[part].shape != target.shape or not weights[part].isfinite().all():
-                    raise ModelError(f"{folder}: {part} is not finite or has the wrong shape")
+                    target = target[:vocab_size]
+                if weights[part].shape != target.shape:
+                    raise ModelError(f"{folder}: {part} has the wrong shape")
                 target.copy_(weights[part])
         elif name.startswith(("embeddings.", "blocks.")):
-            raise ModelError(f"{folder}: the weights lack {', '.join(names)}")
+            raise ModelError(f"{folder}: the weights lack {', '.join(lacking)}")
         else:
             absent.append(name)
     if absent:
@@ -477,121 +599,180 @@ def load_huggingface(folder):
     return model
 
 
-def copy_weights(folder, model, tokenizer):
-    """Gives a model the weights of a folder; raises ModelError if its shape is another, or if its
-    tokenizer.model is not the file `tokenizer`: other tokens would mean other words."""
-    found, own = load_huggingface(folder), Path(folder) / "tokenizer.model"
-    if not own.exists() or own.read_bytes() != Path(tokenizer).read_bytes():
-        raise ModelError(f"{tokenizer} is not {own}; make shards with data.py --tokenizer {own}")
-    if found.config[:6] != model.config[:6]:
-        raise ModelError(f"{folder} is {found.config[:6]}, the plan {model.config[:6]}")
+def copy_weights(folder, model, tokenizer_path):
+    """Gives a model the weights of a folder.
+
+    Raises ModelError if its shape is another one, or if its tokenizer.model is not the same file as
+    tokenizer_path: the same tokens would mean other words.
+    """
+    found = load_huggingface(folder)
+    own = Path(folder, "tokenizer.model")
+    if not own.exists() or own.read_bytes() != Path(tokenizer_path).read_bytes():
+        raise ModelError(
+            f"{tokenizer_path} is not {own}; make shards with data.py --tokenizer {own}")
+    for field in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_positions"):
+        theirs = getattr(found.config, field)
+        wanted = getattr(model.config, field)
+        if theirs != wanted:
+            raise ModelError(f"{folder} has {field} {theirs}, the plan {wanted}")
     model.load_state_dict(found.state_dict())
 
 
-def modern(name):
-    """Returns today's name of a tensor: files of 2018 say gamma and beta, BertModel has no prefix.
-    """
-    name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
-    return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
+# ----- Fill in a [MASK] -----
+
+# It stands for [MASK] in text that SentencePiece reads, since no text can spell that token. It is a
+# private character of Unicode, which no tokenizer knows.
+STAND_IN = "\ue000"
 
 
-def read_config(folder):
-    """Returns the BertConfig of a folder's config.json, its vocabulary not padded; raises
-    ModelError if it is no BERT's."""
-    try:
-        theirs = json.loads((Path(folder) / "config.json").read_text())
-        if (theirs["model_type"], theirs.get("hidden_act", "gelu")) != ("bert", "gelu"):
-            raise ValueError("not a BERT with GELU")
-        config = BertConfig(**{our: theirs[name] for our, name in CONFIG.items() if name in theirs})
-        for (ours, kind), value in zip(BertConfig.__annotations__.items(), config):
-            # Whole numbers from 1 on; fractions, 0 of which may stand there without a point
-            if type(value) not in (int, kind) or not (0 < value if kind is int else 0 <= value < 1):
-                raise ValueError(f"{CONFIG[ours]} cannot be {value!r}")
-        return config
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
-
-
-def read_weights(folder):
-    """Returns {today's name: tensor} of a folder's model.safetensors; raises ModelError if it is
-    damaged, or a file is not what SHA256SUMS says."""
-    path = Path(folder) / "model.safetensors"
-    try:
-        sums = path.with_name("SHA256SUMS")
-        if sums.exists() and sums.read_bytes() != b"".join(sha256_sums(folder)):
-            raise ValueError("`sha256sum -c SHA256SUMS` there tells which file")
-        data = path.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        header, data = json.loads(data[8:begin]), memoryview(bytearray(data[begin:]))
-        header.pop("__metadata__", None)
-        begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
-        if [*begins, len(data)] != [0, *ends]:
-            raise ValueError("tensors overlap or leave gaps")
-        return {modern(name): torch.frombuffer(data[slice(*entry["data_offsets"])],
-                                               dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
-                for name, entry in header.items()}
-    except Exception as error:          # a damaged header can be anything
-        reason = " ".join(str(error).split())[:200]              # torch's can have many lines
-        raise ModelError(f"{path} is missing, cut or damaged ({reason})") from None
-
-
-# ----- The program: fill in a [MASK] -----
-
-STAND_IN = "\ue000"                # a private character for [MASK], whose token no text can spell
+def encode_with_masks(tokenizer, text):
+    """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token."""
+    tokens = [CLS]
+    for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
+        # Unknown characters that stand together are one piece, and the stand-in is one of them.
+        for part in re.split(f"({STAND_IN})", piece):
+            if part == STAND_IN:
+                if tokens[-1] == tokenizer.piece_to_id("▁"):
+                    tokens.pop()                             # This begin belongs to the masked word.
+                tokens.append(MASK)
+            elif part:
+                tokens.append(tokenizer.piece_to_id(part))
+    return tokens + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Of more tokens than it was trained on (128 in the demo) a model guesses. Raises ModelError if
-    there is no [MASK] or the text is longer than the model's positions.
+    A model guesses if the text has more tokens than those that it was trained on (128 in the demo).
+    Raises ModelError if there is no [MASK], or if there are more tokens than positions.
     """
-    device, training = model.mlm_bias.device, model.training
+    device = model.mlm_bias.device
     tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
-    if len(tokens) > model.config.max_positions:
-        raise ModelError(f"{len(tokens)} tokens; the model reads {model.config.max_positions}")
-    masked = tokens == MASK
-    if not masked.any():
+    T = len(tokens)
+    if T > model.config.max_positions:
+        raise ModelError(f"{T} tokens; the model reads {model.config.max_positions}")
+    if MASK not in tokens:
         raise ModelError("the text has no [MASK] to fill in")
+
+    masked_positions = (tokens == MASK).nonzero().flatten()                      # (M,)
+    segments = torch.zeros_like(tokens)
+    positions = torch.arange(T, device=device)
+    bounds = torch.tensor([0, T], dtype=torch.int32, device=device)
+    lengths = torch.tensor([T])
+    was_training = model.training
     model.eval()
     with torch.no_grad():
-        bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
-        hidden = model.encode(masked.nonzero().flatten(), tokens, torch.zeros_like(tokens),
-                              torch.arange(len(tokens), device=device), bounds,
-                              torch.tensor([len(tokens)]))
-        logits = model.mlm_logits(hidden).float()
-    model.train(training)
-    # Without the rows that only pad the vocabulary to a multiple of 64
-    best = logits[:, :tokenizer.get_piece_size()].softmax(-1).topk(count)
-    return [", ".join(f"{tokenizer.id_to_piece(token).replace('▁', '')} {probability:.0%}"
-                      for token, probability in zip(ids, probabilities))
-            for ids, probabilities in zip(best.indices.tolist(), best.values.tolist())]
+        hidden = model.encode(masked_positions, tokens, segments, positions, bounds, lengths)
+        logits = model.mlm_logits(hidden).float()                                # (M, V)
+    model.train(was_training)
+
+    # The last rows of the vocabulary only pad it to a multiple of 64.
+    logits = logits[:, :len(tokenizer)]
+    best = logits.softmax(1).topk(count)
+    lines = []
+    for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
+        words = []
+        for probability, piece in zip(probabilities, tokenizer.id_to_piece(ids)):
+            words.append(f"{piece.replace('▁', '')} {probability:.0%}")
+        lines.append(", ".join(words))
+    return lines
 
 
-def encode_with_masks(tokenizer, text):
-    """Returns the token ids [CLS] text [SEP], each "[MASK]" of the text one masked token."""
-    tokens, blank = [CLS], tokenizer.piece_to_id("▁")
-    for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        # Characters that the tokenizer does not know share a piece, the stand-in among them
-        for part in filter(None, piece.replace(STAND_IN, f" {STAND_IN} ").split(" ")):
-            if part == STAND_IN and tokens[-1] == blank:
-                tokens.pop()                       # the word's begin belongs to the masked word
-            tokens.append(MASK if part == STAND_IN else tokenizer.piece_to_id(part))
-    return tokens + [SEP]
+# ----- The arithmetic of `train.py --plan` -----
 
+def flops_per_example(config, length, masked):
+    """Returns the floating-point operations of one example, forward and backward.
+
+    length: its tokens T; masked: its masked tokens M. A multiply-add counts as two operations, and
+    backward as twice the forward. With L layers, D width and D_ff feed-forward:
+
+        attention     L T (6 D^2 + 4 T D)                          Q, K, V; scores and their use
+        other layers  ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)       the last layer's for R rows only
+        heads         M (2 D^2 + 2 D V) + 2 D^2                    MLM; pooler
+        all           3 (attention + other layers + heads)
+    """
+    D = config.width
+    attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
+    other_rows = (config.layers - 1) * length + masked + 1
+    other_flops = other_rows * (2 * D**2 + 4 * D * config.feed_forward)
+    head_flops = masked * (2 * D**2 + 2 * D * config.vocab_size) + 2 * D**2
+    return 3 * (attention_flops + other_flops + head_flops)
+
+
+def activation_bytes(config, tokens, masked, size, recompute=False):
+    """Returns about how many bytes a forward pass keeps for backward.
+
+    tokens, masked: how many there are in the micro-batch; size: bytes of an element. Counted as in
+    Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose attention keeps no
+    (T, T) matrix. A token leaves 9 D + 2 D_ff elements in a layer: its input (D), Q, K and V (3 D),
+    what attention mixed (D), two sums and two norms (4 D), `up` and its GELU (2 D_ff).
+    """
+    width = config.width
+    layer = size * (9 * width + 2 * config.feed_forward)
+    if config.dropout > 0:
+        layer += 3 * width                       # Three masks of a byte; attention's is about D.
+    layers = config.layers * layer
+    if recompute:
+        # Each layer keeps its input, and one layer at a time is computed again.
+        layers = layer + (config.layers - 1) * size * width
+
+    logit = 4                                    # CrossEntropy keeps fp32.
+    if size < 4:
+        logit += size                            # The gradient in 16 bits is an array of its own.
+    return tokens * layers + masked * config.vocab_size * logit
+
+
+def parameter_shapes(config):
+    """Returns the shapes of all parameters, a list; no memory is taken."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in BertForPreTraining(config).parameters()]
+
+
+def state_gigabytes(config, size, lossy):
+    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
+    whether compression keeps residuals."""
+    elements = sum(shape.numel() for shape in parameter_shapes(config))
+    parts = {
+        "weights": size,
+        "masters": 4 if size < 4 else 0,
+        "gradients": 4,
+        "moments": 8,                            # two of them
+        "residuals": 8 if lossy else 0}
+    return {part: 1e-9 * elements * each for part, each in parts.items()}
+
+
+def measure_tflops(config, device, dtype, examples=16, length=128):
+    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
+    # This module asks for GPUs when it is imported. After that no process may be forked.
+    from torch.utils.benchmark import Timer
+
+    block = Block(config).to(device, dtype)
+    lengths = torch.full((examples,), length)
+    bounds = length * torch.arange(examples + 1, dtype=torch.int32, device=device)
+    x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
+    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
+                  num_threads=torch.get_num_threads())
+    seconds = timer.blocked_autorange(min_run_time=1).median
+
+    # What one layer more takes. (A model's last layer is no measure: it computes a few rows only.)
+    deeper = dataclasses.replace(config, layers=config.layers + 1)
+    flops = flops_per_example(deeper, length, 0) - flops_per_example(config, length, 0)
+    return 1e-12 * examples * flops / seconds
+
+
+# ----- The program -----
 
 def main():
     """Prints a line of likely words for each [MASK]; one line on stderr if that cannot be done."""
     parser = argparse.ArgumentParser(description="Fill in each [MASK] of a text.")
     parser.add_argument("folder", help="a model folder, for example runs/demo/model")
-    parser.add_argument("text", help='a text with [MASK] in it')
-    args = parser.parse_args()
-    import sentencepiece                           # only this program needs it
+    parser.add_argument("text", help="a text with [MASK] in it")
+    flags = parser.parse_args()
     try:
-        model = load_huggingface(args.folder)
-        tokenizer = sentencepiece.SentencePieceProcessor(args.folder + "/tokenizer.model")
-        print(*fill_mask(model, tokenizer, args.text), sep="\n")
-    except (ModelError, OSError, RuntimeError) as error:     # the last: sentencepiece
+        model = load_huggingface(flags.folder)
+        tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
+        print("\n".join(fill_mask(model, tokenizer, flags.text)))
+    except (ModelError, OSError, RuntimeError) as error:     # SentencePiece raises the last two.
         sys.exit(f"bert.py: {error}")
 
 

@@ -1168,7 +1168,7 @@ def main():
         # user has to mend, or has stopped.
         restart_helps = (not isinstance(error, EXPECTED)
                          or isinstance(error, (dist.RankLost, OSError)))
-        dist.leave(world, f"train.py: {message}", restart_helps)
+        dist.leave(f"train.py: {message}", restart_helps)
 
 
 def explain(error):

@@ -87,3 +87,19 @@ def program():
             done.stdout, done.stderr = stdout.read(), stderr.read()
             return done
     return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs train.py in this process with bad arguments; returns (status, its line on stderr)."""
+    def run_main(*argv):
+        import train
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit) as caught:
+            train.main()
+        line, = [line for line in capsys.readouterr().err.splitlines() if "train.py" in line]
+        assert not (tmp_path / "out" / "metrics.jsonl").exists()
+        return caught.value.code, line
+
+    return run_main
