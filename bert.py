@@ -390,17 +390,26 @@ def is_plain_unigram(tokenizer, vocab):
     return True
 
 
-def normalization_table(tokenizer_model):
-    """Returns the table (bytes, maybe none) of a SentencePiece model's rules for characters."""
+def normalizer_steps(tokenizer_model):
+    """Returns the steps, in tokenizer.json's terms, that a SentencePiece model (bytes) takes before
+    it cuts a text: it replaces characters by a table of its own, if it has one, and drops spaces."""
     normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
     spec = normalizer.serialized_normalizer_spec()
-    # A protobuf message of two fields: a tag, the length of the name, the name; then a tag, the
-    # length of the table, the table. The second length is several bytes; all but its last are 128
-    # or more.
+    # The spec is a protobuf message of two fields, name and table. Each is a tag (one byte), a
+    # length and the content. The name's length is one byte. The table's is several bytes, of which
+    # all but the last are 128 or more.
     at = 3 + spec[1]
     while spec[at] >= 128:
         at += 1
-    return spec[at + 1:]
+    table = spec[at + 1:]
+
+    steps = [
+        {"type": "Strip", "strip_left": False, "strip_right": True},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
+    if table:
+        charsmap = base64.b64encode(table).decode()
+        steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
+    return steps
 
 
 def tokenizer_json(tokenizer_model):
@@ -419,21 +428,8 @@ def tokenizer_json(tokenizer_model):
     added = []
     for i, special in enumerate(SPECIALS):
         added.append({
-            "id": i,
-            "content": special,
-            "special": True,
-            "normalized": False,
-            "lstrip": False,
-            "rstrip": False,
-            "single_word": False})
-
-    cleaning = [
-        {"type": "Strip", "strip_left": False, "strip_right": True},
-        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    table = normalization_table(tokenizer_model)
-    if table:
-        charsmap = base64.b64encode(table).decode()
-        cleaning.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
+            "id": i, "content": special, "special": True, "normalized": False,
+            "lstrip": False, "rstrip": False, "single_word": False})
 
     # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
     # word only if it begins with a space or is the first.
@@ -443,7 +439,7 @@ def tokenizer_json(tokenizer_model):
         "added_tokens": added,
         "pre_tokenizer": spaces,
         "decoder": spaces,
-        "normalizer": {"type": "Sequence", "normalizers": cleaning},
+        "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer_model)},
         "model": {
             "type": "Unigram",
             "unk_id": UNK,
@@ -484,13 +480,9 @@ def save_huggingface(model, tokenizer_path, folder):
 
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG_NAMES.items()}
     config |= {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "hidden_act": "gelu",
+        "architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
         "attention_probs_dropout_prob": model.config.dropout,
-        "type_vocab_size": 2,
-        "pad_token_id": PAD,
-        "tie_word_embeddings": True}
+        "type_vocab_size": 2, "pad_token_id": PAD, "tie_word_embeddings": True}
 
     tokenizer_config = {
         # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
@@ -633,7 +625,7 @@ def encode_with_masks(tokenizer, text):
         for part in re.split(f"({STAND_IN})", piece):
             if part == STAND_IN:
                 if tokens[-1] == tokenizer.piece_to_id("▁"):
-                    tokens.pop()                             # This begin belongs to the masked word.
+                    tokens.pop()                             # This begins the masked word.
                 tokens.append(MASK)
             elif part:
                 tokens.append(tokenizer.piece_to_id(part))

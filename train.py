@@ -1045,7 +1045,7 @@ def train(plan, world):
 def report(plan, log, state, stop_requests):
     """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
     # A metrics.jsonl that somebody has damaged must not end the program here.
-    with contextlib.suppress(LookupError, TypeError, ValueError):
+    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
         log.say("\nHeld-out MLM loss after each phase and step; | is the loss by word frequency")
         log.say(loss_bars(log.metrics))
     if plan.reads_docs:
@@ -1142,7 +1142,7 @@ def step_seconds(plan, world, phase, compression, tflops):
     ring = world.nodes
     if world.nodes > 1 and not dist.is_lossy(compression):
         ring = world.size
-    shapes = bert.parameter_shapes(plan.config)
+    shapes = tuple(bert.parameter_shapes(plan.config))
     exchange = 8e-9 * dist.wire_bytes(compression, shapes, ring) / plan.flags.gbps
     elements = sum(math.prod(shape) for shape in shapes)
     late = exchange * plan.config.vocab_size * plan.config.width / elements

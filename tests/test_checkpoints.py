@@ -154,7 +154,7 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path)
 
 
 CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2",
-           "--init another", "--optimizer lans", "--pairs sop", "--whole-words", "--batch 8 7",
+           "--optimizer lans", "--pairs sop", "--whole-words", "--batch 8 7",
            "--precision fp16", "--balance")
 
 
@@ -163,7 +163,8 @@ def test_another_run_in_the_same_folder_is_refused(documents, shards, tmp_path):
     run(shards, out, *SHORT, "--max-steps", 1)
     before = (out / "metrics.jsonl").read_bytes()
     data.prepare(documents, tmp_path / "other", vocab_size=300, shards=4)
-    outcomes = [run(shards, out, *SHORT, *change.split(), check=False)[0] for change in CHANGES]
+    changes = *CHANGES, f"--init {out}/model"
+    outcomes = [run(shards, out, *SHORT, *change.split(), check=False)[0] for change in changes]
     outcomes += run(tmp_path / "other", out, *SHORT, check=False)
     for outcome in outcomes:
         assert isinstance(outcome, train.ConfigError)
@@ -298,7 +299,7 @@ INIT = "--batch 33 --dropout 0 --precision fp32 --workers 0 --steps 4 0".split()
 def knows_by_heart(folder, shards, indices):
     """Trains the model of a folder on one batch until it knows it; returns (model, last loss)."""
     model = bert.load_huggingface(folder)
-    batch = data.PretrainingData(shards, 32).batch(indices)
+    batch = data.PretrainingData(shards, 32).batch(indices).to("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
         optimizer.zero_grad()
@@ -320,7 +321,6 @@ def test_init_starts_from_a_folders_weights(shards, tmp_path):
     first = metrics(out)[0]["loss"]
     assert first < 0.5 * metrics(fresh)[0]["loss"]
     assert first == pytest.approx(loss, rel=0.1)          # that of one step before
-    shutil.rmtree(model)                                  # a run that resumes does not need it
     run(shards, out, *argv, "--init", model)
     assert metrics(out)[0]["loss"] == first and metrics(out)[-1]["step"] == 4
 
@@ -332,14 +332,17 @@ def test_init_from_a_folder_that_does_not_fit_is_refused(
     model = tmp_path / "model"
     config = bert.BertConfig.preset("tiny", 320, dropout=0.0)
     bert.save_huggingface(bert.BertForPreTraining(config), shards / "tokenizer.model", model)
-    argv = "--out", tmp_path / "out", "--init", model
-    code, line = refused("--data", shards, *argv, "--model", "mini")
-    assert code == 1 and "is (2, 64, 1, 256, 320, 512), the plan (4, 256" in line
+
+    def refused_start(folder, shards, *argv):
+        return refused("--out", tmp_path / folder, "--data", shards, "--init", model, *argv)
+
+    code, line = refused_start("out1", shards, "--model", "mini")
+    assert code == 1 and "has layers 2, the plan 4" in line
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
-    code, line = refused("--data", tmp_path / "other", *argv)
+    code, line = refused_start("out2", tmp_path / "other")
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line
     shutil.rmtree(model)
-    code, line = refused("--data", shards, *argv)
+    code, line = refused_start("out3", shards)
     assert code == 1 and f"{model} is no model folder" in line
 
 

@@ -99,7 +99,7 @@ def test_losses_are_ours(shards, tmp_path):
     theirs = transformers.AutoModelForPreTraining.from_pretrained(tmp_path).eval()
     examples = data.PretrainingData(shards, 64)
     for i in range(4):
-        example, losses = examples[i], ours(examples.batch([i]))
+        example, losses = examples[i], ours(examples.batch([i]).to("cpu"))
         tokens, t = torch.from_numpy(example.tokens)[None], torch.arange(len(example.tokens))
         output = theirs(input_ids=tokens, token_type_ids=(t >= example.b_start).long()[None])
         mlm = torch.nn.functional.cross_entropy(

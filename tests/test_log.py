@@ -17,10 +17,10 @@ from tests.training import LITTLE, metrics, plan_of, shrink
 # ----- Whole programs, as the README has them -----
 
 def test_the_readme_quotes_messages_that_the_code_has():
-    section = (ROOT / "README.md").read_text().partition("## When something goes wrong")[2]
+    table = (ROOT / "README.md").read_text().partition("| you see | do |")[2]
     code = "".join(path.read_text() for path in ROOT.glob("*.py"))
     code = re.sub(r'"\s+f?"', "", code)                       # messages of two lines
-    quotes = re.findall(r"^\| `(.+?)` \|", section.partition("\n## ")[0], re.M)
+    quotes = re.findall(r"^\| `(.+?)` \|", table.partition("\n\n")[0], re.M)
     assert len(quotes) > 5
     for quote in quotes:                      # but for the numbers and names that come into them
         for part in re.split(r"\d+|HOST|\.\.\.|: .*", quote):

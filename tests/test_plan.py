@@ -35,7 +35,7 @@ WRONG = [
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--vocab-size 300", 1, "has 320 pieces: remove it, or leave out --vocab-size"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
-    ("--corpus /nowhere.txt --data /nowhere", 1, "No such file or directory: '/nowhere.txt'"),
+    ("--corpus /nowhere.txt --data /nowhere", 1, "/nowhere.txt is no file or folder"),
 ]
 
 

@@ -96,10 +96,13 @@ def take_share(world, folder, nodes):
 
 
 def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_rank):
-    for node in range(2):
-        (tmp_path / f"wiki-node-{node}").mkdir()
-        for name in data.node_files(shards, node, 2):
-            shutil.copy(shards / name, tmp_path / f"wiki-node-{node}")
+    for node in 0, 1:
+        folder = tmp_path / f"wiki-node-{node}"
+        shutil.copytree(shards, folder)
+        for s in range(4):
+            if s % 2 != node:
+                for path in folder.glob(f"train-{s:05}.*"):
+                    path.unlink()
     share = take_share, tmp_path / "wiki", 2
     argv = *EQUAL, *PHASES[1]
     run(shards, tmp_path / "out", *argv, size=2, sabotage=share)
@@ -177,7 +180,7 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
         module, backend="aot_eager", **options))
-    batch = data.PretrainingData(shards, 32).batch([0, 1]).to(torch.device("cpu"))
+    batch = data.PretrainingData(shards, 32).batch([0, 1]).to("cpu")
     found = []
     for flags in [], ["--compile"]:
         state = build(shards, *flags)
