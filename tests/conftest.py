@@ -62,6 +62,12 @@ def programs_without_gpu(request, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.fixture(autouse=True)
+def programs_do_not_end_pytest(monkeypatch):
+    """A program that fails in this process raises SystemExit: os._exit would end pytest."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+
 @pytest.fixture(scope="session")
 def documents():
     return make_documents()
@@ -87,3 +93,18 @@ def program():
             done.stdout, done.stderr = stdout.read(), stderr.read()
             return done
     return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs train.py in this process with bad arguments; returns (status, its line on stderr)."""
+    def run_main(*argv):
+        import train
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            train.main()
+        line, = [line for line in capsys.readouterr().err.splitlines() if "train.py" in line]
+        assert not [*tmp_path.glob("out*/metrics.jsonl")]
+        return caught.value.code, line
+
+    return run_main

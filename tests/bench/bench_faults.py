@@ -1,13 +1,13 @@
 """What a run survives: the faults that one Linux machine can make, and what came of each, a table.
 
-    python tests/bench_faults.py                       # 25 minutes; as root also slow and cut links
-    python tests/bench_faults.py kill-rank flags-seed  # some of them; --list tells their names
-    python tests/bench_faults.py --soak 1              # 200 steps, disturbed 20 times, see soak.py
+    python tests/bench/bench_faults.py   # 25 minutes; as root also slow and cut links
+    python tests/bench/bench_faults.py kill-rank flags-seed   # some of them; --list names all
+    python tests/bench/bench_faults.py --soak 1   # 200 steps, disturbed 20 times, see soak.py
 
 Each fault strikes a real run of train.py, mostly on two ranks under torchrun, from outside or by
-tests/faulty.py. Then the same command is given again and must end with the weights of a run that
-nothing disturbed. Columns: seconds from the fault until it was said, and until the last process was
-gone; steps done again; the largest difference of the final weights.
+faulty.py. Then the same command is given again and must end with the weights of a run that nothing
+disturbed. Columns: seconds from the fault until it was said, and until the last process was gone;
+steps done again; the largest difference of the final weights.
 """
 import argparse
 import dataclasses
@@ -25,13 +25,13 @@ from typing import Callable
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 import optim  # noqa: E402
-from tests import soak  # noqa: E402
+from tests.bench import soak  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
-from tests.faulty import Run, lines_of, temporary_files  # noqa: E402
+from tests.bench.faulty import Run, lines_of, temporary_files  # noqa: E402
 
 BASE = ("--steps 24 0 --batch 64 --micro-batch 8 --precision fp32 --checkpoint-every 5 "
         "--eval-every 12 --log-every 1 --timeout 10").split()

@@ -1,8 +1,9 @@
 """Whole optimizer steps beside Hugging Face's BertForPreTraining with torch's AdamW.
 
-    python tests/bench_step.py                             # all models: 20 minutes on two cores
-    python tests/bench_step.py --models mini --dropout 0 --formats fp32
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/bench_step.py --models mini --tables real
+    python tests/bench/bench_step.py   # all models: 20 minutes on two cores
+    python tests/bench/bench_step.py --models mini --dropout 0 --formats fp32
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/bench/bench_step.py \\
+        --models mini --tables real
 
 Both take the same batches: theirs as a data collator makes them, padded to the longest example,
 with labels of -100 where nothing is masked. In bf16 theirs runs under autocast, as its Trainer does
@@ -31,7 +32,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import data  # noqa: E402

@@ -1,7 +1,7 @@
 """How fast text becomes shards and shards become batches, and how long ranks wait.
 
-    python tests/bench_data.py                         # 5 minutes on 2 cores
-    python tests/bench_data.py --megabytes 1000 4000 --rounds 1      # does memory stay bounded?
+    python tests/bench/bench_data.py   # 5 minutes on 2 cores
+    python tests/bench/bench_data.py --megabytes 1000 4000 --rounds 1   # does memory stay bounded?
 
 The corpus is this machine's documentation as paragraphs of prose, shuffled and repeated, eight to a
 document; it is written to --folder and removed in the end. Hugging Face's fast WordPiece tokenizer
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 

@@ -1,6 +1,6 @@
 """The soak: one run disturbed at 20 random moments, started again until it is done.
 
-    python tests/bench_faults.py --soak SEED            # five minutes on two cores
+    python tests/bench/bench_faults.py --soak SEED   # five minutes on two cores
 
 Two ranks take 200 steps of the demo's recipe on a small corpus. Moments (a step of the run, or a
 time while it starts) and disturbances are drawn from the seed; the same command follows each of
@@ -17,7 +17,7 @@ import time
 import torch
 
 import optim
-from tests.faulty import Run, fill_disk, lines_of, temporary_files
+from tests.bench.faulty import Run, fill_disk, lines_of, temporary_files
 
 ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "
         "--eval-every 50 --log-every 10 --timeout 5").split()

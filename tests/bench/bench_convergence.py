@@ -1,8 +1,8 @@
 """Optimizers at growing batches, for a fixed number of examples: who still learns?
 
-    python tests/bench_convergence.py                                        # 15 minutes on 2 cores
-    python tests/bench_convergence.py --model small --batches 256 1024 4096 16384 \\
-        --examples 2000000                                                   # on a GPU
+    python tests/bench/bench_convergence.py   # 15 minutes on 2 cores
+    python tests/bench/bench_convergence.py --model small --batches 256 1024 4096 16384 \\
+        --examples 2000000   # on a GPU
 
 Every run sees the same number of examples of 64 tokens with the demo's schedule. The rate of each
 optimizer is given at the first batch and grows with the square root of the batch; a loss of inf is
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RATES = {"adamw": 2e-3, "lamb": 1e-2, "lans": 1e-2}  # at batches of --batches[0]
 DEMO_RATE = 1e-2                                     # of the recipe that --lr-scale multiplies
 

@@ -1,57 +1,15 @@
 """A course of twelve exercises: blank a part of thriftbert, write it anew, be told if it is right.
 
-    python tests/exercises.py list
-    python tests/exercises.py start attention       # its functions keep their docstrings alone
-    python tests/exercises.py check attention       # runs the tests that tell when it is right
-    python tests/exercises.py hint attention        # one hint, the next time one more
-    python tests/exercises.py solve attention       # its functions as in the last commit
-    python tests/exercises.py start --all FOLDER    # a copy for students, without the solutions
-    python tests/exercises.py verify                # red blanked, green solved, red done wrong
+    python tests/course/exercises.py list
+    python tests/course/exercises.py start attention     # leaves of its functions the docstrings
+    python tests/course/exercises.py check attention     # runs the tests that say when it is right
+    python tests/course/exercises.py hint attention      # one hint, the next time one more
+    python tests/course/exercises.py solve attention     # its functions as in the last commit
+    python tests/course/exercises.py start --all FOLDER  # a copy for students, without solutions
+    python tests/course/exercises.py verify              # red blanked, green solved, red done wrong
 
-Each exercise needs those before it, and none after it: a copy for students is done in this order.
-The docstrings of a function and of its class are the specification. This file needs Python's
-standard library alone, the checks what requirements.txt names.
-
-Six experiments for a report, each under ten minutes on two cores. Say beforehand what you expect,
-make the figure from runs/*/metrics.jsonl, and compare with the tables in RESULTS.md. Change the one
-line named, run the same command again with another --out, and change it back. First of all:
-    export RUN="torchrun --standalone --nproc_per_node"
-
-1. The divisor of the loss. `train.step_totals` returns [masked * world.size, *world.sum([rows,
-   *wishes, *tokens])]: each rank divides by its own masked tokens. With a rate of 0 the weights
-   stay, and steps compare. Figure: how far off grad_norm is, over the batch.
-       for B in 2 4 8 16 32; do
-           $RUN=2 train.py --steps 20 0 --lr-scale 0 --precision fp32 --batch $B --out runs/own-$B
-       done
-   Expected: less and less; at 32 examples a step nobody notices.
-2. The size of buckets over a slow link: 100 Mb/s for both ranks together, in a network namespace
-   (Linux, iproute2). Figure: what a step adds to `seconds`, and wait_seconds, over the size.
-       sudo -E unshare -n bash -c 'ip link set lo up
-           tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
-           for MB in 0.3 1 2 8 32; do
-               $RUN=2 train.py --model mini --steps 8 0 --batch 256 --bucket-mb $MB --out runs/mb$MB
-           done'
-   Expected: large buckets hide little, small ones more, and never the embeddings', ready last.
-3. `--balance`. Figure: the imbalance of each step, a histogram.
-       for N in 2 4; do for FLAG in "" --balance; do
-           $RUN=$N train.py --steps 0 60 $FLAG --out runs/deal-$N$FLAG
-       done; done
-   Expected: more with more ranks, and hardly any with the flag.
-4. Growing batches: as many examples, the rate grows with the square root. Figure: the held-out loss
-   over the batch. Then look for a better rate for the largest.
-       for S in 1 2 3 4; do
-           python train.py --batch $((32*S*S)) --steps $((1150/S/S)) 0 --lr-scale $S --out runs/b$S
-       done
-   Expected: a higher loss with each, since so short a training needs its steps.
-5. The bound of 1-bit LAMB. `optim.bound` begins with `return`. Figure: both losses, step by step.
-       python train.py --optimizer onebit-lamb --steps 1150 0 --out runs/bound
-   Expected: without it the loss rises after the freeze (step 230), by the rows of rare tokens.
-6. Error feedback off. In `dist.Bucket._send`, self.residual.zero_() after the commit. Figure: the
-   six losses, step by step.
-       for C in none onebit topk; do
-           $RUN=2 train.py --compression $C --steps 600 0 --out runs/$C
-       done
-   Expected: none is the same; the other two lose a tenth of a nat: what is not sent is forgotten.
+README.md beside this file says how a course goes, and has six experiments for a report. This file
+needs Python's standard library alone, the checks what requirements.txt names.
 """
 import argparse
 import ast
@@ -68,8 +26,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-SOLUTIONS = Path("tests/wrong_solutions.py"), Path("tests/test_exercises.py")   # not for students
+ROOT = Path(__file__).resolve().parents[2]
+COURSE = Path("tests/course")
+SOLUTIONS = COURSE / "wrong_solutions.py", COURSE / "test_exercises.py"      # not for students
 
 
 class Exercise(NamedTuple):
@@ -153,7 +112,7 @@ EXERCISES = {
         "data.micro_batches train.step_totals",
         "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "
         "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths "
-        "test_train.py::test_the_divisor_is_that_of_the_whole_step",
+        "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step",
         45, 13, "the same step on any number of ranks: who takes which example, and the divisor",
         ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",
          "By length: sort the indices, and give them out from the longest on in rounds of `size`, "
@@ -212,11 +171,11 @@ EXERCISES = {
          "step is taken; in any case none waits afterwards."]),
     "resume": Exercise(
         "optim.write_checkpoint train.save train.restore",
-        "test_train.py::test_a_checkpoint_is_whole_or_is_not_there "
-        "test_train.py::test_a_damaged_checkpoint_is_passed_over "
-        "test_train.py::test_a_killed_run_ends_with_the_same_bits "
-        "test_train.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
-        "test_train.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
+        "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
+        "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over "
+        "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits "
+        "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
+        "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
         90, 44, "all that the next step depends on, and a file that is whole or not there",
         ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
          "leave no unfinished file. `read_checkpoint` says what is expected.",

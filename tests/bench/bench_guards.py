@@ -1,6 +1,6 @@
 """What the guards cost: digests, comparisons, questions whether to stop, as a share of training.
 
-    python tests/bench_guards.py                 # two ranks of `mini`, 100 steps, two minutes
+    python tests/bench/bench_guards.py   # two ranks of `mini`, 100 steps, two minutes
 
 Each guard is timed inside a training of two ranks of one thread each that saves every 10 steps; the
 time that it takes is what leaving it out would save. The last column is for the default of a save
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import data  # noqa: E402
 import dist  # noqa: E402

@@ -1,6 +1,6 @@
 """What a step of each optimizer costs, beside torch's AdamW, on the parameters of a BERT.
 
-    python tests/bench_optim.py                     # BERT-base: 10 GB of memory, 2 minutes
+    python tests/bench/bench_optim.py   # BERT-base: 10 GB of memory, 2 minutes
 
 All optimizers step the same parameters, in turn, round after round; the 1-bit ones are in their
 second stage, on one rank, without compression. `temporary` is the largest memory during a step
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import optim  # noqa: E402

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import exercises
+from tests.course import exercises
 from tests.conftest import ROOT
-from tests.exercises import EXERCISES
-from tests.wrong_solutions import WRONG
+from tests.course.exercises import EXERCISES
+from tests.course.wrong_solutions import WRONG
 
 in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git repository")
 
@@ -69,13 +69,13 @@ def test_blanked_is_red_and_solved_green(tmp_path, monkeypatch, capsys):
 
 @in_git
 def test_a_copy_for_students_has_no_solution(tmp_path, monkeypatch, program):
-    run = program("tests/exercises.py", "start", "--all", tmp_path / "copy")
+    run = program("tests/course/exercises.py", "start", "--all", tmp_path / "copy")
     assert run.returncode == 0, run.stderr
     monkeypatch.chdir(tmp_path / "copy")
     assert exercises.git("rev-list", "--all", "--count") == "1\n"
     assert exercises.git("status", "--porcelain") == ""
     names = exercises.git("ls-files").splitlines()
-    assert {"README.md", "train.py", "tests/exercises.py", "tests/test_dist.py"} <= {*names}
+    assert {"README.md", "train.py", "tests/course/exercises.py", "tests/test_dist.py"} <= {*names}
     everything = "".join(Path(name).read_text() for name in names)
     for name in EXERCISES:
         for path, function in exercises.functions_of(name):
@@ -84,5 +84,5 @@ def test_a_copy_for_students_has_no_solution(tmp_path, monkeypatch, program):
             assert left.strip() == "raise NotImplementedError"
             assert "\n".join(body) not in everything
     for what in ("solve", "schedule"), ("verify",):
-        run = program("tests/exercises.py", *what, cwd=tmp_path / "copy")
+        run = program("tests/course/exercises.py", *what, cwd=tmp_path / "copy")
         assert run.returncode == 1 and "the solutions are not in this copy" in run.stderr

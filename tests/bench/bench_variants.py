@@ -1,8 +1,8 @@
 """Each file of tests/variants beside what it changes: loss, bytes, time, memory of the optimizer.
 
-    python tests/bench_variants.py                                # half an hour on two cores
-    python tests/bench_variants.py --runs lamb albert --steps 1200 --seeds 0
-    sudo python tests/bench_variants.py --link 100mbit --steps 60 --seeds 0 --runs lamb albert
+    python tests/bench/bench_variants.py   # half an hour on two cores
+    python tests/bench/bench_variants.py --runs lamb albert --steps 1200 --seeds 0
+    sudo python tests/bench/bench_variants.py --link 100mbit --steps 60 --seeds 0 --runs lamb albert
 
 Two ranks on this machine train the demo's model for --steps steps of its first phase, all runs on
 as many examples, one run after another, seed by seed. `loss` is the held-out MLM loss at the end,
@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
-from tests import bench_network as network, test_train  # noqa: E402
+from tests.bench import bench_network as network  # noqa: E402
+from tests.training import assert_same  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RUNS = {         # name: (its baseline, program, flags)
     "lamb": ("lamb", "train.py", []),
     "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.4"]),
@@ -58,7 +59,7 @@ def run(name, args, seed, hosts):
         if args.stop:
             for stop in ["--max-steps", args.stop], []:
                 train_on_two_ranks(RUNS[name][1], ["--out", f"{folder}/two", *flags, *stop], hosts)
-            test_train.assert_same(state, last_checkpoint(f"{folder}/two"), name)
+            assert_same(state, last_checkpoint(f"{folder}/two"), name)
             print(f"{name}: stopped after step {args.stop} and resumed, the same bits at the end")
         lines = [json.loads(line) for line in open(f"{folder}/whole/metrics.jsonl")]
     steps = [line for line in lines if line["kind"] == "train"]

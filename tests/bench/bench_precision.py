@@ -1,7 +1,7 @@
 """The same training in several precisions: losses, loss scale, skipped steps, speed.
 
-    python tests/bench_precision.py --model small --precisions fp32 bf16 fp16     # on a GPU
-    python tests/bench_precision.py --precisions fp32 bf16                        # on a CPU
+    python tests/bench/bench_precision.py --model small --precisions fp32 bf16 fp16   # on a GPU
+    python tests/bench/bench_precision.py --precisions fp32 bf16   # on a CPU
 
 Each precision runs `train.py` with the demo's first phase; every loss is the mean over the 50 steps
 before, and stands beside its ratio to the first precision's.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def train(args, precision, out):

@@ -1,6 +1,6 @@
 """The same minutes on this machine: train.py's demo, and Hugging Face's model with AdamW.
 
-    python tests/bench_minutes.py                # needs transformers; 13 minutes on two cores
+    python tests/bench/bench_minutes.py   # needs transformers; 13 minutes on two cores
 
 Both train a 2x128 BERT on the same shards, 32 examples of 64 tokens a step, with a schedule that
 ends with the minutes: theirs with the settings of BERT's paper (AdamW, linear decay, 15 % masks,
@@ -17,15 +17,15 @@ import time
 from pathlib import Path
 
 import torch
-from bench_step import Theirs, padded
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import data  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.bench.bench_step import Theirs, padded  # noqa: E402
 
 SHAPE = (32, 64)                     # examples of a step, tokens of each
 PARTS = 10                           # evaluations, evenly spread

@@ -1,7 +1,7 @@
 """Does a damaged file ever load in silence, end in a traceback, or take long to be refused?
 
-    python tests/bench_damage.py                       # 1,000 checkpoints, 1,000 others; 5 minutes
-    python tests/bench_damage.py --tries 100 --seed 1
+    python tests/bench/bench_damage.py   # 1,000 checkpoints, 1,000 others; 5 minutes
+    python tests/bench/bench_damage.py --tries 100 --seed 1
 
 Each try damages one file (bits flipped, cut, bytes inserted or zeroed, two files swapped, JSON
 values of another type, keys removed), loads it as train.py does, and puts it back. Bad: any
@@ -27,7 +27,7 @@ from pathlib import Path
 import sentencepiece
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import bert  # noqa: E402
 import data  # noqa: E402

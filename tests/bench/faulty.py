@@ -1,6 +1,7 @@
 """train.py with one fault in it, and runs of it that are watched from outside.
 
-    FAULT="raise 1 7 optim.learning_rate" torchrun --nproc_per_node=2 tests/faulty.py --data ...
+    export FAULT="raise 1 7 optim.learning_rate" FAULT_MARK=struck
+    torchrun --nproc_per_node=2 tests/bench/faulty.py --data ...
 
 is train.py, but rank 1 raises an exception before its 7th call of that function ("*": all ranks).
 Acts are in ACTS; what follows the function's name is an act's argument. Workers count calls of
@@ -22,7 +23,7 @@ import uuid
 from collections import namedtuple
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
@@ -157,7 +158,7 @@ class Run:
         self.fault_mark = self.out.with_name(f"struck-{self.mark[-32:]}")
         one_card = ranks > gpus > 0
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-        script = [ROOT / ("tests/faulty.py" if fault or one_card else "train.py"), *arguments]
+        script = [ROOT / ("tests/bench/faulty.py" if fault or one_card else "train.py"), *arguments]
         self.commands = [([*torchrun, "--standalone", f"--nproc_per_node={ranks}", *script], ROOT)]
         if not ranks:
             self.commands = [([sys.executable, *script], ROOT)]

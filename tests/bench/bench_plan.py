@@ -1,8 +1,9 @@
 """What `train.py --plan` foretells, beside what was published and what was measured.
 
-    python tests/bench_plan.py                           # NVIDIA's DGX-1, and 12 days on T4 cards
-    sudo python tests/bench_network.py --vocab 8192 --methods none bf16 powersgd --json network.json
-    OMP_NUM_THREADS=1 python tests/bench_plan.py --network network.json
+    python tests/bench/bench_plan.py   # NVIDIA's DGX-1, and 12 days on T4 cards
+    sudo python tests/bench/bench_network.py --vocab 8192 --methods none bf16 powersgd \\
+        --json network.json
+    OMP_NUM_THREADS=1 python tests/bench/bench_plan.py --network network.json
 
 Published: sequences a second of BERT-large on nodes of 8 V100, 16 GB, four cards of 100 Gb/s each,
 fp16, 16 examples of 128 tokens or 4 of 512 a GPU and step (NVIDIA DeepLearningExamples). Given is
@@ -23,7 +24,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DGX1 = {128: (16, {1: 874, 4: 3090, 16: 12145}), 512: (4, {1: 196, 4: 700, 16: 2746})}
 LARGE = "--model large --vocab-size 30522 --recipe nvlamb-64k --precision fp16".split()
 

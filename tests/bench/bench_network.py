@@ -1,7 +1,7 @@
 """Whole training steps over a slow link: the Reducer with each compressor beside torch's DDP.
 
-    sudo python tests/bench_network.py                               # Linux, iproute2; 15 minutes
-    sudo python tests/bench_network.py --rates 100mbit --vocab 8192 --methods ddp onebit
+    sudo python tests/bench/bench_network.py   # Linux, iproute2; 15 minutes
+    sudo python tests/bench/bench_network.py --rates 100mbit --vocab 8192 --methods ddp onebit
 
 Two hosts are made of one machine: two network namespaces, a veth pair between them and a token
 bucket (`tc ... tbf`) at each end. In each of them one rank (or --ranks) takes a step of `mini` with
@@ -26,7 +26,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import data  # noqa: E402
