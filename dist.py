@@ -167,11 +167,16 @@ def init(timeout=600.0, init_method="env://"):
     world = world_of_environment()
     if world.size == 1:
         return world
+    limit = datetime.timedelta(seconds=timeout)
     try:
-        return connect(world, datetime.timedelta(seconds=timeout), init_method)
+        store = meet(world.rank, world.size, init_method, limit)           # see Failures
+        choose_interface(world, store)
+        start_groups(world, store, limit)
+        check_nodes(world)
+        return two_levels(world, limit)
     except (RuntimeError, ValueError) as error:
-        message = f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
-        raise RankLost(message) from error
+        raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
+                       ) from error
 
 
 def world_of_environment():
@@ -186,18 +191,6 @@ def world_of_environment():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank, size, local_rank, local_size, size // local_size, device)
-
-
-def connect(world, limit, init_method):
-    """Returns the World when all ranks have met and can talk. limit: the timeout, a timedelta."""
-    store = meet(world.rank, world.size, init_method, limit)     # see Failures
-    choose_interface(world, store)
-    start_groups(world, store, limit)
-    # The first beat is made here, so that everyone has one when the ranks have talked once.
-    store.add(f"beats/{world.rank}", 1)
-    threading.Thread(target=beat, args=(store, world.rank)).start()
-    check_nodes(world)
-    return two_levels(world, limit)
 
 
 def choose_interface(world, store):
@@ -225,14 +218,15 @@ def interface_towards(address):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group: Gloo for the CPU and, where there are GPUs, NCCL for them."""
+    """Starts torch's process group, Gloo for the CPU and NCCL for GPUs, and this rank's `beat`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # NCCL aborts the process when its time is up, while Gloo raises an exception, which can say why.
-    # So Gloo must give up first: NCCL gets twice the time. torch takes one limit for both.
+    # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
+    # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
     torch.distributed.init_process_group(backend, None, 2 * limit, world.size, world.rank, store)
     gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
+    threading.Thread(target=beat).start()            # see Failures
 
 
 def check_nodes(world):
@@ -261,9 +255,9 @@ def two_levels(world, limit):
         limit = 2 * limit                            # of NCCL, see `start_groups`
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
-    for teams in (ranks.tolist(), ranks.T.tolist()):
+    for teams in (ranks, ranks.T):
         # torch asks that every rank creates every group, its own or not, in the same order.
-        group, _ = torch.distributed.new_subgroups_by_enumeration(teams, limit)
+        group, _ = torch.distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
 
@@ -542,8 +536,8 @@ class Bucket:
         self.restart()
 
     def views(self, flat):
-        """Returns {name: view} of a flat tensor (n,) with the bucket's layout."""
-        return dict(zip(self.shapes, split(flat, self.shapes.values())))
+        """Returns {name: view} of a flat tensor (n + padding,) with the bucket's layout."""
+        return dict(zip(self.shapes, split(flat[:len(self.flat)], self.shapes.values())))
 
     def average(self, scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
@@ -611,7 +605,7 @@ class Bucket:
         self.residual = torch.zeros_like(self.padded)
         self.pending = torch.zeros_like(self.padded)
         if residual:
-            for name, view in self.views(self.residual[:len(self.flat)]).items():
+            for name, view in self.views(self.residual).items():
                 view.copy_(residual[name])
 
 
@@ -681,174 +675,168 @@ def topk(world, value, mean, state, fraction):
         indices = torch.from_numpy(largest)
     else:
         indices = sizes.topk(k, sorted=False).indices
-    # The bits of an int32 index travel as those of a float.
-    wire = torch.stack([value[indices], indices.int().view(torch.float32)])              # (2, k)
+    elements = value[indices]                                                            # (k,)
     # Rule 2: 0 times an inf or NaN is NaN, also where that is not among the largest.
-    wire[0, 0] += 0 * value.dot(value)
+    elements[0] += 0 * value.dot(value)
     value.index_fill_(0, indices, 0)
     mean.zero_()
-    for elements, index_bits in world.all_gather(wire):
-        mean.index_add_(0, index_bits.view(torch.int32), elements, alpha=1 / world.size)
-    return (world.size - 1) * wire.numel() * 4
+    all_indices = world.all_gather(indices.int())                                        # (N, k)
+    all_elements = world.all_gather(elements)
+    for rank in range(world.size):
+        mean.index_add_(0, all_indices[rank], all_elements[rank], alpha=1 / world.size)
+    return (world.size - 1) * 8 * k
 
 
 def powersgd(world, value, mean, state, rank):
     """Sends a rank-r factorisation of each matrix (PowerSGD, arXiv 1905.13727, algorithm 1).
 
-        P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       q = P Q^T
+        P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
     Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
-    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. Factors are rows, (r, a) and
-    (r, b): products with them read the matrix once. Every rank computes the QR, whose bits are
-    equal on equal machines only.
+    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. In the code p is P^T (r, a)
+    and q is Q^T (r, b): products with rows read the matrix once. Every rank computes the QR, whose
+    bits are equal on equal machines only.
     """
-    matrices = []                                  # (V of this rank, where its q goes)
-    others = []                                    # the same of what goes dense
-    for v, q in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
+    matrices = []
+    matrix_means = []
+    others = []
+    other_means = []
+    for v, v_mean in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
         if v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel():
-            matrices.append((v, q))
+            matrices.append(v)
+            matrix_means.append(v_mean)
         else:
-            others.append((v, q))
-
-    right = state.get("factors")                   # Q^T of each matrix, (r, b)
+            others.append(v)
+            other_means.append(v_mean)
+    right = state.get("factors")                   # Q of each matrix
     if right is None:
         generator = torch.Generator().manual_seed(0)
-        right = []
-        for v, _ in matrices:
-            random = torch.randn(rank, v.shape[1], generator=generator)
-            right.append(random.to(v.device))
+        right = [torch.randn(rank, v.shape[1], generator=generator).to(v.device) for v in matrices]
 
-    products = [q_t @ v.T for (v, _), q_t in zip(matrices, right)]
-    sent_p, products = dense_list(world, products)
-    left = [torch.linalg.qr(p_t.T).Q.T.contiguous() for p_t in products]         # P^T, (r, a)
-
-    products = [p_t @ v for (v, _), p_t in zip(matrices, left)]
-    vectors = [v for v, _ in others]
-    sent_q, averaged = dense_list(world, products + vectors)
+    sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
+    left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
+    right = [p @ v for v, p in zip(matrices, left)]
+    sent_right, averaged = dense_list(world, right + others)
     right = averaged[:len(matrices)]
-    exact = averaged[len(matrices):]
-    state["factors"] = [q_t.clone() for q_t in right]      # a view would keep all of `averaged`
+    state["factors"] = [q.clone() for q in right]          # a view would keep all of `averaged`
 
-    for (_, q), p_t, q_t in zip(matrices, left, right):
-        torch.mm(p_t.T, q_t, out=q)
-    for (v, q), average in zip(others, exact):
-        v.copy_(average)                           # nothing is left of it below
-        q.copy_(average)
+    for v_mean, p, q in zip(matrix_means, left, right):
+        torch.mm(p.T, q, out=v_mean)
+    for v, v_mean, exact in zip(others, other_means, averaged[len(matrices):]):
+        v.copy_(exact)                             # so that nothing is left of it below
+        v_mean.copy_(exact)
     value.sub_(mean)
-    return sent_p + sent_q
+    return sent_left + sent_right
 
 
-def two_phase(world, value, mean, state, codec):
+def two_phase(world, value, mean, state, quantiser):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). Rank j
     is the server of part j of the bucket: it averages what all ranks send of that part, and sends
     the average to all. With two ranks, whose values are (a0 a1) and (b0 b1):
 
                        rank 0                 rank 1
         value          a0     a1              b0     b1
-        encode         C(a0)  C(a1)           C(b0)  C(b1)        C - id stays in value
+        encode         C(a0)  C(a1)           C(b0)  C(b1)        a - C(a) stays in value
         all_to_all     C(a0)  C(b0)           C(a1)  C(b1)        the part it serves, of all ranks
         decode, mean   m0                     m1                  plus the server error s
         encode         C(m0)                  C(m1)               m - C(m) is the next s
-        all_gather     C(m0)  C(m1)           C(m0)  C(m1)
-        decode         q0     q1              q0     q1           the mean
+        all_gather     C(m0)  C(m1)           C(m0)  C(m1)        the mean, on both
 
         q_r = C(v_r)                  rest_r = v_r - q_r                   worker r, all parts
         q = C(mean_r q_r + s)         s = mean_r q_r + s - q               server j, part j
     """
-    encode, decode, block = codec
+    quantise, unpack, block = quantiser
     n = sum(math.prod(shape) for shape in state["shapes"])
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
-    # Until the end `mean` is free for encode and decode: new memory costs more than arithmetic.
+    # Until the end `mean` is free as memory: to take new memory costs more than the arithmetic.
     decoded = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
     sizes = (n - starts).clamp(1, block)                   # elements of a block, without padding
     sizes = sizes.view(world.size, -1, 1)
 
     # 1. As a worker: sends each part to its server.
-    codes = encode(parts, sizes, decoded)                  # (N, blocks of a part, bytes of a block)
+    codes = encode(quantise, parts, sizes, decoded)        # (N, blocks of a part, bytes of a block)
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server: averages its part.
     server = torch.zeros_like(parts[0])
-    if "server" in state:
-        server.copy_(state["server"])                      # a new tensor, as rule 3 asks
-    for part in decode(received, decoded):
+    server.add_(state.get("server", 0))                    # a new tensor, as rule 3 asks
+    for part in decode(unpack, received, decoded):
         server.add_(part, alpha=1 / world.size)
     first_padding = max(0, n - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0                    # onebit has made signs of padding
 
     # 3. As a server: sends the average to all; what is lost in that stays in `server`.
-    codes = encode(server, sizes[world.rank], decoded[0])
+    codes = encode(quantise, server, sizes[world.rank], decoded[0])
     state["server"] = server
-    decode(world.all_gather(codes), decoded)
+    decode(unpack, world.all_gather(codes), decoded)
     return 2 * (world.size - 1) * codes.numel()
 
 
-# What two_phase encodes with. encode(blocks, sizes, scratch) returns the bytes of blocks
-# (..., block) and leaves the rounding error in the blocks; sizes (..., 1): how many elements of
-# each block are no padding; scratch: memory as large as the blocks. decode(codes, out) writes the
-# blocks to `out` and returns them.
-
-def encode_int8(blocks, sizes, scratch):
-    """Returns bytes (..., 260) of blocks (..., 256): 8 bits an element and one fp32 scale a block,
-    whose largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
-    2110.02861, section 2.1, here linear).
-
-        s = max |x| / 127            q = s round(x / s)
-    """
-    highest = blocks.amax(-1, keepdim=True)
-    lowest = blocks.amin(-1, keepdim=True)
-    scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)                 # (..., 1)
-    levels = torch.mul(blocks, 1 / scales, out=scratch).round_()                         # -127..127
+def encode(quantise, blocks, sizes, levels):
+    """Returns the bytes of blocks (..., block), each an fp32 scale and a small level an element,
+    and leaves the rounding error, x - scale * level, in the blocks. sizes (..., 1): how many
+    elements of a block are no padding. levels: memory of the blocks' size."""
+    packed, scales = quantise(blocks, sizes, levels)
     blocks.addcmul_(levels, scales, value=-1)
-    return torch.cat([levels.to(torch.int8).view(torch.uint8), scales.view(torch.uint8)], -1)
+    return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
-def decode_int8(codes, out):
-    """Decodes bytes (..., 260) to blocks (..., 256)."""
-    levels = codes[..., :-4].view(torch.int8)
+def decode(unpack, codes, out):
+    """Writes the blocks that `encode` made bytes of to `out`, and returns them."""
     scales = codes[..., -4:].view(torch.float32)
-    out.copy_(levels)                              # int8 times float is 60 times slower on a CPU
+    unpack(codes[..., :-4], out)
     return out.mul_(scales)
 
 
-# The eight signs that a byte stands for, (256, 8): a bit of 1 is -1.
-BYTES = np.arange(256, dtype=np.uint8)
-SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(BYTES)).view(256, 8)
+def quantise_int8(blocks, sizes, levels):
+    """Writes the levels of blocks (..., 256); returns them as bytes, and the scales (..., 1).
+
+    The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
+    2110.02861, section 2.1, here linear):
+
+        scale = max |x| / 127            level = round(x / scale)
+    """
+    peaks = torch.abs(blocks, out=levels).amax(-1, keepdim=True)
+    scales = peaks.div_(127).clamp_(min=1e-30)
+    torch.mul(blocks, 1 / scales, out=levels).round_()
+    return levels.to(torch.int8).view(torch.uint8), scales
 
 
-def encode_onebit(blocks, sizes, scratch):
-    """Returns bytes (..., 68) of blocks (..., 512): one sign an element and one fp32 scale a block,
-    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936).
+def unpack_int8(packed, levels):
+    """Writes the levels that are packed in bytes (..., 256)."""
+    levels.copy_(packed.view(torch.int8))
 
-        s = mean |x|          q = s sign(x), where sign(0) = +1
+
+def quantise_onebit(blocks, sizes, levels):
+    """Writes the levels of blocks (..., 512); returns them as bits (..., 64), and the scales.
+
+    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
+
+        scale = mean |x|            level = sign(x), where sign(0) = +1
 
     1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
     embedding, that q is further from x than 0 is, and errors grow; mean |x| is the closest scale
     (Karimireddy et al., arXiv 1901.09847).
     """
-    scales = torch.abs(blocks, out=scratch).sum(-1, keepdim=True).div_(sizes)            # (..., 1)
-    negative = blocks < 0
+    scales = torch.abs(blocks, out=levels).sum(-1, keepdim=True).div_(sizes)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(negative.numpy(), axis=-1))                # (..., 64)
+        packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     else:
         powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
-        packed = (negative.unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
-    codes = torch.cat([packed, scales.view(torch.uint8)], -1)
-    blocks.sub_(decode_onebit(codes, scratch))
-    return codes
+        packed = ((blocks < 0).unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
+    unpack_onebit(packed, levels)
+    return packed, scales
 
 
-def decode_onebit(codes, out):
-    """Decodes bytes (..., 68) to blocks (..., 512)."""
-    packed = codes[..., :-4]
-    scales = codes[..., -4:].view(torch.float32)
-    eights = out.unflatten(-1, (-1, 8))                                                  # a view
-    if codes.is_cpu:
-        np.take(SIGNS.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
-    else:
-        eights.copy_(SIGNS.to(codes.device)[packed.int()])
-    return out.mul_(scales)
+# The eight signs that a byte stands for, (256, 8): a bit of 1 is -1.
+SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8))).view(256, 8)
+
+
+def unpack_onebit(packed, levels):
+    """Writes the signs that are packed in bits (..., 64)."""
+    signs = SIGNS.to(packed.device)
+    torch.index_select(signs, 0, packed.int().flatten(), out=levels.view(-1, 8))
 
 
 def unpadded(ranks):
@@ -860,8 +848,8 @@ COMPRESSORS = {          # name: (function, its argument, what `value` is padded
     "none": (dense, torch.float32, unpadded),
     "fp16": (dense, torch.float16, unpadded),
     "bf16": (dense, torch.bfloat16, unpadded),
-    "int8": (two_phase, (encode_int8, decode_int8, 256), lambda ranks: 256 * ranks),
-    "onebit": (two_phase, (encode_onebit, decode_onebit, 512), lambda ranks: 512 * ranks),
+    "int8": (two_phase, (quantise_int8, unpack_int8, 256), lambda ranks: 256 * ranks),
+    "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), lambda ranks: 512 * ranks),
     "topk": (topk, 0.01, unpadded),                # --compression topk:0.1 sets another fraction
     "powersgd": (powersgd, 4, unpadded),           # and powersgd:8 another rank
 }
@@ -870,16 +858,15 @@ COMPRESSORS = {          # name: (function, its argument, what `value` is padded
 def parse_compression(text):
     """Returns a row of COMPRESSORS, with the argument that a text like "topk:0.05" sets; raises
     DistError for what is unknown or cannot work."""
-    name, colon, option = text.partition(":")
+    if text in COMPRESSORS:
+        return COMPRESSORS[text]
+    name, _, option = text.partition(":")
     compressor, argument, padding = COMPRESSORS.get(name, (None, None, None))
-    if compressor and not colon:
-        return compressor, argument, padding
-    if isinstance(argument, (int, float)):         # the others have nothing to set
-        highest = 1 if isinstance(argument, float) else math.inf
-        with contextlib.suppress(ValueError):
-            argument = type(argument)(option)
-            if 0 < argument <= highest:
-                return compressor, argument, padding
+    with contextlib.suppress(ValueError):          # of an option that is not a number
+        if isinstance(argument, float) and 0 < float(option) <= 1:
+            return compressor, float(option), padding
+        if isinstance(argument, int) and int(option) > 0:
+            return compressor, int(option), padding
     raise DistError(f"--compression {text} cannot work; known are {', '.join(COMPRESSORS)}; with a "
                     "fraction in (0, 1], as topk:0.01, or a rank, as powersgd:4")
 
@@ -955,13 +942,15 @@ def asked_to_stop(requests):
 #
 # A rank that raises an exception of its own is the first, and prints that.
 
-def beat(store, rank):
+def beat():
     """Counts the beats of this process, in a thread, since the program may be busy for minutes."""
+    store = torch.distributed.group.WORLD.get_group_store()
+    key = f"beats/{torch.distributed.get_rank()}"
     noticed = False
-    with contextlib.suppress(RuntimeError):        # the store is gone, and all ranks will notice
+    with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         # It ends before Python does, which would abort within a request of a daemon thread.
         while torch.distributed.is_initialized() and threading.main_thread().is_alive():
-            store.add(f"beats/{rank}", 1)
+            store.add(key, 1)
             if not noticed and store.check(["failed"]):
                 noticed = True
                 # In NCCL this rank would wait for a dead one until twice the timeout. A minute is
@@ -971,39 +960,38 @@ def beat(store, rank):
 
 
 def rank_lost(error):
-    """Returns the RankLost that an error in a collective means, with the ranks that are silent."""
+    """Returns the RankLost that an error in a collective means: it names the silent ranks."""
     first_to_fail()
-    keys = [f"beats/{rank}" for rank in range(torch.distributed.get_world_size())]
-    before = ask_store("multi_get", keys)
-    # All wait, not only the first: when one rank ends, torchrun ends the others.
-    time.sleep(2)
-    after = ask_store("multi_get", keys)
-    lost = "?"
-    if before and after:
-        silent = [str(rank) for rank in range(len(keys)) if before[rank] == after[rank]]
-        lost = ", ".join(silent) or "?"
+    # The others look as well, and only then raise: when one rank ends, torchrun ends all.
+    lost = ask(silent_ranks) or "?"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
                     f"busy? raise --timeout) ({error!r:.480})")
+
+
+def silent_ranks(store):
+    """Returns the ranks whose beats stand still for two seconds, as "3, 5"."""
+    keys = [f"beats/{rank}" for rank in range(torch.distributed.get_world_size())]
+    before = store.multi_get(keys)
+    time.sleep(2)
+    after = store.multi_get(keys)
+    return ", ".join(str(rank) for rank in range(len(keys)) if before[rank] == after[rank])
 
 
 def first_to_fail():
     """Returns True on the rank that calls it first, and False on the others: of all that fail, one
     has the reason. Where the store does not answer it is True on each of them."""
-    if not torch.distributed.is_initialized():
-        return True
-    me = str(torch.distributed.get_rank()).encode()
-    return ask_store("compare_set", "failed", "", me) in (None, me)
+    me = os.environ.get("RANK", "0").encode()
+    return ask(lambda store: store.compare_set("failed", "", me)) in (None, me)
 
 
-def ask_store(method, *arguments):
-    """Returns the answer of a method of the store that all ranks share, None without one in 3 s: a
+def ask(question):
+    """Returns question(store of all ranks), or None if there is no store or no answer in 5 s: a
     request to a host that is stopped or cut off never returns, so a thread makes it."""
-    store = torch.distributed.group.WORLD.get_group_store()
-    thread = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        return thread.submit(getattr(store, method), *arguments).result(3)
-    except (RuntimeError, TimeoutError):
+    if not torch.distributed.is_initialized():
         return None
+    store = torch.distributed.group.WORLD.get_group_store()
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(5)
 
 
 def leave(message, restart_helps):
@@ -1056,9 +1044,9 @@ def meet(rank, size, init_method, limit):
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
     the slowest rank, median) and the bytes that all ranks send, to other nodes if there are any."""
-    rows = max(1, int(megabytes * 1e6 / 4096))
-    gradient = torch.randn(rows * 1024, device=world.device)
-    bucket = Bucket({"matrix": (rows, 1024)}, world, name)
+    shape = (int(megabytes * 1e6 / 4096), 1024)
+    gradient = torch.randn(math.prod(shape), device=world.device)
+    bucket = Bucket({"matrix": shape}, world, name)
     seconds = []
     for _ in range(rounds + 1):
         bucket.flat.copy_(gradient)
@@ -1069,22 +1057,19 @@ def measure(world, name, megabytes, rounds=5):
         took = time.perf_counter() - began
         seconds.append(max(world.all_gather_object(took)))
     seconds = sorted(seconds[1:])                  # the first round warmed up
-    sent_by_all, = world.sum([sent])
-    return seconds[rounds // 2], sent_by_all
+    return seconds[rounds // 2], world.sum([sent])[0]
 
 
 def print_costs(world, sizes):
     """Prints, on rank 0, what `measure` returns for each compressor and size in MB."""
-    def say(line):
-        if world.rank == 0:
-            print(line, flush=True)
-
-    say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
-    say("compression     MB        ms   MB sent    GB/s")
+    if world.rank == 0:
+        print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
+        print("compression     MB        ms   MB sent    GB/s")
     for name, size in itertools.product(COMPRESSORS, sizes):
         seconds, sent = measure(world, name, size)
-        say(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
-            f"{size / 1e3 / seconds:>8.2f}")
+        if world.rank == 0:
+            print(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
+                  f"{size / 1e3 / seconds:>8.2f}", flush=True)
 
 
 def main():

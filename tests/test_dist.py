@@ -70,8 +70,8 @@ def reduced(world, bucket_mb, accumulation=1, compression="none"):
             reducer.zero_grad()
             mine = batch(12 * accumulation)[world.rank::world.size].chunk(accumulation)
             for k, tokens in enumerate(mine):
-                with reducer.accumulate() if k + 1 < accumulation else contextlib.nullcontext():
-                    (model(tokens) / 12 * world.size).backward()
+                reducer.sends = k + 1 == accumulation
+                (model(tokens) / 12 * world.size).backward()
             reducer.finish()
     assert model.frozen.weight.grad is None
     for name, p in model.named_parameters():
@@ -110,10 +110,10 @@ def averaged_by_hand(world):
     found = {}
     for name in ("none", "fp16", "bf16"):
         with contextlib.closing(dist.Reducer(Toy(), world, 0.0002, name)) as reducer:
-            for flat in reducer.buckets:               # the sum of two does not fit into fp16
+            for flat in reducer.flats:               # the sum of two does not fit into fp16
                 flat.copy_((40000 + 800 * world.rank) * torch.linspace(0.1, 1, len(flat)))
-            sent = sum(bucket.average(1.0) for bucket in reducer._buckets)
-            found[name] = [flat.clone() for flat in reducer.buckets], sent
+            sent = sum(bucket.average(1.0) for bucket in reducer.buckets)
+            found[name] = [flat.clone() for flat in reducer.flats], sent
     return found
 
 
@@ -142,8 +142,8 @@ def half_model(world, dtype):
     model = nn.Linear(4, 4).to(dtype)
     with contextlib.closing(dist.Reducer(model, world)) as reducer:
         for k in range(200):                                   # each adds less than bf16 could add
-            with reducer.accumulate() if k < 199 else contextlib.nullcontext():
-                (model.bias.sum() + 0 * model.weight.sum()).backward()
+            reducer.sends = k == 199
+            (model.bias.sum() + 0 * model.weight.sum()).backward()
         reducer.finish()
     assert model.bias.grad is None
     return reducer.gradients["bias"].tolist()
@@ -207,7 +207,7 @@ def test_embeddings_have_the_last_buckets_and_none_is_a_crumb():
     model.bias = nn.Parameter(torch.zeros(50))                 # the output's
     # The blocks' last bucket has room left, which the embeddings must not take
     reducer = dist.Reducer(model, dist.World(), bucket_mb=100 * 4e-6)
-    names = [list(bucket.shapes) for bucket in reducer._buckets]
+    names = [list(bucket.shapes) for bucket in reducer.buckets]
     reducer.close()
     assert names[0] == ["bias", "blocks.3.bias", "blocks.3.weight"]
     assert names[-1] == [f"embeddings.{k}" for k in ("norm.bias", "norm.weight", "table.weight")]
@@ -225,7 +225,7 @@ def alone():
 def test_seconds_of_the_thread_are_counted(alone):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     reducer = alone(model, 1e-9)
-    reducer._buckets[0].average = lambda scale: time.sleep(0.2) or 0
+    reducer.buckets[0].average = lambda scale: time.sleep(0.2) or 0
     model(torch.ones(1, 4)).sum().backward()
     reducer.finish()
     assert len(reducer.bucket_seconds) == 4 and 0.2 <= reducer.bucket_seconds[0] < 2
@@ -301,20 +301,20 @@ def test_the_next_step_is_right_after_all_that_can_happen(alone):
         model(batch()).backward()
         raise KeyError
     step()
-    reducer._buckets[0].average = lambda scale: time.sleep(0.5) or reducer.buckets[0].fill_(9.0)
+    reducer.buckets[0].average = lambda scale: time.sleep(0.5) or reducer.flats[0].fill_(9.0)
     reducer.zero_grad()
     model(batch()).backward()                                  # and no finish: a job still runs
-    del reducer._buckets[0].average
+    del reducer.buckets[0].average
     step()
     averaged = []
-    reducer._buckets[1].average = lambda scale: time.sleep(0.1) or 1 / 0
-    reducer._buckets[2].average = averaged.append
+    reducer.buckets[1].average = lambda scale: time.sleep(0.1) or 1 / 0
+    reducer.buckets[2].average = averaged.append
     reducer.zero_grad()
     model(batch()).backward()                                  # no exception inside backward
     with pytest.raises(ZeroDivisionError):
         reducer.finish()
     assert averaged == []                                      # nothing is sent after an error
-    del reducer._buckets[1].average, reducer._buckets[2].average
+    del reducer.buckets[1].average, reducer.buckets[2].average
     step()
 
 
@@ -771,7 +771,7 @@ def six_steps(world, name, save_after=None, state=None, first=0):
             reducer.finish()
             reducer.commit(True)
             state = reducer.state_dict() if step + 1 == save_after else state
-        return torch.cat([flat.clone() for flat in reducer.buckets]), state
+        return torch.cat([flat.clone() for flat in reducer.flats]), state
 
 
 def saving(world):
