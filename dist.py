@@ -218,7 +218,7 @@ def interface_towards(address):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo for the CPU and NCCL for GPUs, and this rank's `beat`."""
+    """Starts torch's process group, Gloo for the CPU and NCCL for GPUs, and this rank's `answer`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
     # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
@@ -226,7 +226,7 @@ def start_groups(world, store, limit):
     gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
-    threading.Thread(target=beat).start()            # see Failures
+    threading.Thread(target=answer).start()            # see Failures
 
 
 def check_nodes(world):
@@ -928,53 +928,47 @@ def asked_to_stop(requests):
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. Gloo's error names no rank, or a wrong one, and everyone would print it. So every
-# rank counts in the store, two beats a second, as long as it lives, and the first that notices a
-# failure claims it there. Rank 2 of three is killed:
+# one that hangs. Gloo's error names no rank, or a wrong one, and every rank would print its own. So
+# a rank that gets an error asks, through the store, who is alive; a thread of each process answers,
+# whatever the program is busy with. And only the first rank that failed prints. Rank 2 is killed:
 #
-#     s     rank 0                     rank 1                    rank 2     torchrun
-#     0.0   waits in a collective      waits in a collective     killed
-#     0.1   error: claims "failed"     error: is not the first   -          sees it, sends SIGTERM,
-#           reads all beats            reads all beats                      a request to stop
-#     2.1   rank 2's stand still:      the same
-#           prints "rank 2 died ..."   prints nothing
-#           ends (`leave`)             ends                                 ends, or starts all again
+#     s     rank 0                    rank 1                    rank 2     torchrun
+#     0.0   in a collective           in a collective           killed
+#     0.1   error: sets "failed"      error: is not the first   -          sees it, sends SIGTERM,
+#     0.2   thread: sets "alive/0"    thread: sets "alive/1"    -          a request to stop
+#     1.2   thread: sets "answered"   thread: the same          -
+#           reads: no "alive/2"       reads the same
+#           prints "rank 2 died ..."  prints nothing
+#           ends, see `leave`         ends                                 ends, or starts all again
 #
-# A rank that raises an exception of its own is the first, and prints that.
+# A rank that raises an exception of its own is the first to fail, and prints that.
 
-def beat():
-    """Counts the beats of this process, in a thread, since the program may be busy for minutes."""
+def answer():
+    """Waits, in a thread, until a rank fails; tells that this process is alive, and a second later
+    that all have told. Ends the process if it has not ended a minute later."""
     store = torch.distributed.group.WORLD.get_group_store()
-    key = f"beats/{torch.distributed.get_rank()}"
-    noticed = False
+    rank = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         # It ends before Python does, which would abort within a request of a daemon thread.
         while torch.distributed.is_initialized() and threading.main_thread().is_alive():
-            store.add(key, 1)
-            if not noticed and store.check(["failed"]):
-                noticed = True
-                # In NCCL this rank would wait for a dead one until twice the timeout. A minute is
-                # left to it, since it may be saving.
+            if store.check(["failed"]):
+                store.set(f"alive/{rank}", "")
+                time.sleep(1)                      # each thread looks five times a second
+                store.set("answered", "")
+                # The program may be saving. Or it waits in NCCL, where it would wait for a dead
+                # rank until twice the timeout.
                 faulthandler.dump_traceback_later(60, exit=True)
-            time.sleep(0.5)
+                return
+            time.sleep(0.2)
 
 
 def rank_lost(error):
-    """Returns the RankLost that an error in a collective means: it names the silent ranks."""
+    """Returns the RankLost that an error in a collective means, naming the ranks that are lost."""
     first_to_fail()
-    # The others look as well, and only then raise: when one rank ends, torchrun ends all.
+    # All ranks ask, since all must wait for the answers: when one ends, torchrun ends the others.
     lost = ask(silent_ranks) or "?"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
                     f"busy? raise --timeout) ({error!r:.480})")
-
-
-def silent_ranks(store):
-    """Returns the ranks whose beats stand still for two seconds, as "3, 5"."""
-    keys = [f"beats/{rank}" for rank in range(torch.distributed.get_world_size())]
-    before = store.multi_get(keys)
-    time.sleep(2)
-    after = store.multi_get(keys)
-    return ", ".join(str(rank) for rank in range(len(keys)) if before[rank] == after[rank])
 
 
 def first_to_fail():
@@ -984,14 +978,22 @@ def first_to_fail():
     return ask(lambda store: store.compare_set("failed", "", me)) in (None, me)
 
 
+def silent_ranks(store):
+    """Returns the ranks that have not answered when there was time to, as "3, 5"."""
+    while not store.check(["answered"]):           # to wait in it would keep `answer` from the store
+        time.sleep(0.1)
+    ranks = range(torch.distributed.get_world_size())
+    return ", ".join(str(r) for r in ranks if not store.check([f"alive/{r}"]))
+
+
 def ask(question):
-    """Returns question(store of all ranks), or None if there is no store or no answer in 5 s: a
+    """Returns question(store of all ranks), or None if there is no store or no answer in 3 s: a
     request to a host that is stopped or cut off never returns, so a thread makes it."""
     if not torch.distributed.is_initialized():
         return None
     store = torch.distributed.group.WORLD.get_group_store()
     with contextlib.suppress(RuntimeError, TimeoutError):
-        return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(5)
+        return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
 
 
 def leave(message, restart_helps):
