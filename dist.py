@@ -12,7 +12,6 @@ Only this file imports torch.distributed. With one rank every collective does no
 In comments on shapes: N ranks, n elements of a bucket.
 """
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -24,14 +23,16 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
-import torch.distributed
+from torch import distributed
 
 
 class DistError(Exception):
@@ -69,20 +70,20 @@ class World:
 
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
-        self._run(torch.distributed.all_reduce, tensor)
+        self._run(distributed.all_reduce, tensor)
 
     def reduce(self, tensor, target):
         """Sums a tensor over all ranks, in place on rank `target`; elsewhere it is undefined."""
-        self._run(torch.distributed.reduce, tensor, group_dst=target)
+        self._run(distributed.reduce, tensor, group_dst=target)
 
     def broadcast(self, tensor, source=0):
         """Overwrites a tensor with that of rank `source`, in place. Its shape is the same there."""
-        self._run(torch.distributed.broadcast, tensor, group_src=source)
+        self._run(distributed.broadcast, tensor, group_src=source)
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
         gathered = torch.stack([tensor] * self.size)
-        self._run(torch.distributed.all_gather, list(gathered.unbind()), tensor)
+        self._run(distributed.all_gather, list(gathered.unbind()), tensor)
         return gathered
 
     def all_to_all(self, rows):
@@ -90,20 +91,20 @@ class World:
         if self.size == 1:
             return rows
         received = torch.empty_like(rows)
-        self._run(torch.distributed.all_to_all_single, received, rows)
+        self._run(distributed.all_to_all_single, received, rows)
         return received
 
     def broadcast_object(self, value):
         """Returns rank 0's value (any picklable object), on every rank. For small things: what is
         pickled takes four times its memory. Large tensors go by `broadcast`."""
         values = [value]
-        self._run(torch.distributed.broadcast_object_list, values, group_src=0)
+        self._run(distributed.broadcast_object_list, values, group_src=0)
         return values[0]
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any small picklable object), in order of rank."""
         values = [value] * self.size
-        self._run(torch.distributed.all_gather_object, values, value)
+        self._run(distributed.all_gather_object, values, value)
         return values
 
     def on_all_ranks(self, expected, job):
@@ -143,8 +144,8 @@ class World:
 
     def close(self):
         """Closes the groups: one left open aborts at exit. After RankLost, `leave` instead."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def differences(one, other):
@@ -169,7 +170,7 @@ def init(timeout=600.0, init_method="env://"):
         return world
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store = meet(world.rank, world.size, init_method, limit)           # see Failures
+        store = meet(world, init_method, limit)            # see Failures
         choose_interface(world, store)
         start_groups(world, store, limit)
         check_nodes(world)
@@ -188,7 +189,8 @@ def world_of_environment():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         # The remainder is for schedulers that show each rank only its own GPU.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return World(rank, size, local_rank, local_size, size // local_size, device)
 
@@ -222,8 +224,14 @@ def start_groups(world, store, limit):
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
     # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
-    torch.distributed.init_process_group(backend, None, 2 * limit, world.size, world.rank, store)
-    gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    distributed.init_process_group(
+        backend,
+        timeout=2 * limit,
+        world_size=world.size,
+        rank=world.rank,
+        store=store,
+    )
+    gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
     threading.Thread(target=answer).start()            # see Failures
@@ -257,7 +265,7 @@ def two_levels(world, limit):
     levels = []
     for teams in (ranks, ranks.T):
         # torch asks that every rank creates every group, its own or not, in the same order.
-        group, _ = torch.distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
+        group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
 
@@ -335,18 +343,26 @@ class Reducer:
 
         # The thread uses one core. With a second team OpenMP has more threads than cores, and puts
         # those of backward to sleep after each operation: a step of tiny took 1.36 times as long.
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, None, torch.set_num_threads, (1,))
-        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(
+            max_workers=1,
+            initializer=torch.set_num_threads,
+            initargs=(1,),
+        )
+        self.stream = None
+        if world.device.type == "cuda":
+            self.stream = torch.cuda.Stream(world.device)
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
         """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
         `commit` was not called, or error feedback would stand still."""
-        concurrent.futures.wait(self.jobs)         # after an error some may still be running
+        wait(self.jobs)         # after an error some may still be running
         self.jobs = []
         self.scale = scale
         self.sends = True
+        self.bytes_sent = 0
+        self.bucket_seconds = []
         self.missing = set(self.parameters)        # names of those whose gradients are not ready
         torch._foreach_zero_(self.flats)           # autograd adds to them in place
         for name, p in self.parameters.items():
@@ -383,15 +399,17 @@ class Reducer:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             # On a GPU the thread waits for what backward has queued until now.
-            event = torch.cuda.Event(blocking=True) if self.stream else torch.cpu.Event()
+            event = torch.cpu.Event()
+            if self.stream:
+                event = torch.cuda.Event(blocking=True)
             event.record()
-            previous = self.jobs[-1] if self.jobs else None
-            self.jobs.append(self.thread.submit(self._average, bucket, event, previous))
+            job = self.thread.submit(self._average, bucket, event, self.jobs[-1:])
+            self.jobs.append(job)
 
-    def _average(self, bucket, event, previous):
+    def _average(self, bucket, event, previous_jobs):
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
-        if previous:
-            previous.result()              # raises its error: after one, no further bucket is sent
+        for job in previous_jobs:          # none or one
+            job.result()                   # raises its error: after one, no further bucket is sent
         if self.stream:
             # This also sets the thread's device, which begins as GPU 0: to use that one, if only
             # to wait for the event, would take memory there on every rank.
@@ -418,10 +436,11 @@ class Reducer:
             # until the timeout, and then abort the process without a line.
             self.world.sum([0])
         began = time.perf_counter()
-        results = [job.result() for job in self.jobs]
+        for job in self.jobs:
+            sent, seconds = job.result()
+            self.bytes_sent += sent
+            self.bucket_seconds.append(seconds)
         self.wait_seconds = time.perf_counter() - began
-        self.bytes_sent = sum(sent for sent, _ in results)
-        self.bucket_seconds = [seconds for _, seconds in results]
 
     def norm(self):
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
@@ -530,8 +549,9 @@ class Bucket:
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
 
         n = sum(math.prod(shape) for shape in shapes.values())
-        multiple = padding(self.outer.size)
-        self.padded = torch.zeros(math.ceil(n / multiple) * multiple, device=world.device)
+        multiple = max(1, padding * self.outer.size)
+        length = math.ceil(n / multiple) * multiple
+        self.padded = torch.zeros(length, device=world.device)
         self.flat = self.padded[:n]
         self.restart()
 
@@ -598,7 +618,7 @@ class Bucket:
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
-        self.state = {"shapes": list(self.shapes.values())}
+        self.state = {"shapes": list(self.shapes.values()), "n": len(self.flat)}
         self.pending_state = None                  # what `_send` left, until `commit`
         if not self.keeps_residual:
             return
@@ -623,7 +643,8 @@ def split(flat, shapes):
 #
 #     value (n + padding,)      flat fp32, another on each rank: what is to be averaged
 #     mean (n + padding,)       where q is written, the mean of what was sent, equal on every rank
-#     state                     a dict: "shapes" of the tensors in value, and what it adds itself
+#     state                     a dict: "n", the "shapes" of the tensors in value, and what the
+#                               compressor keeps for the next step
 #     argument                  as in COMPRESSORS below
 #
 # Five rules:
@@ -708,17 +729,21 @@ def powersgd(world, value, mean, state, rank):
         else:
             others.append(v)
             other_means.append(v_mean)
+
     right = state.get("factors")                   # Q of each matrix
     if right is None:
         generator = torch.Generator().manual_seed(0)
-        right = [torch.randn(rank, v.shape[1], generator=generator).to(v.device) for v in matrices]
+        right = []
+        for v in matrices:
+            q = torch.randn(rank, v.shape[1], generator=generator)
+            right.append(q.to(v.device))
 
     sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
     left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
     right = [p @ v for v, p in zip(matrices, left)]
     sent_right, averaged = dense_list(world, right + others)
     right = averaged[:len(matrices)]
-    state["factors"] = [q.clone() for q in right]          # a view would keep all of `averaged`
+    state["factors"] = right
 
     for v_mean, p, q in zip(matrix_means, left, right):
         torch.mm(p.T, q, out=v_mean)
@@ -746,13 +771,12 @@ def two_phase(world, value, mean, state, quantiser):
         q = C(mean_r q_r + s)         s = mean_r q_r + s - q               server j, part j
     """
     quantise, unpack, block = quantiser
-    n = sum(math.prod(shape) for shape in state["shapes"])
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
     # Until the end `mean` is free as memory: to take new memory costs more than the arithmetic.
     decoded = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
-    sizes = (n - starts).clamp(1, block)                   # elements of a block, without padding
-    sizes = sizes.view(world.size, -1, 1)
+    # How many elements of each block are no padding, (N, blocks of a part, 1)
+    sizes = (state["n"] - starts).clamp(1, block).view(world.size, -1, 1)
 
     # 1. As a worker: sends each part to its server.
     codes = encode(quantise, parts, sizes, decoded)        # (N, blocks of a part, bytes of a block)
@@ -763,7 +787,7 @@ def two_phase(world, value, mean, state, quantiser):
     server.add_(state.get("server", 0))                    # a new tensor, as rule 3 asks
     for part in decode(unpack, received, decoded):
         server.add_(part, alpha=1 / world.size)
-    first_padding = max(0, n - world.rank * server.numel())
+    first_padding = max(0, state["n"] - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0                    # onebit has made signs of padding
 
     # 3. As a server: sends the average to all; what is lost in that stays in `server`.
@@ -823,8 +847,9 @@ def quantise_onebit(blocks, sizes, levels):
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
         packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     else:
+        eights = (blocks < 0).unflatten(-1, (-1, 8))
         powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
-        packed = ((blocks < 0).unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
+        packed = (eights * powers).sum(-1, dtype=torch.uint8)
     unpack_onebit(packed, levels)
     return packed, scales
 
@@ -839,19 +864,14 @@ def unpack_onebit(packed, levels):
     torch.index_select(signs, 0, packed.int().flatten(), out=levels.view(-1, 8))
 
 
-def unpadded(ranks):
-    """The padding of compressors that need none: to a multiple of 1."""
-    return 1
-
-
-COMPRESSORS = {          # name: (function, its argument, what `value` is padded to a multiple of)
-    "none": (dense, torch.float32, unpadded),
-    "fp16": (dense, torch.float16, unpadded),
-    "bf16": (dense, torch.bfloat16, unpadded),
-    "int8": (two_phase, (quantise_int8, unpack_int8, 256), lambda ranks: 256 * ranks),
-    "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), lambda ranks: 512 * ranks),
-    "topk": (topk, 0.01, unpadded),                # --compression topk:0.1 sets another fraction
-    "powersgd": (powersgd, 4, unpadded),           # and powersgd:8 another rank
+COMPRESSORS = {          # name: (function, argument, padding); 0: none, else to a multiple of N times it
+    "none": (dense, torch.float32, 0),
+    "fp16": (dense, torch.float16, 0),
+    "bf16": (dense, torch.bfloat16, 0),
+    "int8": (two_phase, (quantise_int8, unpack_int8, 256), 256),
+    "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), 512),
+    "topk": (topk, 0.01, 0),                       # topk:0.1 sends another fraction
+    "powersgd": (powersgd, 4, 0),                  # powersgd:8 has another rank
 }
 
 
@@ -946,11 +966,11 @@ def asked_to_stop(requests):
 def answer():
     """Waits, in a thread, until a rank fails; tells that this process is alive, and a second later
     that all have told. Ends the process if it has not ended a minute later."""
-    store = torch.distributed.group.WORLD.get_group_store()
-    rank = torch.distributed.get_rank()
+    store = distributed.group.WORLD.get_group_store()
+    rank = distributed.get_rank()
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         # It ends before Python does, which would abort within a request of a daemon thread.
-        while torch.distributed.is_initialized() and threading.main_thread().is_alive():
+        while distributed.is_initialized() and threading.main_thread().is_alive():
             if store.check(["failed"]):
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                      # each thread looks five times a second
@@ -982,18 +1002,22 @@ def silent_ranks(store):
     """Returns the ranks that have not answered when there was time to, as "3, 5"."""
     while not store.check(["answered"]):           # to wait in it would keep `answer` from the store
         time.sleep(0.1)
-    ranks = range(torch.distributed.get_world_size())
-    return ", ".join(str(r) for r in ranks if not store.check([f"alive/{r}"]))
+    return ranks_without(store, "alive", distributed.get_world_size())
+
+
+def ranks_without(store, word, size):
+    """Returns the ranks that have not set a word in the store, as "3, 5"."""
+    return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
 def ask(question):
     """Returns question(store of all ranks), or None if there is no store or no answer in 3 s: a
     request to a host that is stopped or cut off never returns, so a thread makes it."""
-    if not torch.distributed.is_initialized():
+    if not distributed.is_initialized():
         return None
-    store = torch.distributed.group.WORLD.get_group_store()
+    store = distributed.group.WORLD.get_group_store()
     with contextlib.suppress(RuntimeError, TimeoutError):
-        return concurrent.futures.ThreadPoolExecutor(1).submit(question, store).result(3)
+        return ThreadPoolExecutor().submit(question, store).result(timeout=3)
 
 
 def leave(message, restart_helps):
@@ -1001,14 +1025,17 @@ def leave(message, restart_helps):
     (None: nothing). Where it would not help that torchrun starts all again, ends torchrun, too."""
     if first_to_fail() and message:
         print(message, file=sys.stderr, flush=True)
-    restarts = TORCHRUN == os.getppid() and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-    if restarts and not restart_helps:
+    torchrun_restarts = (
+        TORCHRUN == os.getppid()
+        and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    )
+    if torchrun_restarts and not restart_helps:
         time.sleep(0.1)                            # it ends all ranks, and one may still print
         os.kill(TORCHRUN, signal.SIGTERM)
     os._exit(1)                                    # a clean exit can wait for a rank that is lost
 
 
-def meet(rank, size, init_method, limit):
+def meet(world, init_method, limit):
     """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
     RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
@@ -1026,18 +1053,19 @@ def meet(rank, size, init_method, limit):
 
     Any later process changes the number, so those that meet are the latest of each rank.
     """
-    root, _, _ = next(torch.distributed.rendezvous(init_method, rank, size, timeout=limit))
+    root, _, _ = next(
+        distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("processes", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
         count = root.add("processes", 0)
-        store = torch.distributed.PrefixStore(str(count), root)
-        store.set(f"here/{rank}", "")
-        if store.check([f"here/{r}" for r in range(size)]):
+        store = distributed.PrefixStore(str(count), root)
+        store.set(f"here/{world.rank}", "")
+        if store.check([f"here/{rank}" for rank in range(world.size)]):
             return store
         if time.monotonic() > deadline:
-            absent = [str(r) for r in range(size) if not store.check([f"here/{r}"])]
-            raise RuntimeError(f"rank {', '.join(absent)} did not come in time")
+            absent = ranks_without(store, "here", world.size)
+            raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
 
 
@@ -1058,32 +1086,26 @@ def measure(world, name, megabytes, rounds=5):
         bucket.flat[0].item()                      # waits for a GPU
         took = time.perf_counter() - began
         seconds.append(max(world.all_gather_object(took)))
-    seconds = sorted(seconds[1:])                  # the first round warmed up
-    return seconds[rounds // 2], world.sum([sent])[0]
-
-
-def print_costs(world, sizes):
-    """Prints, on rank 0, what `measure` returns for each compressor and size in MB."""
-    if world.rank == 0:
-        print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
-        print("compression     MB        ms   MB sent    GB/s")
-    for name, size in itertools.product(COMPRESSORS, sizes):
-        seconds, sent = measure(world, name, size)
-        if world.rank == 0:
-            print(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
-                  f"{size / 1e3 / seconds:>8.2f}", flush=True)
+    return statistics.median(seconds[1:]), world.sum([sent])[0]          # the first warmed up
 
 
 def main():
-    """Reads the command line and prints the table."""
+    """Prints a table of what `measure` returns for each compressor and size."""
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 25, 100, 400], help="sizes")
-    args = parser.parse_args()
+    sizes = parser.parse_args().mb
     try:
         world = init()
-        print_costs(world, args.mb)
+        if world.rank == 0:
+            print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
+            print("compression     MB        ms   MB sent    GB/s")
+        for name, size in itertools.product(COMPRESSORS, sizes):
+            seconds, sent = measure(world, name, size)
+            if world.rank == 0:
+                print(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
+                      f"{size / 1e3 / seconds:>8.2f}", flush=True)
         world.close()
-    except (DistError, OSError) as error:
+    except DistError as error:
         leave(f"dist.py: {error}", restart_helps=isinstance(error, RankLost))
 
 
