@@ -492,7 +492,7 @@ def in_workers(function, items, workers):
             pipe = pipes.pop(0)                 # results come in order
             pipes.append(pipe)
             result = receive(pipe)
-            send(pipe, item)                    # before we yield, so that the worker works meanwhile
+            send(pipe, item)                    # first, so that it works while our caller does
             yield result
         for pipe in pipes:
             yield receive(pipe)
@@ -904,6 +904,9 @@ def write_shards(encoded, folder, settings):
     the manifest says of them."""
     names = shard_names(settings["shards"])
     unigrams = np.zeros(settings["vocab_size"], np.int64)
+    for name in names:
+        np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")
+        np.zeros(1, np.int64).tofile(folder / f"{name}.documents")
     while True:
         # Groups of blocks: to open all files for each would take longer than to encode it
         group = list(itertools.islice(encoded, GROUP))
@@ -924,22 +927,20 @@ def write_shards(encoded, folder, settings):
     for name in names:
         sentences = lengths_to_offsets(folder / f"{name}.sentences")
         documents = lengths_to_offsets(folder / f"{name}.documents")
-        counts.append([documents[-1], len(sentences) - 1, len(documents) - 1])
-    if np.min(counts, axis=0)[2] < 2:
+        counts.append([int(documents[-1]), len(sentences) - 1, len(documents) - 1])
+    if min(documents for _, _, documents in counts) < 2:
         raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
-    trained_on = np.sum(counts[1:], axis=0)
+    train = np.sum(counts[1:], axis=0).tolist()
     return {"token_type": token_type(settings["vocab_size"]).name,
             "unknown_tokens": int(unigrams[UNK]),
-            "heldout": dict(zip(ARRAYS, map(int, counts[0]))),
-            "train": dict(zip(ARRAYS, map(int, trained_on)))}
+            "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
 
 def lengths_to_offsets(path):
-    """Replaces the lengths in a file by offsets: where each begins, and where the last one ends.
-    Returns the offsets."""
-    lengths = np.fromfile(path, np.int64)
-    offsets = np.append(0, np.cumsum(lengths))
-    offsets.tofile(path)
+    """Turns a file of a zero and lengths into one of offsets: where each begins, and where the last
+    one ends. Returns them."""
+    offsets = np.memmap(path, np.int64, "r+")
+    np.cumsum(offsets, out=offsets)
     return offsets
 
 
