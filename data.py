@@ -602,7 +602,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     if tokenizer:
         model = Path(tokenizer).read_bytes()
     else:
-        model = train_tokenizer(sample, prose, vocab_size, cased)
+        documents = itertools.chain(*sample)
+        sentences = (sentence for text in documents for sentence in sentences_in(text, prose))
+        model = train_tokenizer(sentences, vocab_size, cased)
     return write_folder(corpus, folder, settings, model, workers)
 
 
@@ -649,15 +651,12 @@ def blocks(corpus, total=None):
         yield block
 
 
-def train_tokenizer(sample, prose, vocab_size, cased=False):
-    """Returns a SentencePiece unigram model (bytes) of `vocab_size` pieces, trained on blocks of
-    documents.
+def train_tokenizer(sentences, vocab_size, cased=False):
+    """Returns a SentencePiece unigram model (bytes) of `vocab_size` pieces.
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
     is too small.
     """
-    documents = itertools.chain.from_iterable(sample)
-    sentences = (sentence for document in documents for sentence in sentences_in(document, prose))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -864,21 +863,17 @@ def is_prose(corpus):
 
 # ----- Sentences -> tokens -> shards -----
 
-class Part(NamedTuple):
-    """What some documents add to a shard."""
-    tokens: array           # their tokens, uint16 or uint32
-    sentences: array        # int64, how many tokens each sentence has
-    documents: array        # int64, how many tokens each document has
-
-
 def token_type(vocab_size):
     """Returns the smallest type (numpy.dtype) that holds the tokens of a vocabulary."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def encode(tokenizer, prose, held_out, shards, documents):
-    """Returns {number of a shard: Part} of a block of documents. Shard 0 is the held-out one;
-    documents of less than two tokens are left out."""
+    """Returns what a block of documents adds to each shard: {number of the shard: {"tokens": their
+    tokens, "sentences": how many tokens each sentence has, "documents": each document}}.
+
+    Shard 0 is the held-out one. Documents of less than two tokens are left out.
+    """
     texts = [sentences_in(document, prose) for document in documents]
     # All at once: sentence by sentence would take two to four times as long
     encoded = iter(tokenizer.encode(list(itertools.chain(*texts)), num_threads=1))
@@ -892,10 +887,11 @@ def encode(tokenizer, prose, held_out, shards, documents):
         # Dealt by content: the same document twice is never both trained on and held out
         draw = zlib.crc32(document.encode())
         shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
-        part = parts.setdefault(shard, Part(array(typecode), array("q"), array("q")))
-        part.tokens.extend(tokens)
-        part.sentences.extend(map(len, sentences))
-        part.documents.append(len(tokens))
+        empty = {"tokens": array(typecode), "sentences": array("q"), "documents": array("q")}
+        part = parts.setdefault(shard, empty)
+        part["tokens"].extend(tokens)
+        part["sentences"].extend(map(len, sentences))
+        part["documents"].append(len(tokens))
     return parts
 
 
@@ -917,10 +913,10 @@ def write_shards(encoded, folder, settings):
             for kind in ARRAYS:
                 with open(folder / f"{name}.{kind}", "ab") as file:
                     for part in parts:
-                        getattr(part, kind).tofile(file)
+                        part[kind].tofile(file)
             if name != "heldout":
                 for part in parts:
-                    np.add.at(unigrams, part.tokens, 1)
+                    np.add.at(unigrams, part["tokens"], 1)
 
     unigrams.tofile(folder / "unigrams")
     counts = []                         # of each shard: tokens, sentences, documents
