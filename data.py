@@ -192,7 +192,7 @@ class PretrainingData:
         self.pairs = pairs
         self.mask_fraction = mask_fraction
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
-        self.window = seq_len - self.specials           # tokens of text for an example
+        self.window_size = seq_len - self.specials      # tokens: so much text has an example
 
         # Each use of random numbers has a stream of its own: from one alone, masks would follow
         # the cuts
@@ -220,7 +220,7 @@ class PretrainingData:
             tokens = np.memmap(f"{path}.tokens", self.token_type, "r")
             sentences = np.memmap(f"{path}.sentences", np.int64, "r")
             documents = np.memmap(f"{path}.documents", np.int64, "r")
-            windows_each = np.ceil(np.diff(documents) / self.window).astype(np.int64)
+            windows_each = np.ceil(np.diff(documents) / self.window_size).astype(np.int64)
             windows = np.append(0, np.cumsum(windows_each))
             self.shards[s] = Shard(*map(memoryview, (tokens, sentences, documents, windows)))
         return self.shards[s]
@@ -242,16 +242,16 @@ class PretrainingData:
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # Multiples of the golden ratio spread evenly. Most of these shifts, in [-0.75, 0.25), are
-        # back: the last window ends with its document, so that ends would be seen more than begins
+        # Multiples of the golden ratio spread evenly, here over [-0.75, 0.25). Most windows shift
+        # back, as the last one does: ends of documents would be seen more than their begins else
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         windows_before = shard.windows[document]
-        number = window + (shift - windows_before)      # of the window in the document, shifted
-        start = first + int(number * self.window)
-        start = max(first, min(start, last - self.window))
+        shifted = window + (shift - windows_before)     # the window's number in its document
+        start = first + int(shifted * self.window_size)
+        start = max(first, min(start, last - self.window_size))
 
         next_sentence = sentences[bisect_left(sentences, start)]
-        if next_sentence - start < self.window / 2:
+        if next_sentence - start < self.window_size / 2:
             start = next_sentence
         end = min(start + length, last)
 
@@ -269,7 +269,9 @@ class PretrainingData:
         return Text(start, middle, end, document, last)
 
     def pair(self, i, short, fraction, place, replace, other):
-        """Returns the Spans of example i; the other arguments are random numbers in [0, 1).
+        """Returns the Spans of example i. The other arguments are random numbers in [0, 1) for what
+        is drawn: whether the text is short, and how short; where it is cut in two; whether its
+        second part is replaced, and by which other window's.
 
         Half of the pairs are true. In the others B is the second part of the text of another
         document's window: it begins as true ones do, and ends nearly so, or a model could tell them
@@ -281,7 +283,7 @@ class PretrainingData:
         windows = shard.windows[-1]
         epoch, turn = divmod(earlier, windows)
         window = int(self.order(s, epoch)[turn])
-        length = self.window
+        length = self.window_size
         if short < SHORT_FRACTION:
             length = 2 + int(fraction * (length - 1))
 
@@ -316,74 +318,74 @@ class PretrainingData:
         """Returns (n,) how many tokens these examples have, special symbols included."""
         return np.array(list(map(self.length, self.spans(indices))))
 
-    def tokens(self, spans):
+    def unmasked(self, spans):
         """Returns (T,) int64, the tokens of an example before they are masked."""
-        text = self.shard(spans.shard).tokens
-        parts = [[CLS], text[spans.a:spans.a_end], [SEP]]
+        tokens = self.shard(spans.shard).tokens
+        parts = [[CLS], tokens[spans.a:spans.a_end], [SEP]]
         if self.pairs != "none":
-            parts += [text[spans.b:spans.b_end], [SEP]]
+            parts += [tokens[spans.b:spans.b_end], [SEP]]
         return np.concatenate(parts)
 
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
         stood there where a token was chosen, IGNORED elsewhere."""
-        counters = indices[:, None] * self.seq_len + np.arange(tokens.shape[1])     # (B, T)
-        chosen = self.choose(tokens, counters)                                      # (B, T)
-        labels = np.where(chosen, tokens, IGNORED)
+        positions = np.arange(tokens.shape[1])                         # (T,)
+        counters = indices[:, None] * self.seq_len + positions         # (B, T)
+        chosen = self.choose(tokens, counters)                         # (B, T)
+        labels = np.where(chosen, tokens, IGNORED)                     # (B, T)
 
-        originals = tokens[chosen]                                                  # (M,)
-        counters = counters[chosen]
-        fates = uniform(counters, self.fate_key)
-        others = uniform(counters, self.token_key) * (self.vocab_size - len(SPECIALS))
-        others = len(SPECIALS) + others.astype(np.int64)
-        replaced = np.where(fates < 0.9, others, originals)
-        tokens[chosen] = np.where(fates < 0.8, MASK, replaced)
+        originals = tokens[chosen]                                     # (M,)
+        fates = uniform(counters[chosen], self.fate_key)
+        draws = uniform(counters[chosen], self.token_key)
+        words = self.vocab_size - len(SPECIALS)
+        random_tokens = len(SPECIALS) + (draws * words).astype(np.int64)
+        not_masked = np.where(fates < 0.9, random_tokens, originals)
+        tokens[chosen] = np.where(fates < 0.8, MASK, not_masked)
         return labels
 
     def choose(self, tokens, counters):
         """Returns (B, T) bool, which tokens are to be predicted: in the mean `mask_fraction` of the
         text, but at least one token or word of each example.
 
-        Each token draws a random number, and those with the smallest are chosen.
+        Each token draws a random number. Of 25 tokens 15 % are 3.75: the tokens with the three
+        smallest draws are chosen, and the one with the fourth, the bound, in three cases of four.
         """
-        text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)      # (B, T)
+        is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
         draws = uniform(counters, self.choice_key)                      # (B, T)
         spare = draws[:, 0]                     # (B,) of [CLS], which is never chosen
         if self.begins_word is not None:
             # All tokens of a word have the draw of its first one
-            draws = np.take_along_axis(draws, self.word_starts(tokens, text), axis=1)
-        draws = np.where(text, draws, 2.0)      # what is no text comes last
+            draws = np.take_along_axis(draws, self.word_starts(tokens, is_text), axis=1)
+        draws = np.where(is_text, draws, 2.0)   # what is no text comes last
 
-        # Chosen are all before the first token, or word, that is one too many: that at the bound
-        wanted = self.mask_fraction * text.sum(axis=1)                  # (B,) not a whole number
-        place = wanted.astype(np.int64)[:, None]
+        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,) tokens: 3.75
+        place = wanted.astype(np.int64)[:, None]                        # (B, 1) of the bound: 3
         bound = np.take_along_axis(np.sort(draws), place, axis=1)       # (B, 1)
         chosen = draws < bound                                          # (B, T)
-        at_bound = draws == bound                                       # (B, T)
+        at_bound = draws == bound                                       # (B, T) a token, or a word
 
-        # It is taken, too, with the probability p that makes the mean right, before + p * size =
-        # wanted; and always if there is nothing yet
+        # With the probability (wanted - before) / size the mean is right: 0.75
         before = chosen.sum(axis=1)                                     # (B,)
         size = at_bound.sum(axis=1)                                     # (B,)
-        by_chance = spare * size < wanted - before
-        nothing_yet = before == 0
+        by_chance = spare * size < wanted - before                      # (B,)
+        nothing_yet = before == 0                                       # (B,)
         taken = by_chance | nothing_yet
-        return chosen | at_bound & taken[:, None]
+        return chosen | (at_bound & taken[:, None])
 
-    def word_starts(self, tokens, text):
+    def word_starts(self, tokens, is_text):
         """Returns (B, T), the position at which the word of each token begins; a word of more than
         LONGEST_WORD tokens counts as several."""
-        begins = self.begins_word[tokens] | ~text
-        begins[:, 1:] |= ~text[:, :-1]          # the first token of a segment
+        begins = self.begins_word[tokens] | ~is_text
+        begins[:, 1:] |= ~is_text[:, :-1]       # the first token of a segment
         positions = np.arange(tokens.shape[1])
-        start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        into_word = positions - start
+        last_begin = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        into_word = positions - last_begin
         return positions - into_word % LONGEST_WORD
 
     def __getitem__(self, i):
         """Returns Example i, the same as in any batch."""
-        spans, = self.spans([i])
-        tokens = self.tokens(spans)
+        spans = self.spans([i])[0]
+        tokens = self.unmasked(spans)
         labels = self.mask(tokens[None], np.array([i]))[0]             # (T,)
         masked_positions = np.flatnonzero(labels != IGNORED)           # (m,)
         b_start = spans.a_end - spans.a + 2
@@ -394,32 +396,31 @@ class PretrainingData:
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
         spans = Spans(*np.transpose(examples))                         # each field is now (B,)
-        lengths = self.length(spans)
+        lengths = self.length(spans)                                   # (B,)
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
-        for row, length, example in zip(tokens, lengths, examples):
-            row[:length] = self.tokens(example)
+        for row, example in zip(tokens, examples):
+            row[:self.length(example)] = self.unmasked(example)
         labels = self.mask(tokens, spans.index)                        # (B, T)
 
-        # From (B, T) to rows: what is not padding, example after example
-        real = tokens != PAD
-        example, positions = np.nonzero(real)                          # (N,) each
-        b_start = spans.a_end - spans.a + 2
-        segments = (positions >= b_start[example]).astype(np.int64)
-        labels = labels[real]
+        # From (B, T) to N rows: the cells that are not padding, example after example
+        is_real = tokens != PAD                                        # (B, T)
+        example_of, positions = np.nonzero(is_real)                    # (N,), of each row
+        b_start = spans.a_end - spans.a + 2                            # (B,)
+        segments = (positions >= b_start[example_of]).astype(np.int64) # (N,)
+        labels = labels[is_real]                                       # (N,)
         masked_positions = np.flatnonzero(labels != IGNORED)           # (M,)
-        labels = labels[masked_positions]
+        labels = labels[masked_positions]                              # (M,)
 
-        # Padding
-        padding = -len(positions) % 64
+        padding = -len(positions) % 64                                 # up to a multiple of 64
         lengths = np.append(lengths, padding)                          # (B + 1,)
         bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)     # (B + 2,)
-        return Batch(pad(tokens[real], 64), pad(segments, 64), pad(positions, 64),
+        return Batch(pad(tokens[is_real], 64), pad(segments, 64), pad(positions, 64),
                      pad(masked_positions, 16), pad(labels, 16, IGNORED), bounds,
                      spans.pair_label, lengths)
 
 
 def pad(values, multiple, fill=0):
-    """Returns an array (n,) with copies of `fill` after it, until n is a multiple of `multiple`."""
+    """Returns an array (n,), made longer with `fill` until `multiple` divides its length."""
     return np.append(values, np.full(-len(values) % multiple, fill, values.dtype))
 
 
@@ -475,8 +476,8 @@ def make_step(dataset, deal, step):
 
 
 def in_workers(function, items, workers):
-    """Yields function(item) for each item, in order, computed in `workers` processes an item each
-    ahead; in this process if there are none. Raises the exceptions of a worker, with a note of the
+    """Yields function(item) for each item, in order, computed ahead in `workers` processes, an item
+    each; in this process if there are none. Raises the exceptions of a worker, with a note of the
     traceback there, and DataError if a worker has died."""
     if not workers:
         yield from map(function, items)
@@ -618,16 +619,16 @@ def survey(corpus):
     size = 0
     sample = []
     rng = np.random.default_rng(0)
-    for number, block in enumerate(blocks(corpus)):
+    for before, block in enumerate(blocks(corpus)):
         text = "".join(f"{document}\n\n" for document in block).encode()
         digest.update(text)
         documents += len(block)
         size += len(text)
         # Reservoir sampling: each block has the same chance, however many are still to come
-        if number < SAMPLE:
+        if before < SAMPLE:
             sample.append(block)
         else:
-            place = rng.integers(number + 1)
+            place = rng.integers(before + 1)
             if place < SAMPLE:
                 sample[place] = block
     if not documents:
@@ -765,10 +766,10 @@ class TextFiles:
 def lines_in(path, file):
     """Yields the lines of an open binary file without the white space around them; of a JSON record
     the lines of its text, then a blank one. Raises DataError, with file and line, if it cannot."""
-    number = 0
+    line_number = 0
     is_json = None                      # until the first line that is not blank
     try:
-        for number, data in enumerate(file, 1):
+        for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
                 # Not "{" alone: templates and TeX files begin with it, too. An array of JSON, and
@@ -783,8 +784,9 @@ def lines_in(path, file):
             else:
                 yield line
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
-        raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is UTF-8 "
-                        "text or has JSON with a `text` a line (wikiextractor --json)") from None
+        raise DataError(f"{path}, line {line_number}: {type(error).__name__}: {error}; a file is "
+                        "UTF-8 text or has JSON with a `text` a line (wikiextractor --json)"
+                        ) from None
 
 
 def documents_in(lines):

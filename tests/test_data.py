@@ -315,7 +315,7 @@ def test_windows_reach_every_end_and_nearly_every_token(shards, seq_len, monkeyp
     for epoch in range(5):
         first = 4 * epoch * windows[-1]
         for spans in dataset.spans(range(first, first + 4 * windows[-1], 4)):
-            assert 0 < spans.a_end - spans.a <= dataset.window
+            assert 0 < spans.a_end - spans.a <= dataset.window_size
             seen[spans.a:spans.a_end] += 1
         assert seen[np.array(documents)[1:] - 1].all()
         assert (seen > 0).mean() > (0.92, 0.98, 0.99, 0.99, 0.99)[epoch]
