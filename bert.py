@@ -653,7 +653,7 @@ def encode_with_masks(tokenizer, text):
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Its guesses are bad if the text has more tokens than the examples of training (128 in the demo).
+    The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
     Raises ModelError if there is no [MASK], or if the text has more tokens than max_positions.
     """
     device = model.mlm_bias.device
@@ -677,8 +677,7 @@ def fill_mask(model, tokenizer, text, count=5):
     model.train(was_training)
 
     # The last rows only pad the vocabulary to a multiple of 64: no pieces belong to them.
-    logits = logits[:, :len(tokenizer)]
-    best = logits.softmax(1).topk(count)
+    best = logits[:, :len(tokenizer)].softmax(1).topk(count)
     lines = []
     for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
         words = []
