@@ -375,6 +375,8 @@ def test_presets():
     with torch.device("meta"):
         model = bert.BertForPreTraining(large)
     assert sum(p.numel() for p in model.parameters()) == 336_232_258  # papers.md, 1.4
+    shapes = bert.parameter_shapes(large)
+    assert shapes == tuple(p.shape for p in model.parameters()) and hash(shapes)    # a cache's key
 
 
 def test_saved_weights_come_back_bit_for_bit(saved, shards):
