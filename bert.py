@@ -751,25 +751,6 @@ def state_gigabytes(config, size, lossy):
     return {part: 1e-9 * elements * each for part, each in parts.items()}
 
 
-def measure_tflops(config, device, dtype, examples=16, length=128):
-    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
-    # To import this asks for GPUs, after which no process can be forked. So it stands here.
-    from torch.utils.benchmark import Timer
-
-    block = Block(config).to(device, dtype)
-    lengths = torch.tensor([length] * examples)
-    bounds = length * torch.arange(examples + 1, dtype=torch.int32, device=device)
-    x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
-    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
-                  num_threads=torch.get_num_threads())
-    seconds = timer.blocked_autorange(min_run_time=1).median
-
-    # This is what one layer more takes. The last one is cheaper, since few of its rows are read.
-    deeper = dataclasses.replace(config, layers=config.layers + 1)
-    flops = flops_per_example(deeper, length, 0) - flops_per_example(config, length, 0)
-    return 1e-12 * examples * flops / seconds
-
-
 # ----- The program -----
 
 def main():
