@@ -818,8 +818,10 @@ def quantise_int8(blocks, sizes, levels):
 
         scale = max |x| / 127            level = round(x / scale)
     """
-    peaks = torch.abs(blocks, out=levels).amax(-1, keepdim=True)
-    scales = peaks.div_(127).clamp_(min=1e-30)
+    # Faster than abs(), which would write as much as it reads.
+    highest = blocks.amax(-1, keepdim=True)
+    lowest = blocks.amin(-1, keepdim=True)
+    scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
     torch.mul(blocks, 1 / scales, out=levels).round_()
     return levels.to(torch.int8).view(torch.uint8), scales
 
