@@ -819,14 +819,15 @@ ABBREVIATIONS = [
     "Jan Feb Mar Apr Jun Jul Aug Sep Oct Nov Dec",
     "Prof Capt Pres Ph.D Vols Figs figs Corp Bros Sept"]
 
-# A sentence ends at a full stop, its closing quotes, white space and something that can open a
-# sentence; but not after an abbreviation, nor after one letter: "J. Smith", "the U.S. Army"
+
 def not_after(words):
     """Returns a regular expression that matches where none of these words and a full stop end."""
     any_of_them = "|".join(map(re.escape, words.split()))
     return rf"(?<!\b(?:{any_of_them})\.)"
 
 
+# A sentence ends at a full stop, its closing quotes, white space and something that can open a
+# sentence; but not after one letter ("J. Smith", "the U.S. Army"), nor after an abbreviation
 SENTENCE_END = re.compile(
     r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
     r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
@@ -865,21 +866,15 @@ def is_prose(corpus):
 
 # ----- Sentences -> tokens -> shards -----
 
-def token_type(vocab_size):
-    """Returns the smallest type (numpy.dtype) that holds the tokens of a vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 def encode(tokenizer, prose, held_out, shards, documents):
-    """Returns what a block of documents adds to each shard: {number of the shard: {"tokens": their
-    tokens, "sentences": how many tokens each sentence has, "documents": each document}}.
+    """Returns what a block of documents adds to the shards, {number of the shard: {"tokens": ids,
+    "sentences": how many tokens each sentence has, "documents": the same of each document}}.
 
     Shard 0 is the held-out one. Documents of less than two tokens are left out.
     """
     texts = [sentences_in(document, prose) for document in documents]
     # All at once: sentence by sentence would take two to four times as long
     encoded = iter(tokenizer.encode(list(itertools.chain(*texts)), num_threads=1))
-    typecode = token_type(tokenizer.get_piece_size()).char
     parts = {}
     for document, text in zip(documents, texts):
         sentences = list(filter(None, itertools.islice(encoded, len(text))))
@@ -889,8 +884,7 @@ def encode(tokenizer, prose, held_out, shards, documents):
         # Dealt by content: the same document twice is never both trained on and held out
         draw = zlib.crc32(document.encode())
         shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
-        empty = {"tokens": array(typecode), "sentences": array("q"), "documents": array("q")}
-        part = parts.setdefault(shard, empty)
+        part = parts.setdefault(shard, {kind: array("I") for kind in ARRAYS})
         part["tokens"].extend(tokens)
         part["sentences"].extend(map(len, sentences))
         part["documents"].append(len(tokens))
@@ -901,6 +895,8 @@ def write_shards(encoded, folder, settings):
     """Writes the arrays of all shards from what `encode` returns, block after block; returns what
     the manifest says of them."""
     names = shard_names(settings["shards"])
+    token_type = "uint16" if settings["vocab_size"] <= 1 << 16 else "uint32"
+    types = {"tokens": token_type, "sentences": "int64", "documents": "int64"}
     unigrams = np.zeros(settings["vocab_size"], np.int64)
     for name in names:
         np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")
@@ -915,7 +911,7 @@ def write_shards(encoded, folder, settings):
             for kind in ARRAYS:
                 with open(folder / f"{name}.{kind}", "ab") as file:
                     for part in parts:
-                        part[kind].tofile(file)
+                        np.asarray(part[kind], types[kind]).tofile(file)
             if name != "heldout":
                 for part in parts:
                     np.add.at(unigrams, part["tokens"], 1)
@@ -929,8 +925,7 @@ def write_shards(encoded, folder, settings):
     if min(documents for _, _, documents in counts) < 2:
         raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
     train = np.sum(counts[1:], axis=0).tolist()
-    return {"token_type": token_type(settings["vocab_size"]).name,
-            "unknown_tokens": int(unigrams[UNK]),
+    return {"token_type": token_type, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
 
