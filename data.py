@@ -53,11 +53,11 @@ from tqdm import tqdm
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
-IGNORED = -100              # the label that torch's cross-entropy passes over
-SHORT_FRACTION = 0.10       # of the examples are short, so that pre-training sees short inputs too
-LONGEST_WORD = 8            # tokens, for whole-word masking: some scripts have no spaces
+IGNORED = -100              # torch's cross-entropy passes over this label
+SHORT_FRACTION = 0.10       # so many examples are short: pre-training shall see short inputs, too
+LONGEST_WORD = 8            # tokens; longer words are masked in parts: some scripts have no spaces
+VERSION = 4                 # the number of the folder's format
 ARRAYS = ("tokens", "sentences", "documents")
-VERSION = 4                 # of the folder's format
 
 
 class DataError(ValueError):
@@ -66,34 +66,8 @@ class DataError(ValueError):
 
 # ----- Examples: (seed, phase, i) -> a sentence pair with masks -----
 
-class Shard(NamedTuple):
-    """A shard, mapped from the disk. The fields are memoryviews, since these give Python's own
-    integers, which bisect compares faster than NumPy's."""
-    tokens: memoryview      # every token, uint16 or uint32
-    sentences: memoryview   # where each sentence begins in `tokens`, and where the last one ends
-    documents: memoryview   # where each document begins in `tokens`, and where the last one ends
-    windows: memoryview     # how many windows stand before each document, then how many in all
-
-
-class Text(NamedTuple):
-    """A piece of a document in two parts; all but `document` are offsets into a shard's tokens."""
-    start: int              # where the first part begins
-    middle: int             # where the first part ends and the second one begins
-    end: int                # where the second part ends
-    document: int           # the number of the document
-    document_end: int       # where the document ends
-
-
-class Spans(NamedTuple):
-    """What an example is made of; begins and ends are offsets into the shard's tokens."""
-    index: int              # i, the number of the example
-    shard: int              # the number of the shard
-    a: int                  # where segment A begins
-    a_end: int
-    b: int                  # where segment B begins
-    b_end: int              # equal to `b` without pairs
-    pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
-
+# The way to an example:  shard -> window of a document -> Text, a piece of it in two parts
+#                         -> Spans, which parts are A and B -> tokens -> masks -> Example or Batch
 
 class Example(NamedTuple):
     """One example with its masks, without padding:
@@ -149,14 +123,44 @@ class Batch(NamedTuple):
         return moved._replace(lengths=torch.from_numpy(self.lengths))
 
 
+class Shard(NamedTuple):
+    """A shard, mapped from the disk. Windows are explained at PretrainingData. The fields are
+    memoryviews, since these give Python's own integers, which bisect compares faster than NumPy's.
+    """
+    tokens: memoryview      # every token, uint16 or uint32
+    sentences: memoryview   # where each sentence begins in `tokens`, and where the last one ends
+    documents: memoryview   # where each document begins in `tokens`, and where the last one ends
+    windows: memoryview     # how many windows stand before each document, then how many in all
+
+
+class Text(NamedTuple):
+    """A piece of a document in two parts; all but `document` are offsets into a shard's tokens."""
+    start: int              # where the first part begins
+    middle: int             # where the first part ends and the second one begins
+    end: int                # where the second part ends
+    document: int           # the number of the document
+    document_end: int       # where the document ends
+
+
+class Spans(NamedTuple):
+    """What an example is made of; begins and ends are offsets into the shard's tokens."""
+    index: int              # i, the number of the example
+    shard: int              # the number of the shard
+    a: int                  # where segment A begins
+    a_end: int              # where A ends
+    b: int                  # where segment B begins
+    b_end: int              # where B ends; `b` without pairs
+    pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
+
+
 class PretrainingData:
     """The examples of a phase; number i is a pure function of (seed, phase, i), i = 0, 1, 2 ...
 
-    Example i comes from shard i mod S. Each document of a shard is covered by windows, which have
-    as many tokens as an example has room for text. An epoch of a shard takes all its windows in an
-    order of its own, one for each example. Windows move from epoch to epoch, so that examples begin
-    at other tokens, and the last one moves back to end with its document. Of a document of 26
-    tokens and its windows of 8 tokens, these are the places where windows 0 to 3 begin:
+    Example i comes from shard i mod S, where S is the number of shards. Each document of a shard is
+    covered by windows, each as many tokens as an example has room for text. An epoch of a shard
+    takes all its windows in an order of its own, one for each example. Windows shift from epoch to
+    epoch, so that examples begin at other tokens, but none reaches over the end of its document.
+    Where the windows 0 to 3 of 8 tokens begin in a document of 26 tokens:
 
         token          0       8       16        26
         epoch 0        0.......1.......2.3.......    shift  0.00 windows
@@ -562,10 +566,10 @@ def receive(pipe):
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
 
-BLOCK = 1 << 20             # characters: of text that is encoded at a time, of a document at most
-SAMPLE = 32                 # blocks that a tokenizer is trained on, at most: of a small part of a
-                            # large corpus, such as another script, it may see nothing
-GROUP = 32                  # blocks that are written at a time
+BLOCK = 1 << 20             # characters; text is encoded block by block, longer documents are cut
+SAMPLE = 32                 # so many blocks train the tokenizer: of a small part of a large corpus,
+                            # such as another script, it may see nothing
+GROUP = 32                  # so many blocks are written at a time
 LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proportion to the longest
 
 
@@ -594,10 +598,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,
                 "shards": shards, "held_out": held_out, "prose": prose, "tokenizer": digest}
     if found:
-        differ = [key for key in settings if found[key] != settings[key]]
+        differ = ", ".join(key for key in settings if found[key] != settings[key])
         if differ:
-            names = ", ".join(differ)
-            raise DataError(f"{folder} was prepared with another {names}; remove it first")
+            raise DataError(f"{folder} was prepared with another {differ}; remove it first")
         return found
 
     if tokenizer:
