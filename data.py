@@ -569,7 +569,7 @@ def receive(pipe):
 BLOCK = 1 << 20             # characters; text is encoded block by block, longer documents are cut
 SAMPLE = 32                 # so many blocks train the tokenizer: of a small part of a large corpus,
                             # such as another script, it may see nothing
-GROUP = 32                  # so many blocks are written at a time
+GROUP = 16                  # so many blocks are written at a time
 LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proportion to the longest
 
 
@@ -682,8 +682,7 @@ def write_folder(corpus, folder, settings, model, workers):
     They are written beside the folder and moved there in the end: nobody finds half of them.
     """
     identity = settings["corpus"]
-    enough = enough_to_measure(identity["documents"], identity["bytes"])
-    held_out = max(settings["held_out"], enough)
+    held_out = max(settings["held_out"], enough_to_measure(identity))
     if workers is None:                 # to start them takes seconds
         workers = os.cpu_count() if identity["bytes"] > 32 * BLOCK else 0
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -708,10 +707,11 @@ def write_folder(corpus, folder, settings, model, workers):
     return manifest
 
 
-def enough_to_measure(documents, size):
+def enough_to_measure(identity):
     """Returns the fraction of a corpus's documents on which one can measure: about 100 documents,
-    or half a megabyte if that is fewer, at least 8, at most half. size: bytes."""
-    half_a_megabyte = documents * 5e5 / size            # in documents
+    or half a megabyte if that is fewer, at least 8, at most half."""
+    documents = identity["documents"]
+    half_a_megabyte = documents * 5e5 / identity["bytes"]       # in documents
     enough = min(100, max(8, half_a_megabyte))
     return min(enough / documents, 0.5)
 
