@@ -15,10 +15,9 @@ import data
 import dist
 import optim
 import train
-from tests.bench.bench_network import random_batch
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, parameters, problem
-from tests.training import assert_same, last_state, metrics, shrink
+from tests.training import assert_same, last_state, metrics, random_batch, shrink
 from tests.variants import (albert, bucket_clipping, came, local_steps, merit, slow_momentum,
                             stacking)
 

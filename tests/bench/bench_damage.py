@@ -35,7 +35,7 @@ import optim  # noqa: E402
 import train  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 
-REFUSED = train.ConfigError, optim.CheckpointError, data.DataError, bert.ModelError
+REFUSED = train.ConfigError, train.CheckpointError, data.DataError, bert.ModelError
 STEPS = 2, 4                                     # of which there are checkpoints
 VALUES = [None, True, -1, 0, 1, 2.5, 1e300, 10 ** 9, 10 ** 30, float("nan"), "", "1", [], [1], {}]
 
@@ -95,7 +95,7 @@ def change_json(rng, content):
 
 def load_checkpoint(path):
     content = io.BytesIO()
-    torch.save(optim.read_checkpoint(path, int(path.stem[5:])), content)
+    torch.save(train.read_checkpoint(path, int(path.stem[5:])), content)
     return content.getvalue()
 
 

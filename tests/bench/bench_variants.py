@@ -91,7 +91,7 @@ def train_on_two_ranks(program, flags, hosts):
 
 def last_checkpoint(out):
     """Returns the state in the last checkpoint of a run."""
-    return optim.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
+    return train.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
 
 
 def show(results):
