@@ -22,6 +22,7 @@ as in BERT and as section 3.1 has it; the authors' code makes them E wide too, a
 `widen`. Its head projects to E before the norm, ours after. SOP in place of NSP is --pairs sop.
 Also to know: a shared gradient is complete only when backward ends, so nothing hides its average.
 """
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -42,8 +43,9 @@ class Albert(Bert):
     """A BERT of config.layers equal layers; see above."""
 
     def __init__(self, config):
-        super().__init__(config._replace(layers=1))
-        self.config, inner = config, min(E, config.width // 2)
+        super().__init__(dataclasses.replace(config, layers=1))
+        self.config = config
+        inner = min(E, config.width // 2)
         self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
         table = nn.Embedding(config.vocab_size, inner)
         widen = nn.Linear(inner, config.width, bias=False)
@@ -64,21 +66,26 @@ def written_out(model):
     """Returns the plain BERT (fp32, on the CPU) that computes what an Albert does."""
     plain = Bert(model.config)
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
-    table, widen = (weights.pop(f"embeddings.tokens.{i}.weight") for i in range(2))
-    plain.load_state_dict(weights | {"embeddings.tokens.weight": table @ widen.T})
+    table = weights.pop("embeddings.tokens.0.weight")
+    widen = weights.pop("embeddings.tokens.1.weight")
+    weights["embeddings.tokens.weight"] = table @ widen.T
+    plain.load_state_dict(weights)
     return plain
 
 
 def install():
     """Makes train.py train an Albert. Neither takes up a checkpoint of the other."""
-    build, same_run, save = train.build, train.same_run, bert.save_huggingface
+    build = train.build
+    same_run = train.same_run
+    save = bert.save_huggingface
 
     def build_albert(plan, world):
-        if plan.init:
+        if plan.flags.init:
             raise train.ConfigError("the layers of a BERT are not equal: leave out --init")
         return build(plan, world)
 
-    bert.BertForPreTraining, train.build = Albert, build_albert
+    bert.BertForPreTraining = Albert
+    train.build = build_albert
     train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "albert", "E": E}
     # Hugging Face's ALBERT is the authors', not ours
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)

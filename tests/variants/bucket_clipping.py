@@ -35,8 +35,8 @@ class ClippingReducer(dist.Reducer):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        bound = train.CLIP / len(self._buckets) ** 0.5
-        for bucket in self._buckets:
+        bound = train.CLIP / len(self.buckets) ** 0.5
+        for bucket in self.buckets:
             bucket.average = functools.partial(clip_and_average, bucket, bucket.average, bound)
 
 
@@ -50,9 +50,15 @@ def clip_and_average(bucket, average, bound, scale):
 
 def install():
     """Makes train.py use it. Neither takes up a checkpoint of the other."""
-    same_run, dist.Reducer = train.same_run, ClippingReducer
-    train.same_run = lambda plan, *rest: same_run(plan, *rest) | {
-        "variant": "bucket clipping", "bucket_mb": plan.bucket_mb}   # the size decides about K
+    same_run = train.same_run
+
+    def same_clipped_run(plan, manifest):
+        # The size of the buckets decides how many there are, K.
+        return same_run(plan, manifest) | {
+            "variant": "bucket clipping", "bucket_mb": plan.flags.bucket_mb}
+
+    train.same_run = same_clipped_run
+    dist.Reducer = ClippingReducer
 
 
 if __name__ == "__main__":

@@ -45,16 +45,19 @@ class CAME(optim.Optimizer):
                 self.state[p]["instability"] = p.new_zeros(sum(p.shape))
 
     def _update(self, group, w, g, m, v):
-        lr, (b1, b2), (eps1, eps2) = group["lr"], group["betas"], group["eps"]
+        lr = group["lr"]
+        b1, b2 = group["betas"]
+        eps1, eps2 = group["eps"]
         b3 = 1 - (1 - b2) / 10
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
         for p, gradient, mean, square in zip(w, g, m, v):
             u = gradient * moved_factors(square, gradient.square() + eps1, b2)
             u /= (u.square().mean().sqrt() / group["d"]).clamp(min=1)
-            step = mean.lerp_(u, 1 - b1)                 # m; lerp(a, b, x) = a + x (b - a)
+            mean.lerp_(u, 1 - b1)                        # m; lerp(a, b, x) = a + x (b - a)
+            step = mean
             if p.dim() > 1:
-                instability, strays = self.state[p]["instability"], (u - mean).square() + eps2
-                step = mean * moved_factors(instability, strays, b3)
+                strays = (u - mean).square() + eps2
+                step = mean * moved_factors(self.state[p]["instability"], strays, b3)
             p.sub_(step, alpha=lr)
 
 

@@ -18,12 +18,10 @@ and the update is added to the mean: one step late. The norm is that of the rank
 to sqrt(N) times that of their mean: so train.py clips harder than it does its baseline.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
-gradients, and the optimizer's `synchronise`, which train.py calls before it evaluates or saves:
-weights and moments of all ranks become their means there, in the run that goes on as well. So the
-bits after that depend on which steps were evaluated and saved; and what resumes, on as many ranks,
-equals the run that saved there, bit for bit.
+gradients. Before train.py evaluates or saves, the weights and moments of all ranks become their
+means, in the run that goes on as well. So the bits after that depend on which steps were evaluated
+and saved; and what resumes, on as many ranks, equals the run that saved there, bit for bit.
 """
-import functools
 import sys
 from pathlib import Path
 
@@ -33,30 +31,30 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
 import train  # noqa: E402
+from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
 
 PERIOD = 16                  # H
 
 
-class LocalReducer(dist.Reducer):
+class WeightReducer(LocalReducer):
     """A Reducer that leaves gradients as they are, and averages the weights of its buckets in turn.
     `weights`, {name: tensor}, is set by `install`; `steps` counts those that were taken or skipped.
     """
+    steps = 0
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.steps, self.means = 0, []
-        # Buckets are launched as ever, when backward has completed their gradients
-        for number, bucket in enumerate(self._buckets):
-            due = number * PERIOD // len(self._buckets)
-            bucket.average = functools.partial(self.average_weights, bucket, due)
+        self.means = []                                  # of the weights due: (weight, mean)
 
-    def average_weights(self, bucket, due, scale):
+    def average_bucket(self, bucket, average, scale):
         """Averages a bucket's weights if it is their step, in the communication thread, when the
         bucket's gradients are ready; returns the bytes sent."""
+        number = self.buckets.index(bucket)
+        due = number * PERIOD // len(self.buckets)
         if self.steps % PERIOD != due:
             return 0
         weights = [self.weights[name].detach() for name in bucket.shapes]
-        # Into new tensors: backward may not be done with the weights themselves
+        # Into new tensors: backward may not be done with the weights themselves.
         sent, means = dist.dense_list(self.world, weights)
         self.means += zip(weights, means)
         return sent
@@ -67,6 +65,10 @@ class LocalReducer(dist.Reducer):
         for weight, mean in self.means:
             weight.copy_(mean)
         self.means = []
+
+    def norm(self):
+        """Returns the norm of this rank's own gradients."""
+        return dist.Reducer.norm(self)
 
     def commit(self, step_taken):
         """Ends a step."""
@@ -81,33 +83,38 @@ class LocalReducer(dist.Reducer):
         """Continues from a checkpoint."""
         self.steps = state["steps"]
 
-    def synchronise(self, optimizer):
+    def agree(self, optimizer):
         """Replaces the weights and moments of all ranks by their means. Collective."""
-        moments = [[state[key] for state in optimizer.state.values()]
-                   for key in ("exp_avg", "exp_avg_sq")]
-        for tensors in [w.detach() for w in self.weights.values()], *moments:
+        weights = [weight.detach() for weight in self.weights.values()]
+        m = [moments["exp_avg"] for moments in optimizer.state.values()]
+        v = [moments["exp_avg_sq"] for moments in optimizer.state.values()]
+        for tensors in (weights, m, v):
             sent, means = dist.dense_list(self.world, tensors)
             torch._foreach_copy_(tensors, means)
-            self.bytes_sent += sent                      # zero_grad sets it to 0
+            self.bytes_sent += sent
 
 
 def install():
     """Makes train.py use it. Neither takes up a checkpoint of the other."""
-    build, same_run, dist.Reducer = train.build, train.same_run, LocalReducer
+    build = train.build
+    same_run = train.same_run
 
     def build_local(plan, world):
-        if plan.one_bit or plan.compression != "none":
-            raise train.ConfigError("local steps send no gradients: take --compression none, and "
-                                    "no 1-bit optimizer")
-        # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of
-        _, reducer, masters, optimizer, _ = parts = build(plan, world)
-        reducer.weights = masters
-        optimizer.synchronise = functools.partial(reducer.synchronise, optimizer)
-        return parts
+        if plan.flags.compression != "none":
+            raise train.ConfigError("local steps send no gradients: leave out --compression")
+        state = build(plan, world)
+        # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of.
+        state.reducer.weights = state.masters
+        return state
+
+    def same_local_run(plan, manifest):
+        return same_run(plan, manifest) | {
+            "variant": f"local steps of {PERIOD}", "bucket_mb": plan.flags.bucket_mb}
 
     train.build = build_local
-    train.same_run = lambda plan, *rest: same_run(plan, *rest) | {
-        "variant": f"local steps of {PERIOD}", "bucket_mb": plan.bucket_mb}
+    train.same_run = same_local_run
+    dist.Reducer = WeightReducer
+    agree_before_use(lambda state: state.reducer.agree(state.optimizer))
 
 
 if __name__ == "__main__":

@@ -36,21 +36,24 @@ class MERIT(optim.Optimizer):
 
     def _update(self, group, w, g, m, v):
         optim.move_moments(m, v, g, *group["betas"])
-        u = torch._foreach_div(m, optim.denominator(v, group["eps"]))
+        u = torch._foreach_div(m, optim.root_plus_eps(v, group["eps"]))
         torch._foreach_add_(u, w, alpha=group["weight_decay"])
-        torch._foreach_mul_(u, [max_ratios(*pair) for pair in zip(w, u)])
-        optim.bound(u)                                   # [-1, 1]
+        torch._foreach_mul_(u, [max_ratios(weight, update) for weight, update in zip(w, u)])
+        torch._foreach_clamp_min_(u, -1.0)
+        torch._foreach_clamp_max_(u, 1.0)
         torch._foreach_add_(w, u, alpha=-group["lr"])
 
 
 def max_ratios(w, u):
     """Returns q, of the shape of w and u (R, C), or () for vectors."""
-    w, u = w.abs(), u.abs()
+    w = w.abs()
+    u = u.abs()
     whole = optim.safe_ratios(w.max(), u.max())
     if w.dim() == 1:
         return whole
     # (R, 1) and (1, C); 0 where q shall be 1, since no ratio of ours can be below `whole`
-    a, b = (optim.safe_ratios(w.amax(d, True), u.amax(d, True), otherwise=0.0) for d in (1, 0))
+    a = optim.safe_ratios(w.amax(1, True), u.amax(1, True), otherwise=0.0)
+    b = optim.safe_ratios(w.amax(0, True), u.amax(0, True), otherwise=0.0)
     return torch.where((a > 0) & (b > 0), torch.maximum(a, b).clamp(min=whole), 1.0)
 
 

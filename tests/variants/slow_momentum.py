@@ -15,12 +15,10 @@ The numerator as a convex combination is the paper's, by a summary of it; the pa
 gradient in place of the fast momentum, and ADOPT in place of Adam. That m and v stay local, the
 bias corrections and the constants are ours: with a = 0 and K = 1 on one rank this is AdamW.
 
-What is changed: an entry of optim.OPTIMIZERS. `local_gradients`, which the loop asks before each
-backward because of the 1-bit optimizers, says that nothing is to be averaged; what an optimizer
-sends by itself it may add to `bytes_sent`. `synchronise` is called before weights are evaluated or
-saved, `state_dict` on all ranks: there w and s, and m and v, become their means over the ranks, in
-the run that goes on as well. So the bits after that depend on which steps were evaluated and saved;
-and what resumes, on as many ranks, equals the run that saved there, bit for bit.
+What is changed: an entry of optim.OPTIMIZERS; dist.Reducer, by one that leaves gradients where they
+are. Before train.py evaluates or saves, w and s become their means over the ranks, and in a save m
+and v as well, in the run that goes on, too. So the bits after that depend on which steps were
+evaluated and saved; and what resumes, on as many ranks, equals the run that saved there.
 """
 import sys
 from pathlib import Path
@@ -32,14 +30,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
 
 PERIOD = 32                  # K
-SLOW, WEIGHT = 0.99, 0.5     # b3 and a
+SLOW = 0.99                  # b3
+WEIGHT = 0.5                 # a
 
 
 class SlowMomentum(optim.Optimizer):
-    """The equations above. `world`, a dist.World, is set by `install`."""
-    world = dist.World()
+    """The equations above. `connect` sets `world` and `reducer`, which counts the bytes sent."""
 
     def add_param_group(self, group):
         """Adds parameters, with s."""
@@ -47,20 +46,23 @@ class SlowMomentum(optim.Optimizer):
         for p in group["params"]:
             self.state[p]["slow"] = torch.zeros_like(p)
 
-    def local_gradients(self, frozen):
-        """Returns True: gradients are never averaged."""
-        self.bytes_sent = 0                              # the loop adds it to what gradients took
-        return True
+    def connect(self, world, reducer):
+        """Takes what the optimizer needs to average over the ranks."""
+        self.world = world
+        self.reducer = reducer
 
     def _update(self, group, w, g, m, v):
-        (b1, b2), lr, t = group["betas"], group["lr"], group["step"] + 1
-        slow, = self._state(w, "slow")
+        b1, b2 = group["betas"]
+        lr = group["lr"]
+        t = group["step"]
+        s = [self.state[p]["slow"] for p in w]
         optim.move_moments(m, v, g, b1, b2)
-        optim.move_moments(slow, None, g, SLOW, None)                    # s, without a variance
+        torch._foreach_lerp_(s, g, 1 - SLOW)
+
         u = torch._foreach_mul(m, (1 - WEIGHT) / (1 - b1 ** t))
-        torch._foreach_add_(u, slow, alpha=WEIGHT / (1 - SLOW ** t))
-        # From here on as AdamW
-        d = optim.denominator(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
+        torch._foreach_add_(u, s, alpha=WEIGHT / (1 - SLOW ** t))
+        # From here on as AdamW.
+        d = optim.root_plus_eps(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
         torch._foreach_addcdiv_(w, u, d, value=-lr)
 
@@ -68,43 +70,52 @@ class SlowMomentum(optim.Optimizer):
         """Applies one update, in place. Collective in every K-th step."""
         super().step()
         if self.param_groups[0]["step"] % PERIOD == 0:
-            self.synchronise()
+            self.agree()
 
     @torch.no_grad()
-    def average(self, *lists):
-        """Replaces tensors by their means over the ranks, one list at a time. Collective."""
-        for tensors in lists:
-            sent, means = dist.dense_list(self.world, tensors)
-            torch._foreach_copy_(tensors, means)
-            self.bytes_sent += sent
-
-    def synchronise(self):
+    def agree(self):
         """Makes w and s those of all ranks. Collective."""
-        w = [p for group in self.param_groups for p in group["params"]]
-        self.average(w, *self._state(w, "slow"))
+        self.average([p for group in self.param_groups for p in group["params"]])
+        self.average([state["slow"] for state in self.state.values()])
 
+    def average(self, tensors):
+        """Replaces tensors by their means over the ranks. Collective."""
+        sent, means = dist.dense_list(self.world, tensors)
+        torch._foreach_copy_(tensors, means)
+        self.reducer.bytes_sent += sent
+
+    @torch.no_grad()
     def state_dict(self):
         """Returns the state, after m and v became those of all ranks. Collective."""
-        w = [p for group in self.param_groups for p in group["params"]]
-        self.average(*self._state(w, "exp_avg", "exp_avg_sq"))
+        self.average([state["exp_avg"] for state in self.state.values()])
+        self.average([state["exp_avg_sq"] for state in self.state.values()])
         return super().state_dict()
 
 
 def install():
     """Makes it the optimizer of every recipe. Its name is in each checkpoint, so that neither
     train.py takes up a run of this file nor this file one of train.py."""
-    build, same_run = train.build, train.same_run
+    build = train.build
+    same_run = train.same_run
 
     def build_slow(plan, world):
-        parts = build(plan, world)
-        parts[3].world = world
-        return parts
+        if plan.optimizer != "slow-momentum" or plan.flags.compression != "none":
+            raise train.ConfigError("slow momentum is an optimizer that sends no gradients: leave "
+                                    "out --optimizer and --compression")
+        state = build(plan, world)
+        state.optimizer.connect(world, state.reducer)
+        return state
 
-    train.build, optim.OPTIMIZERS = build_slow, optim.OPTIMIZERS | {"slow-momentum": SlowMomentum}
-    optim.RECIPES = {name: r._replace(optimizer="slow-momentum")
-                     for name, r in optim.RECIPES.items()}
-    constants = {"period": PERIOD, "slow": SLOW, "weight": WEIGHT}
-    train.same_run = lambda *arguments: same_run(*arguments) | constants
+    def same_slow_run(plan, manifest):
+        return same_run(plan, manifest) | {"period": PERIOD, "slow": SLOW, "weight": WEIGHT}
+
+    train.build = build_slow
+    train.same_run = same_slow_run
+    dist.Reducer = LocalReducer
+    optim.OPTIMIZERS = optim.OPTIMIZERS | {"slow-momentum": SlowMomentum}
+    optim.RECIPES = {name: recipe._replace(optimizer="slow-momentum")
+                     for name, recipe in optim.RECIPES.items()}
+    agree_before_use(lambda state: state.optimizer.agree())
 
 
 if __name__ == "__main__":

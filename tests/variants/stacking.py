@@ -18,7 +18,7 @@ What is changed:
 - optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
   (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
 - train.open_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and lets the same Reducer pack its buckets anew.
+  copies the layers, sets requires_grad, and makes a Reducer of what trains.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's `_update`, which leaves weights without a gradient as they are.
@@ -50,78 +50,91 @@ class GrowingBert(bert.BertForPreTraining):
 
     def encode(self, *arguments):
         """As inherited, with the first `depth` blocks."""
-        every, self.blocks = self.blocks, self.blocks[:self.depth]
+        all_blocks = self.blocks
+        self.blocks = all_blocks[:self.depth]
         hidden = super().encode(*arguments)
-        self.blocks = every
+        self.blocks = all_blocks
         return hidden
 
 
 def staged(phases):
     """Returns a recipe's phases, the first of them cut into the stages and the joint training."""
-    first, *others = phases
+    first = phases[0]
     steps = round(first.steps * (1 - JOINT) / STAGES)
     stage = dataclasses.replace(first, steps=steps, power=0.0)           # power 0: no decay
     joint = dataclasses.replace(first, steps=first.steps - STAGES * steps)
-    return [stage] * STAGES + [joint, *others]
+    return [stage] * STAGES + [joint] + phases[1:]
 
 
 @torch.no_grad()
-def begin_stage(parts, plan, world, stage, grow):
+def begin_stage(plan, world, state, stage, grow):
     """Sets up stage 0, 1, ...; from number STAGES on all trains. grow: whether to copy layers."""
-    model, reducer, masters, _, _ = parts
     each = plan.config.layers // STAGES
-    growing = stage < STAGES
-    below = stage * each if growing else 0               # layers that are frozen
-    model.depth = below + each if growing else plan.config.layers
-    for name, master in masters.items():
-        layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
-        if layer is None:                                # heads always, but not the tied matrix
-            trains = not below or not name.startswith("embeddings.")
-        else:
-            trains = below <= layer < model.depth
-            if grow and trains and below:
-                master.copy_(masters[name.replace(f".{layer}.", f".{layer - each}.", 1)])
-        model.get_parameter(name).requires_grad_(trains)
-    optim.copy_to_model(masters, model)
-    reducer.close()
-    reducer.__init__(model, world, plan.bucket_mb, plan.compression)     # packs what trains
-    # As in train.build: an optimizer finds its gradients in the buckets, or none
-    for name, master in masters.items():
-        master.grad = reducer.gradients.get(name)
+    below = 0                                            # layers that are frozen
+    state.model.depth = plan.config.layers
+    if stage < STAGES:
+        below = stage * each
+        state.model.depth = below + each
+
+    for name, master in state.masters.items():
+        if name.startswith("blocks."):
+            layer = int(name.split(".")[1])
+            trains = below <= layer < state.model.depth
+            if grow and trains and below > 0:
+                source = name.replace(f".{layer}.", f".{layer - each}.", 1)
+                master.copy_(state.masters[source])
+        else:                                            # heads always, but not the tied matrix
+            trains = below == 0 or not name.startswith("embeddings.")
+        state.model.get_parameter(name).requires_grad_(trains)
+    optim.copy_to_model(state.masters, state.model)
+
+    # A new Reducer, which packs what trains.
+    state.reducer.close()
+    state.reducer = dist.Reducer(state.model, world, plan.flags.bucket_mb, plan.flags.compression)
+    # As in train.build, an optimizer finds its gradients in the buckets; or it finds none.
+    for name, master in state.masters.items():
+        master.grad = state.reducer.gradients.get(name)
 
 
 def only_with_gradient(update):
     """Returns an optimizer's `_update` for those of the tensors that have a gradient."""
-    def update_some(group, *lists):
-        some = [(w, g, *moments) for w, g, *moments in zip(*lists) if g is not None]
-        if some:
-            update(group, *map(list, zip(*some)))
+    def update_some(group, w, g, m, v):
+        chosen = [i for i, gradient in enumerate(g) if gradient is not None]
+        if chosen:
+            update(group, [w[i] for i in chosen], [g[i] for i in chosen],
+                   [m[i] for i in chosen], [v[i] for i in chosen])
     return update_some
 
 
 def install():
     """Makes train.py train in stages. Neither takes up a checkpoint of the other."""
-    build, open_phase, same_run = train.build, train.open_phase, train.same_run
+    build = train.build
+    open_phase = train.open_phase
+    same_run = train.same_run
 
     def build_growing(plan, world):
-        if plan.config.layers % STAGES or plan.one_bit or dist.is_lossy(plan.compression):
-            raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and neither a "
-                                    "1-bit optimizer nor lossy compression")
-        plan.parts = build(plan, world)
-        optimizer = plan.parts[3]
-        if isinstance(optimizer, optim.Optimizer):       # torch's AdamW does so by itself
-            optimizer._update = only_with_gradient(optimizer._update)
-        return plan.parts
+        if plan.config.layers % STAGES or dist.is_lossy(plan.flags.compression):
+            raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
+                                    "compression")
+        state = build(plan, world)
+        if isinstance(state.optimizer, optim.Optimizer):             # torch's does so by itself
+            state.optimizer._update = only_with_gradient(state.optimizer._update)
+        return state
 
-    def open_stage(plan, world, phase_index, step):
-        begins = step == plan.ends[phase_index] - plan.phases[phase_index].steps
-        begin_stage(plan.parts, plan, world, phase_index, begins)
-        return open_phase(plan, world, phase_index, step)
+    def open_stage(plan, world, state, phase_index):
+        begins = state.step == plan.ends[phase_index] - plan.phases[phase_index].steps
+        begin_stage(plan, world, state, phase_index, grow=begins)
+        return open_phase(plan, world, state, phase_index)
 
-    bert.BertForPreTraining, train.build, train.open_phase = GrowingBert, build_growing, open_stage
+    def same_stacked_run(plan, manifest):
+        return same_run(plan, manifest) | {"variant": f"{STAGES} stages"}
+
+    bert.BertForPreTraining = GrowingBert
+    train.build = build_growing
+    train.open_phase = open_stage
+    train.same_run = same_stacked_run
     optim.RECIPES = {name: recipe._replace(phases=staged(recipe.phases))
                      for name, recipe in optim.RECIPES.items()}
-    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": f"{STAGES} stages"}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What the variants share in which ranks keep gradients, or step alone: no variant, not a program.
+
+In train.py every step averages the gradients, so all ranks have equal weights after it. Where that
+is not so, a Reducer must leave gradients alone, the norm to clip by must be of all ranks, and the
+ranks must agree on weights before these are evaluated or saved.
+"""
+import functools
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import dist  # noqa: E402
+import optim  # noqa: E402
+import train  # noqa: E402
+
+
+class LocalReducer(dist.Reducer):
+    """A Reducer that leaves each rank its own gradients in the steps in which `local` is True."""
+    local = True
+    sent_late = 0            # bytes that were sent after a step was logged
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        for bucket in self.buckets:
+            bucket.average = functools.partial(self.average_bucket, bucket, bucket.average)
+
+    def average_bucket(self, bucket, average, scale):
+        """Stands in the place of bucket.average, called `average` here; returns the bytes sent."""
+        if self.local:
+            return 0
+        return average(scale)
+
+    def finish(self):
+        """As inherited. What is sent between two steps is counted in the second one."""
+        super().finish()
+        self.bytes_sent += self.sent_late
+        self.sent_late = 0
+
+    def norm(self):
+        """Returns the norm of the mean gradient, or an estimate of it where gradients are local.
+
+        If noise dominates, the mean of N gradients has a norm sqrt(N) times smaller than each. So
+        the estimate is the ranks' root mean square norm over sqrt(N). Collective.
+        """
+        norm = super().norm()
+        if not self.local:
+            return norm
+        share = norm / math.sqrt(self.world.size)
+        squares = self.world.sum([share ** 2])[0]
+        return math.sqrt(squares / self.world.size)
+
+
+def agree_before_use(agree):
+    """Has train.py call agree(state), which makes the weights of all ranks equal, before it
+    evaluates weights or saves them. The Reducer must be a LocalReducer, which counts the bytes."""
+    evaluate = train.evaluate
+    save = train.save
+
+    def agree_now(state):
+        sent_before = state.reducer.bytes_sent
+        agree(state)
+        state.reducer.sent_late += state.reducer.bytes_sent - sent_before
+        optim.copy_to_model(state.masters, state.model)
+
+    def evaluate_equal_weights(plan, world, state, phase):
+        agree_now(state)
+        return evaluate(plan, world, state, phase)
+
+    def save_equal_weights(plan, world, log, state):
+        agree_now(state)
+        save(plan, world, log, state)
+
+    train.evaluate = evaluate_equal_weights
+    train.save = save_equal_weights

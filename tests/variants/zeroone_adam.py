@@ -1,0 +1,136 @@
+"""0/1 Adam: the variance moves rarely, and the ranks agree rarely, in one bit an element.
+
+    torchrun --nproc_per_node=2 tests/variants/zeroone_adam.py --lr-scale 0.1 --out runs/zeroone
+
+Lu et al., arXiv 2202.06009, algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py. Its two stages are
+those of onebit_adam.py.
+
+First stage: on every k-th step (`variance_interval`) gradients are averaged exactly and v moves,
+with b2^k in place of b2. On the others only m moves, with g = average(g_i) in one bit.
+
+Second stage: rank i steps alone, on its own gradient g_i. On every j-th step (`agreement_interval`)
+all ranks agree on weights. With W the weights that they last agreed on, and L the sum of the
+learning rates since then:
+
+    K = (1 - L decay) W                     what decay alone makes of W
+    m = average((K - w) (sqrt(v) + eps) / L)            the mean momentum that led from K to w
+    w = K - L m / (sqrt(v) + eps)
+
+The published algorithm differs in three things. There v moves with b2 on a k-th step, too: frozen,
+it has moved some 16 log2(n / 16) times, and updates are up to 3 times as long. There the ranks
+average -L m: an agreement soon after another, as before an evaluation, divides what the one before
+has left over by its own short L. And there W stands in place of K: so the decay becomes a part of m
+and acts up to 1 / (1 - b1) times as strongly.
+
+What is changed: as in onebit_adam.py, with this optimizer. Before train.py evaluates or saves, the
+ranks agree, in the run that goes on as well. So the bits after that depend on which steps were
+evaluated and saved; and what resumes, on as many ranks, equals the run that saved there.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train  # noqa: E402
+from tests.variants import onebit_adam  # noqa: E402
+from tests.variants.synchronised import agree_before_use  # noqa: E402
+
+VARIANCE_UPDATES = 16        # after so many updates k doubles
+AGREEMENT_STEPS = 32678      # after so many steps of 125,000 j doubles
+
+
+class ZeroOneAdam(onebit_adam.OneBitAdam):
+    """The equations above."""
+    DEFAULTS = onebit_adam.OneBitAdam.DEFAULTS | {"L": 0.0}
+    bounded = False                          # or m would not be a mean of momenta
+
+    def connect(self, plan, world, state):
+        """Takes what the optimizer needs of a train.State, before the first step."""
+        super().connect(plan, world, state)
+        self.agreement_steps = max(1, plan.ends[-1] * AGREEMENT_STEPS // 125000)
+
+    def begin_step(self, frozen):
+        """Returns True if each rank is to keep its own gradients in this step."""
+        super().begin_step(frozen)
+        t = self.param_groups[0]["step"] + 1
+        self.interval = variance_interval(t, VARIANCE_UPDATES)           # k
+        self.learns = not frozen and t % self.interval == 0
+        return not self.learns
+
+    def begin_stage(self, frozen):
+        """Begins a stage. The ranks have equal weights: those of the first stage never differ, and
+        at the end of a phase train.py saves."""
+        super().begin_stage(frozen)
+        for p in self.params:
+            self.state[p]["agreed"] = p.detach().clone()                 # W
+
+    def share(self):
+        """In the first stage, replaces gradients by their means in one bit, but where v moves."""
+        if self.learns or self.param_groups[0]["frozen"]:
+            return
+        if "magnitude" not in self.state[self.params[0]]:                # in the first phase
+            self.set_magnitudes()
+        self.average([p.grad for p in self.params])
+
+    def move_variance(self, v, g, b2):
+        """Moves v as far as `interval` steps would."""
+        super().move_variance(v, g, b2 ** self.interval)
+
+    def step(self):
+        """Applies one update, in place. Collective where the ranks share something."""
+        super().step()
+        for group in self.param_groups:
+            if group["frozen"]:
+                group["L"] += group["lr"]
+        t = self.param_groups[0]["step"]
+        if t % agreement_interval(t, self.agreement_steps) == 0:
+            self.agree()
+
+    @torch.no_grad()
+    def agree(self):
+        """Makes the weights of all ranks equal, if they have stepped alone. Collective."""
+        L = self.param_groups[0]["L"]
+        if L == 0:
+            return
+
+        decayed = []                                                     # K
+        denominators = []                                                # sqrt(v) + eps
+        for group in self.param_groups:
+            for p in group["params"]:
+                decayed.append(self.state[p]["agreed"] * (1 - L * group["weight_decay"]))
+                denominators.append(self.state[p]["exp_avg_sq"].sqrt() + group["eps"])
+            group["L"] = 0.0
+
+        momenta = []                                                     # of this rank, then m
+        for p, K, d in zip(self.params, decayed, denominators):
+            momenta.append((K - p) * d / L)
+        self.average(momenta)
+
+        for p, K, d, m in zip(self.params, decayed, denominators, momenta):
+            p.copy_(torch.addcdiv(K, m, d, value=-L))                    # K - L m / d
+            self.state[p]["agreed"].copy_(p)
+            self.state[p]["exp_avg"].copy_(m)
+
+
+def variance_interval(t, updates):
+    """Returns k at step t = 1, 2, ... of a stage: 1 for `updates` updates, 2 for as many, 4, ..."""
+    doublings = ((t - 1) // updates + 1).bit_length() - 1
+    return 2 ** doublings
+
+
+def agreement_interval(t, steps):
+    """Returns j at step t = 1, 2, ... of a stage: 1 for `steps` steps, 2 for as many, up to 16."""
+    return 2 ** min(4, (t - 1) // steps)
+
+
+def install():
+    """Makes 0/1 Adam the optimizer of every recipe; its name is in each checkpoint."""
+    onebit_adam.install("zeroone-adam", ZeroOneAdam)
+    agree_before_use(lambda state: state.optimizer.agree())
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
