@@ -23,7 +23,6 @@ Shapes: B examples, T tokens of the longest, N rows of a batch, M masked tokens,
 import argparse
 import atexit
 import bz2
-import collections
 import contextlib
 import functools
 import gzip
@@ -68,12 +67,12 @@ class DataError(ValueError):
 # ----- Examples: (seed, phase, i) -> a sentence pair with masks -----
 
 class Shard(NamedTuple):
-    """A shard, mapped from the disk. All but `tokens` are memoryviews: they give Python's own
+    """A shard, mapped from the disk. The fields are memoryviews, since these give Python's own
     integers, which bisect compares faster than NumPy's."""
-    tokens: np.ndarray      # every token, uint16 or uint32
+    tokens: memoryview      # every token, uint16 or uint32
     sentences: memoryview   # where each sentence begins in `tokens`, and where the last one ends
     documents: memoryview   # where each document begins in `tokens`, and where the last one ends
-    windows: memoryview     # how many windows stand before each document, and in the whole shard
+    windows: memoryview     # how many windows stand before each document, then how many in all
 
 
 class Text(NamedTuple):
@@ -138,9 +137,10 @@ class Batch(NamedTuple):
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
-        """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU."""
-        def move(array):
-            tensor = torch.from_numpy(array)
+        """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
+        """
+        def move(values):
+            tensor = torch.from_numpy(values)
             if torch.device(device).type == "cuda":
                 tensor = tensor.pin_memory()    # a GPU copies from there while the program goes on
             return tensor.to(device, non_blocking=True)
@@ -152,9 +152,19 @@ class Batch(NamedTuple):
 class PretrainingData:
     """The examples of a phase; number i is a pure function of (seed, phase, i), i = 0, 1, 2 ...
 
-    Example i comes from shard i mod S. Each document of a shard has windows of `window` tokens; an
-    epoch of a shard takes all its windows in an order of its own. An example's text begins at the
-    start of its window, or with the next sentence.
+    Example i comes from shard i mod S. Each document of a shard is covered by windows, which have
+    as many tokens as an example has room for text. An epoch of a shard takes all its windows in an
+    order of its own, one for each example. Windows move from epoch to epoch, so that examples begin
+    at other tokens, and the last one moves back to end with its document. Of a document of 26
+    tokens and its windows of 8 tokens, these are the places where windows 0 to 3 begin:
+
+        token          0       8       16        26
+        epoch 0        0.......1.......2.3.......    shift  0.00 windows
+        epoch 1        0...1.......2.....3.......    shift -0.38
+        epoch 2        .0.......1.......23.......    shift +0.24
+
+    The text of an example begins with the next sentence, if that begins less than half a window
+    away, and is as long as a window; SHORT_FRACTION of the texts are shorter.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     for half of the examples B is a part of another document of the same shard. "sop" (ALBERT,
@@ -182,7 +192,7 @@ class PretrainingData:
         self.pairs = pairs
         self.mask_fraction = mask_fraction
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
-        self.window = seq_len - self.specials           # tokens of text that an example has room for
+        self.window_size = seq_len - self.specials      # tokens: so much text has an example
 
         # Each use of random numbers has a stream of its own: from one alone, masks would follow
         # the cuts
@@ -210,10 +220,9 @@ class PretrainingData:
             tokens = np.memmap(f"{path}.tokens", self.token_type, "r")
             sentences = np.memmap(f"{path}.sentences", np.int64, "r")
             documents = np.memmap(f"{path}.documents", np.int64, "r")
-            windows_each = np.ceil(np.diff(documents) / self.window).astype(np.int64)
+            windows_each = np.ceil(np.diff(documents) / self.window_size).astype(np.int64)
             windows = np.append(0, np.cumsum(windows_each))
-            self.shards[s] = Shard(np.asarray(tokens), memoryview(sentences),
-                                   memoryview(documents), memoryview(windows))
+            self.shards[s] = Shard(*map(memoryview, (tokens, sentences, documents, windows)))
         return self.shards[s]
 
     def order(self, s, epoch):
@@ -226,32 +235,23 @@ class PretrainingData:
         return order
 
     def text(self, shard, epoch, window, length, place):
-        """Returns the Text of a window: at most `length` tokens, cut in two at a `place` in [0, 1).
-
-        A document of 26 tokens has four windows of 8. The last one moves back to fit; the others
-        move from epoch to epoch, so that examples begin at other tokens. Where windows 0 to 3 begin:
-
-            token          0       8       16        26
-            epoch 0        0.......1.......2.3.......    shift  0.00
-            epoch 1        0...1.......2.....3.......    shift -0.38
-            epoch 2        .0.......1.......23.......    shift +0.24
-        """
+        """Returns the Text of a window in an epoch: at most `length` tokens, cut in two where a
+        sentence ends; `place` in [0, 1) says at which."""
         sentences = shard.sentences
         document = bisect_right(shard.windows, window) - 1
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # Multiples of the golden ratio spread evenly over [-0.75, 0.25). Most shifts are back, since
-        # the last window ends with its document: else ends would be seen more often than begins
+        # Multiples of the golden ratio spread evenly, here over [-0.75, 0.25). Most windows shift
+        # back, as the last one does: ends of documents would be seen more than their begins else
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         windows_before = shard.windows[document]
-        number = window + (shift - windows_before)      # in the document
-        start = first + int(number * self.window)
-        start = max(first, min(start, last - self.window))
+        shifted = window + (shift - windows_before)     # the window's number in its document
+        start = first + int(shifted * self.window_size)
+        start = max(first, min(start, last - self.window_size))
 
-        # The text begins with the next sentence, if that is less than half a window away
         next_sentence = sentences[bisect_left(sentences, start)]
-        if next_sentence - start < self.window / 2:
+        if next_sentence - start < self.window_size / 2:
             start = next_sentence
         end = min(start + length, last)
 
@@ -269,19 +269,21 @@ class PretrainingData:
         return Text(start, middle, end, document, last)
 
     def pair(self, i, short, fraction, place, replace, other):
-        """Returns the Spans of example i; the other arguments are random numbers in [0, 1).
+        """Returns the Spans of example i. The other arguments are random numbers in [0, 1) for what
+        is drawn: whether the text is short, and how short; where it is cut in two; whether its
+        second part is replaced, and by which other window's.
 
-        By `replace` half of the pairs are true. In the others B is the second part of the text of
-        another document's window: it begins as true ones do, and ends nearly so, or a model could
-        tell them apart without reading. One cue is left: where no sentence ends inside of a short
-        text, A ends amid a sentence, and B does not begin there.
+        Half of the pairs are true. In the others B is the second part of the text of another
+        document's window: it begins as true ones do, and ends nearly so, or a model could tell them
+        apart without reading. One cue is left: where no sentence ends inside of a short text, A
+        ends amid a sentence, and B does not begin there.
         """
-        earlier, s = divmod(i, len(self.names))     # so many examples of this shard stand before
+        earlier, s = divmod(i, len(self.names))     # examples of shard s before this one
         shard = self.shard(s)
         windows = shard.windows[-1]
         epoch, turn = divmod(earlier, windows)
         window = int(self.order(s, epoch)[turn])
-        length = self.window
+        length = self.window_size
         if short < SHORT_FRACTION:
             length = 2 + int(fraction * (length - 1))
 
@@ -293,15 +295,14 @@ class PretrainingData:
         if self.pairs == "sop":
             return Spans(i, s, middle, end, start, middle, 1)
 
-        # Any window but those of A's document, counted from the first one after it
+        # B's window is any but those of A's document: counted on from the last of these
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
         window = (after + int(other * others)) % windows
         text = self.text(shard, epoch, window, length, place)
-        b = text.middle
-        b_end = min(b + length - (middle - start), text.document_end)
-        return Spans(i, s, start, middle, b, b_end, 1)
+        b_end = min(text.middle + length - (middle - start), text.document_end)
+        return Spans(i, s, start, middle, text.middle, b_end, 1)
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
@@ -317,70 +318,74 @@ class PretrainingData:
         """Returns (n,) how many tokens these examples have, special symbols included."""
         return np.array(list(map(self.length, self.spans(indices))))
 
-    def tokens(self, spans):
+    def unmasked(self, spans):
         """Returns (T,) int64, the tokens of an example before they are masked."""
-        text = self.shard(spans.shard).tokens
-        parts = [[CLS], text[spans.a:spans.a_end], [SEP]]
+        tokens = self.shard(spans.shard).tokens
+        parts = [[CLS], tokens[spans.a:spans.a_end], [SEP]]
         if self.pairs != "none":
-            parts += [text[spans.b:spans.b_end], [SEP]]
+            parts += [tokens[spans.b:spans.b_end], [SEP]]
         return np.concatenate(parts)
 
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
-        stood there where a token was chosen, IGNORED elsewhere.
+        stood there where a token was chosen, IGNORED elsewhere."""
+        positions = np.arange(tokens.shape[1])                         # (T,)
+        counters = indices[:, None] * self.seq_len + positions         # (B, T)
+        chosen = self.choose(tokens, counters)                         # (B, T)
+        labels = np.where(chosen, tokens, IGNORED)                     # (B, T)
 
-        Each token draws a random number, and those with the smallest are chosen: in the mean
-        `mask_fraction` of the text, but at least one token or word of each example.
-        """
-        text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)     # (B, T), as most that follows
-        counters = indices[:, None] * self.seq_len + np.arange(tokens.shape[1])
-        draws = uniform(counters, self.choice_key)
-        chance = draws[:, 0]                    # (B,) the draw of [CLS], which is never chosen
-        if self.begins_word is not None:
-            # All tokens of a word draw what its first one does
-            draws = np.take_along_axis(draws, self.word_starts(tokens, text), axis=1)
-        draws = np.where(text, draws, 2.0)      # what is no text comes last
-
-        # Chosen are the draws below that of the first token or word that is one too many
-        wanted = self.mask_fraction * text.sum(axis=1)                 # (B,) tokens, with a fraction
-        place = wanted.astype(np.int64)[:, None]
-        bound = np.take_along_axis(np.sort(draws), place, axis=1)      # (B, 1)
-        chosen = draws < bound
-        at_bound = draws == bound
-
-        # The one at the bound is taken, too, by a chance that makes the mean right: wanted =
-        # before + p * size. And it is taken if there is nothing yet
-        before = chosen.sum(axis=1)                                    # (B,)
-        size = at_bound.sum(axis=1)
-        by_chance = chance * size < wanted - before
-        nothing_yet = before == 0
-        taken = by_chance | nothing_yet
-        chosen |= at_bound & taken[:, None]
-
-        labels = np.where(chosen, tokens, IGNORED)
         originals = tokens[chosen]                                     # (M,)
-        counters = counters[chosen]
-        fates = uniform(counters, self.fate_key)
-        others = uniform(counters, self.token_key) * (self.vocab_size - len(SPECIALS))
-        others = len(SPECIALS) + others.astype(np.int64)
-        replaced = np.where(fates < 0.9, others, originals)
-        tokens[chosen] = np.where(fates < 0.8, MASK, replaced)
+        fates = uniform(counters[chosen], self.fate_key)
+        draws = uniform(counters[chosen], self.token_key)
+        words = self.vocab_size - len(SPECIALS)
+        random_tokens = len(SPECIALS) + (draws * words).astype(np.int64)
+        not_masked = np.where(fates < 0.9, random_tokens, originals)
+        tokens[chosen] = np.where(fates < 0.8, MASK, not_masked)
         return labels
 
-    def word_starts(self, tokens, text):
+    def choose(self, tokens, counters):
+        """Returns (B, T) bool, which tokens are to be predicted: in the mean `mask_fraction` of the
+        text, but at least one token or word of each example.
+
+        Each token draws a random number. Of 25 tokens 15 % are 3.75: the tokens with the three
+        smallest draws are chosen, and the one with the fourth, the bound, in three cases of four.
+        """
+        is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
+        draws = uniform(counters, self.choice_key)                      # (B, T)
+        spare = draws[:, 0]                     # (B,) of [CLS], which is never chosen
+        if self.begins_word is not None:
+            # All tokens of a word have the draw of its first one
+            draws = np.take_along_axis(draws, self.word_starts(tokens, is_text), axis=1)
+        draws = np.where(is_text, draws, 2.0)   # what is no text comes last
+
+        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,) tokens: 3.75
+        place = wanted.astype(np.int64)[:, None]                        # (B, 1) of the bound: 3
+        bound = np.take_along_axis(np.sort(draws), place, axis=1)       # (B, 1)
+        chosen = draws < bound                                          # (B, T)
+        at_bound = draws == bound                                       # (B, T) a token, or a word
+
+        # With the probability (wanted - before) / size the mean is right: 0.75
+        before = chosen.sum(axis=1)                                     # (B,)
+        size = at_bound.sum(axis=1)                                     # (B,)
+        by_chance = spare * size < wanted - before                      # (B,)
+        nothing_yet = before == 0                                       # (B,)
+        taken = by_chance | nothing_yet
+        return chosen | (at_bound & taken[:, None])
+
+    def word_starts(self, tokens, is_text):
         """Returns (B, T), the position at which the word of each token begins; a word of more than
         LONGEST_WORD tokens counts as several."""
-        begins = self.begins_word[tokens] | ~text
-        begins[:, 1:] |= ~text[:, :-1]          # the first token of a segment
+        begins = self.begins_word[tokens] | ~is_text
+        begins[:, 1:] |= ~is_text[:, :-1]       # the first token of a segment
         positions = np.arange(tokens.shape[1])
-        start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        into_word = positions - start
+        last_begin = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        into_word = positions - last_begin
         return positions - into_word % LONGEST_WORD
 
     def __getitem__(self, i):
         """Returns Example i, the same as in any batch."""
-        spans, = self.spans([i])
-        tokens = self.tokens(spans)
+        spans = self.spans([i])[0]
+        tokens = self.unmasked(spans)
         labels = self.mask(tokens[None], np.array([i]))[0]             # (T,)
         masked_positions = np.flatnonzero(labels != IGNORED)           # (m,)
         b_start = spans.a_end - spans.a + 2
@@ -391,33 +396,32 @@ class PretrainingData:
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
         spans = Spans(*np.transpose(examples))                         # each field is now (B,)
-        lengths = self.length(spans)
+        lengths = self.length(spans)                                   # (B,)
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
-        for row, length, example in zip(tokens, lengths, examples):
-            row[:length] = self.tokens(example)
+        for row, example in zip(tokens, examples):
+            row[:self.length(example)] = self.unmasked(example)
         labels = self.mask(tokens, spans.index)                        # (B, T)
 
-        # From (B, T) to rows: what is not padding, example after example
-        real = tokens != PAD
-        example, positions = np.nonzero(real)                          # (N,) each
-        b_start = spans.a_end - spans.a + 2
-        segments = (positions >= b_start[example]).astype(np.int64)
-        labels = labels[real]
+        # From (B, T) to N rows: the cells that are not padding, example after example
+        is_real = tokens != PAD                                        # (B, T)
+        example_of, positions = np.nonzero(is_real)                    # (N,), of each row
+        b_start = spans.a_end - spans.a + 2                            # (B,)
+        segments = (positions >= b_start[example_of]).astype(np.int64) # (N,)
+        labels = labels[is_real]                                       # (N,)
         masked_positions = np.flatnonzero(labels != IGNORED)           # (M,)
-        labels = labels[masked_positions]
+        labels = labels[masked_positions]                              # (M,)
 
-        # Padding
-        padding = -len(positions) % 64
+        padding = -len(positions) % 64                                 # up to a multiple of 64
         lengths = np.append(lengths, padding)                          # (B + 1,)
         bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)     # (B + 2,)
-        return Batch(pad(tokens[real], 64), pad(segments, 64), pad(positions, 64),
+        return Batch(pad(tokens[is_real], 64), pad(segments, 64), pad(positions, 64),
                      pad(masked_positions, 16), pad(labels, 16, IGNORED), bounds,
                      spans.pair_label, lengths)
 
 
-def pad(array, multiple, value=0):
-    """Returns an array (n,) with copies of `value` after it, up to a multiple of n."""
-    return np.append(array, np.full(-len(array) % multiple, value, array.dtype))
+def pad(values, multiple, fill=0):
+    """Returns an array (n,), made longer with `fill` until `multiple` divides its length."""
+    return np.append(values, np.full(-len(values) % multiple, fill, values.dtype))
 
 
 def uniform(counters, key):
@@ -472,24 +476,24 @@ def make_step(dataset, deal, step):
 
 
 def in_workers(function, items, workers):
-    """Yields function(item) for each item, in order, computed in `workers` processes an item each
-    ahead; in this process if there are none. Raises the exceptions of a worker, with a note of the
+    """Yields function(item) for each item, in order, computed ahead in `workers` processes, an item
+    each; in this process if there are none. Raises the exceptions of a worker, with a note of the
     traceback there, and DataError if a worker has died."""
     if not workers:
         yield from map(function, items)
         return
     start_server()
     items = iter(items)
-    pipes = collections.deque()
+    pipes = []
     try:
         for item in itertools.islice(items, workers):
             pipes.append(start_worker(function))
             send(pipes[-1], item)
         for item in items:
-            # Results come in order. A worker gets its next item before we yield, to work meanwhile
-            result = receive(pipes[0])
-            send(pipes[0], item)
-            pipes.rotate(-1)
+            pipe = pipes.pop(0)                 # results come in order
+            pipes.append(pipe)
+            result = receive(pipe)
+            send(pipe, item)                    # first, so that it works while our caller does
             yield result
         for pipe in pipes:
             yield receive(pipe)
@@ -599,7 +603,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     if tokenizer:
         model = Path(tokenizer).read_bytes()
     else:
-        model = train_tokenizer(sample, prose, vocab_size, cased)
+        documents = itertools.chain(*sample)
+        sentences = (sentence for text in documents for sentence in sentences_in(text, prose))
+        model = train_tokenizer(sentences, vocab_size, cased)
     return write_folder(corpus, folder, settings, model, workers)
 
 
@@ -613,16 +619,16 @@ def survey(corpus):
     size = 0
     sample = []
     rng = np.random.default_rng(0)
-    for number, block in enumerate(blocks(corpus)):
+    for before, block in enumerate(blocks(corpus)):
         text = "".join(f"{document}\n\n" for document in block).encode()
         digest.update(text)
         documents += len(block)
         size += len(text)
         # Reservoir sampling: each block has the same chance, however many are still to come
-        if number < SAMPLE:
+        if before < SAMPLE:
             sample.append(block)
         else:
-            place = rng.integers(number + 1)
+            place = rng.integers(before + 1)
             if place < SAMPLE:
                 sample[place] = block
     if not documents:
@@ -646,15 +652,12 @@ def blocks(corpus, total=None):
         yield block
 
 
-def train_tokenizer(sample, prose, vocab_size, cased=False):
-    """Returns a SentencePiece unigram model (bytes) of `vocab_size` pieces, trained on blocks of
-    documents.
+def train_tokenizer(sentences, vocab_size, cased=False):
+    """Returns a SentencePiece unigram model (bytes) of `vocab_size` pieces.
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
     is too small.
     """
-    documents = itertools.chain.from_iterable(sample)
-    sentences = (sentence for document in documents for sentence in sentences_in(document, prose))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -673,13 +676,13 @@ def train_tokenizer(sample, prose, vocab_size, cased=False):
 def write_folder(corpus, folder, settings, model, workers):
     """Writes all files of a folder of shards; returns its manifest. model: the tokenizer (bytes).
 
-    They are written beside the folder and moved there in the end, so that nobody finds half of them.
+    They are written beside the folder and moved there in the end: nobody finds half of them.
     """
-    size = settings["corpus"]["bytes"]
-    documents = settings["corpus"]["documents"]
-    held_out = max(settings["held_out"], enough_to_measure(documents, size))
+    identity = settings["corpus"]
+    enough = enough_to_measure(identity["documents"], identity["bytes"])
+    held_out = max(settings["held_out"], enough)
     if workers is None:                 # to start them takes seconds
-        workers = os.cpu_count() if size > 32 * BLOCK else 0
+        workers = os.cpu_count() if identity["bytes"] > 32 * BLOCK else 0
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as path:
         temporary = Path(path) / "shards"       # `path` itself is closed to other users
@@ -688,11 +691,9 @@ def write_folder(corpus, folder, settings, model, workers):
         tokenizer = load_tokenizer(temporary / "tokenizer.model")
         encoder = functools.partial(encode, tokenizer, settings["prose"], held_out,
                                     settings["shards"])
-        encoded = in_workers(encoder, blocks(corpus, documents), workers)
+        encoded = in_workers(encoder, blocks(corpus, identity["documents"]), workers)
         counts = write_shards(encoded, temporary, settings)
-        files = {}
-        for file in sorted(temporary.iterdir()):
-            files[file.name] = {"sha256": sha256_of(file)}
+        files = {file.name: {"sha256": sha256_of(file)} for file in sorted(temporary.iterdir())}
         manifest = {**settings, **counts, "files": files}
         manifest["sha256"] = manifest_digest(manifest)
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -705,8 +706,8 @@ def write_folder(corpus, folder, settings, model, workers):
 
 
 def enough_to_measure(documents, size):
-    """Returns the fraction of a corpus's documents on which one can measure: about 100 documents, or
-    half a megabyte if that is fewer, at least 8, at most half. size: bytes."""
+    """Returns the fraction of a corpus's documents on which one can measure: about 100 documents,
+    or half a megabyte if that is fewer, at least 8, at most half. size: bytes."""
     half_a_megabyte = documents * 5e5 / size            # in documents
     enough = min(100, max(8, half_a_megabyte))
     return min(enough / documents, 0.5)
@@ -765,13 +766,11 @@ class TextFiles:
 def lines_in(path, file):
     """Yields the lines of an open binary file without the white space around them; of a JSON record
     the lines of its text, then a blank one. Raises DataError, with file and line, if it cannot."""
-    number = 0
+    line_number = 0
     is_json = None                      # until the first line that is not blank
     try:
-        for number, data in enumerate(file, 1):
+        for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
-            if "\0" in line:
-                raise ValueError("a NUL byte")
             if line and is_json is None:
                 # Not "{" alone: templates and TeX files begin with it, too. An array of JSON, and
                 # wikiextractor's <doc id=...> without --json, fail below instead of passing as text
@@ -785,8 +784,9 @@ def lines_in(path, file):
             else:
                 yield line
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
-        raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is UTF-8 "
-                        "text or has JSON with a `text` a line (wikiextractor --json)") from None
+        raise DataError(f"{path}, line {line_number}: {type(error).__name__}: {error}; a file is "
+                        "UTF-8 text or has JSON with a `text` a line (wikiextractor --json)"
+                        ) from None
 
 
 def documents_in(lines):
@@ -818,15 +818,17 @@ ABBREVIATIONS = [
     "Mrs Gen Col Sgt Rev Hon Sen Rep Gov e.g i.e Nos Vol Fig fig Eqs Sec Inc Ltd",
     "Jan Feb Mar Apr Jun Jul Aug Sep Oct Nov Dec",
     "Prof Capt Pres Ph.D Vols Figs figs Corp Bros Sept"]
-NO_ABBREVIATION = ""
-for words in ABBREVIATIONS:
-    any_of_them = "|".join(map(re.escape, words.split()))
-    NO_ABBREVIATION += rf"(?<!\b(?:{any_of_them})\.)"
 
 # A sentence ends at a full stop, its closing quotes, white space and something that can open a
 # sentence; but not after an abbreviation, nor after one letter: "J. Smith", "the U.S. Army"
+def not_after(words):
+    """Returns a regular expression that matches where none of these words and a full stop end."""
+    any_of_them = "|".join(map(re.escape, words.split()))
+    return rf"(?<!\b(?:{any_of_them})\.)"
+
+
 SENTENCE_END = re.compile(
-    r"[.!?…](?<!\b[A-Za-z]\.)" + NO_ABBREVIATION +
+    r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
     r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
 
 
@@ -852,50 +854,46 @@ def is_prose(corpus):
     """Returns True if a corpus is prose (wrapped or paragraphs), not a sentence a line: its first
     thousand lines have sentence ends inside, or break in mid-sentence (no full stop, and the next
     line continues in lower case)."""
-    lines = []
-    for document in corpus:
-        lines += document.split("\n") + [""]
-        if len(lines) >= 1000:
-            break
-    lines = lines[:1000]
-    prose = 0
-    for line, following in itertools.pairwise([*lines, ""]):
-        has_end_inside = len(split_sentences(line[:4096])) > 1
-        goes_on = following[:1].islower()
-        is_broken = goes_on and line[-1:] not in ".!?…\"'”’):;"
-        prose += has_end_inside + is_broken
-    return prose > 0.2 * sum(map(bool, lines))
+    every_line = (line for document in corpus for line in f"{document}\n".split("\n"))
+    lines = list(itertools.islice(every_line, 1000))
+    suspects = 0
+    for line, following in itertools.pairwise(lines):
+        suspects += len(split_sentences(line[:4096])) > 1
+        suspects += following[:1].islower() and line[-1:] not in ".!?…\"'”’):;"
+    return suspects > 0.2 * sum(map(bool, lines))
 
 
 # ----- Sentences -> tokens -> shards -----
 
-class Part(NamedTuple):
-    """What some documents add to a shard."""
-    tokens: array           # their tokens, uint16 or uint32
-    sentences: array        # int64, how many tokens each sentence has
-    documents: array        # int64, how many tokens each document has
+def token_type(vocab_size):
+    """Returns the smallest type (numpy.dtype) that holds the tokens of a vocabulary."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def encode(tokenizer, prose, held_out, shards, documents):
-    """Returns {shard: Part} of a block of documents. Shard 0 is the held-out one; documents of less
-    than two tokens are left out."""
+    """Returns what a block of documents adds to each shard: {number of the shard: {"tokens": their
+    tokens, "sentences": how many tokens each sentence has, "documents": each document}}.
+
+    Shard 0 is the held-out one. Documents of less than two tokens are left out.
+    """
     texts = [sentences_in(document, prose) for document in documents]
     # All at once: sentence by sentence would take two to four times as long
     encoded = iter(tokenizer.encode(list(itertools.chain(*texts)), num_threads=1))
-    token_type = "H" if tokenizer.get_piece_size() <= 1 << 16 else "I"      # uint16, uint32
+    typecode = token_type(tokenizer.get_piece_size()).char
     parts = {}
     for document, text in zip(documents, texts):
         sentences = list(filter(None, itertools.islice(encoded, len(text))))
         tokens = list(itertools.chain(*sentences))
-        if len(tokens) >= 2:            # else there is no A and B
-            # Dealt by content: the same document twice is never both trained on and held out
-            draw = zlib.crc32(document.encode())
-            shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
-            if shard not in parts:
-                parts[shard] = Part(array(token_type), array("q"), array("q"))
-            parts[shard].tokens.extend(tokens)
-            parts[shard].sentences.extend(map(len, sentences))
-            parts[shard].documents.append(len(tokens))
+        if len(tokens) < 2:             # there is no A and B
+            continue
+        # Dealt by content: the same document twice is never both trained on and held out
+        draw = zlib.crc32(document.encode())
+        shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
+        empty = {"tokens": array(typecode), "sentences": array("q"), "documents": array("q")}
+        part = parts.setdefault(shard, empty)
+        part["tokens"].extend(tokens)
+        part["sentences"].extend(map(len, sentences))
+        part["documents"].append(len(tokens))
     return parts
 
 
@@ -903,12 +901,10 @@ def write_shards(encoded, folder, settings):
     """Writes the arrays of all shards from what `encode` returns, block after block; returns what
     the manifest says of them."""
     names = shard_names(settings["shards"])
-    totals = np.zeros((len(names), len(ARRAYS)), np.int64)
     unigrams = np.zeros(settings["vocab_size"], np.int64)
     for name in names:
-        np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")      # where the first begins
+        np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")
         np.zeros(1, np.int64).tofile(folder / f"{name}.documents")
-
     while True:
         # Groups of blocks: to open all files for each would take longer than to encode it
         group = list(itertools.islice(encoded, GROUP))
@@ -916,28 +912,34 @@ def write_shards(encoded, folder, settings):
             break
         for shard, name in enumerate(names):
             parts = [block[shard] for block in group if shard in block]
-            if parts:
-                part = Part(*map(np.concatenate, zip(*parts)))
-                append(folder / name, totals[shard], part)
-                if shard:
-                    unigrams += np.bincount(part.tokens, minlength=len(unigrams))
+            for kind in ARRAYS:
+                with open(folder / f"{name}.{kind}", "ab") as file:
+                    for part in parts:
+                        part[kind].tofile(file)
+            if name != "heldout":
+                for part in parts:
+                    np.add.at(unigrams, part["tokens"], 1)
 
-    if totals[:, 2].min() < 2:
-        raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
     unigrams.tofile(folder / "unigrams")
-    return {"token_type": part.tokens.dtype.name, "unknown_tokens": int(unigrams[UNK]),
-            "heldout": dict(zip(ARRAYS, totals[0].tolist())),
-            "train": dict(zip(ARRAYS, totals[1:].sum(axis=0).tolist()))}
+    counts = []                         # of each shard: tokens, sentences, documents
+    for name in names:
+        sentences = lengths_to_offsets(folder / f"{name}.sentences")
+        documents = lengths_to_offsets(folder / f"{name}.documents")
+        counts.append([int(documents[-1]), len(sentences) - 1, len(documents) - 1])
+    if min(documents for _, _, documents in counts) < 2:
+        raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
+    train = np.sum(counts[1:], axis=0).tolist()
+    return {"token_type": token_type(settings["vocab_size"]).name,
+            "unknown_tokens": int(unigrams[UNK]),
+            "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
 
-def append(path, totals, part):
-    """Appends a Part to a shard, and adds it to the shard's `totals` (3,)."""
-    arrays = (part.tokens, totals[0] + np.cumsum(part.sentences),
-              totals[0] + np.cumsum(part.documents))
-    for name, array in zip(ARRAYS, arrays):
-        with open(f"{path}.{name}", "ab") as file:
-            array.tofile(file)
-    totals += list(map(len, part))
+def lengths_to_offsets(path):
+    """Turns a file of a zero and lengths into one of offsets: where each begins, and where the last
+    one ends. Returns them."""
+    offsets = np.memmap(path, np.int64, "r+")
+    np.cumsum(offsets, out=offsets)
+    return offsets
 
 
 # ----- Prepared shards: what is there, and whether it is whole -----
@@ -984,22 +986,18 @@ def verify(folder, rank=0, size=1, everything=False):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads, or of
     all files. Raises DataError that names the first file that is missing or damaged."""
     manifest = load_manifest(folder)
-    others = set()
-    if not everything:
-        # Example i is of shard i mod S and of rank i mod N: a rank meets a shard in some i if and
-        # only if the two agree modulo the greatest common divisor of S and N
-        common = math.gcd(manifest["shards"], size)
-        names = shard_names(manifest["shards"])[1:]
-        others = set(names) - set(names[rank % common::common])
+    # Example i is of shard i mod S and of rank i mod N: a rank meets a shard in some i if and only
+    # if the two agree modulo the greatest common divisor of S and N
+    common = 1 if everything else math.gcd(manifest["shards"], size)
+    names = shard_names(manifest["shards"])[1:]
+    others = set(names) - set(names[rank % common::common])
     for name, file in manifest["files"].items():
         path = Path(folder) / name
         if path.stem in others:
             continue
-        if not path.exists():
-            raise DataError(f"{path} is not on {os.uname().nodename}; rank {rank} of {size} reads "
-                            "it: is its --node_rank that of these shards?")
-        if sha256_of(path) != file["sha256"]:
-            raise DataError(f"{path} is damaged; copy it again or prepare the folder again")
+        if not path.exists() or sha256_of(path) != file["sha256"]:
+            raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
+                            f"{rank} of {size} reads it; copy it again, or prepare a new folder")
     return manifest
 
 
@@ -1018,10 +1016,8 @@ def machine_documentation():
     PyTorch as installed here, filtered to English prose; no sentence occurs twice. It differs a
     little between versions of Python and of the packages.
     """
-    texts = []
-    with contextlib.suppress(ImportError):              # missing in some embedded Pythons
-        from pydoc_data.topics import topics
-        texts += topics.values()
+    from pydoc_data.topics import topics
+    texts = list(topics.values())
     for module in (os, np, torch):
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
@@ -1069,15 +1065,14 @@ def describe(manifest):
     corpus = manifest["corpus"]
     train = manifest["train"]
     held_out = manifest["heldout"]
-    documents = train["documents"] + held_out["documents"]
-    sentences = train["sentences"] + held_out["sentences"]
-    tokens = train["tokens"] + held_out["tokens"]
+    all_of = {kind: train[kind] + held_out[kind] for kind in ARRAYS}
+    tokens_each = all_of["tokens"] / all_of["documents"]
     unknown = manifest["unknown_tokens"] / train["tokens"]
-    return (f"{documents:,} of {corpus['documents']:,} documents have two tokens or more; "
-            f"{corpus['bytes'] / 1e6:.1f} MB; {sentences:,} sentences\n"
-            f"{tokens:,} tokens, {tokens / documents:.0f} a document, {manifest['vocab_size']:,} "
-            f"pieces, {unknown:.2%} [UNK]; {manifest['shards']} shards, "
-            f"{held_out['documents']:,} documents held out")
+    return (f"{all_of['documents']:,} of {corpus['documents']:,} documents have two tokens or "
+            f"more; {corpus['bytes'] / 1e6:.1f} MB; {all_of['sentences']:,} sentences\n"
+            f"{all_of['tokens']:,} tokens, {tokens_each:.0f} a document, "
+            f"{manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
+            f"{manifest['shards']} shards, {held_out['documents']:,} documents held out")
 
 
 def show(folder):
@@ -1118,28 +1113,23 @@ def number(kind, low, high=math.inf):
 
 def parse_arguments():
     """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
-    parser = Parser(description="Prepare text for BERT.", usage=argparse.SUPPRESS)
-
-    add = parser.add_argument_group("text in, shards out").add_argument
+    parser = Parser(description="Prepare text for BERT.")
+    add = parser.add_argument
     add("corpus", nargs="*", help="read these files and folders; without any, this machine's docs")
-    add("--out", metavar="DIR", help="write this folder; without it, shards/ and the corpus's name")
-    add("--shards", metavar="N", type=number(int, 1), default=8,
-        help="deal the documents to N shards (default: %(default)s)")
-    add("--held-out", metavar="X", type=number(float, 0, 0.5), default=0.01,
+    add("--out", help="write this folder; without it, shards/ and the corpus's name")
+    add("--shards", type=number(int, 1), default=8,
+        help="deal the documents to so many shards (default: %(default)s)")
+    add("--held-out", type=number(float, 0, 0.5), default=0.01,
         help="hold out this fraction of the documents, or more (default: %(default)s)")
     add("--sentences", choices=["lines", "prose"],
         help="read a sentence a line, or prose; without it, as the text looks")
-    add("--workers", metavar="N", type=number(int, 0),
-        help="encode in N processes; without it, one a core")
-    add("--cased", action="store_true", help="keep upper case in a new tokenizer")
-
-    add = parser.add_argument_group("tokenizer").add_mutually_exclusive_group().add_argument
-    add("--vocab-size", metavar="N", type=number(int, 16), default=8192,
-        help="train one of N pieces (default: %(default)s)")
-    add("--tokenizer", metavar="FILE", help="take this tokenizer.model instead")
-
-    parser.add_argument("--show", metavar="DIR",
-                        help="only report on this folder of shards and show three examples")
+    add("--workers", type=number(int, 0),
+        help="encode in so many processes; without it, one a core")
+    add("--vocab-size", type=number(int, 16), default=8192,
+        help="train a tokenizer of so many pieces (default: %(default)s)")
+    add("--cased", action="store_true", help="keep upper case in that tokenizer")
+    add("--tokenizer", help="take this tokenizer.model instead")
+    add("--show", help="only report on this folder of shards, and show three examples")
     return parser.parse_args()
 
 

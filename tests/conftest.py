@@ -28,8 +28,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What a DataLoader that became garbage after an error waits for its worker, twice; else 5 s
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     # Two threads take longer than one for tensors as small as those of the tests
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")            # of the programs
