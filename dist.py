@@ -12,7 +12,6 @@ Only this file imports torch.distributed. With one rank every collective does no
 In comments on shapes: N ranks, n elements of a bucket.
 """
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -24,14 +23,16 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
-import torch.distributed
+from torch import distributed
 
 
 class DistError(Exception):
@@ -69,20 +70,20 @@ class World:
 
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
-        self._run(torch.distributed.all_reduce, tensor)
+        self._run(distributed.all_reduce, tensor)
 
     def reduce(self, tensor, target):
         """Sums a tensor over all ranks, in place on rank `target`; elsewhere it is undefined."""
-        self._run(torch.distributed.reduce, tensor, group_dst=target)
+        self._run(distributed.reduce, tensor, group_dst=target)
 
     def broadcast(self, tensor, source=0):
         """Overwrites a tensor with that of rank `source`, in place. Its shape is the same there."""
-        self._run(torch.distributed.broadcast, tensor, group_src=source)
+        self._run(distributed.broadcast, tensor, group_src=source)
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
         gathered = torch.stack([tensor] * self.size)
-        self._run(torch.distributed.all_gather, list(gathered.unbind()), tensor)
+        self._run(distributed.all_gather, list(gathered.unbind()), tensor)
         return gathered
 
     def all_to_all(self, rows):
@@ -90,20 +91,20 @@ class World:
         if self.size == 1:
             return rows
         received = torch.empty_like(rows)
-        self._run(torch.distributed.all_to_all_single, received, rows)
+        self._run(distributed.all_to_all_single, received, rows)
         return received
 
     def broadcast_object(self, value):
         """Returns rank 0's value (any picklable object), on every rank. For small things: what is
         pickled takes four times its memory. Large tensors go by `broadcast`."""
         values = [value]
-        self._run(torch.distributed.broadcast_object_list, values, group_src=0)
+        self._run(distributed.broadcast_object_list, values, group_src=0)
         return values[0]
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any small picklable object), in order of rank."""
         values = [value] * self.size
-        self._run(torch.distributed.all_gather_object, values, value)
+        self._run(distributed.all_gather_object, values, value)
         return values
 
     def on_all_ranks(self, expected, job):
@@ -143,8 +144,8 @@ class World:
 
     def close(self):
         """Closes the groups: one left open aborts at exit. After RankLost, `leave` instead."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def differences(one, other):
@@ -167,11 +168,16 @@ def init(timeout=600.0, init_method="env://"):
     world = world_of_environment()
     if world.size == 1:
         return world
+    limit = datetime.timedelta(seconds=timeout)
     try:
-        return connect(world, datetime.timedelta(seconds=timeout), init_method)
+        store = meet(world, init_method, limit)            # see Failures
+        choose_interface(world, store)
+        start_groups(world, store, limit)
+        check_nodes(world)
+        return two_levels(world, limit)
     except (RuntimeError, ValueError) as error:
-        message = f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
-        raise RankLost(message) from error
+        raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
+                       ) from error
 
 
 def world_of_environment():
@@ -183,21 +189,10 @@ def world_of_environment():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         # The remainder is for schedulers that show each rank only its own GPU.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return World(rank, size, local_rank, local_size, size // local_size, device)
-
-
-def connect(world, limit, init_method):
-    """Returns the World when all ranks have met and can talk. limit: the timeout, a timedelta."""
-    store = meet(world.rank, world.size, init_method, limit)     # see Failures
-    choose_interface(world, store)
-    start_groups(world, store, limit)
-    # The first beat is made here, so that everyone has one when the ranks have talked once.
-    store.add(f"beats/{world.rank}", 1)
-    threading.Thread(target=beat, args=(store, world.rank)).start()
-    check_nodes(world)
-    return two_levels(world, limit)
 
 
 def choose_interface(world, store):
@@ -225,14 +220,21 @@ def interface_towards(address):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group: Gloo for the CPU and, where there are GPUs, NCCL for them."""
+    """Starts torch's process group, Gloo for the CPU and NCCL for GPUs, and this rank's `answer`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # NCCL aborts the process when its time is up, while Gloo raises an exception, which can say why.
-    # So Gloo must give up first: NCCL gets twice the time. torch takes one limit for both.
-    torch.distributed.init_process_group(backend, None, 2 * limit, world.size, world.rank, store)
-    gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
+    # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
+    distributed.init_process_group(
+        backend,
+        timeout=2 * limit,
+        world_size=world.size,
+        rank=world.rank,
+        store=store,
+    )
+    gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
+    threading.Thread(target=answer).start()            # see Failures
 
 
 def check_nodes(world):
@@ -261,9 +263,9 @@ def two_levels(world, limit):
         limit = 2 * limit                            # of NCCL, see `start_groups`
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
-    for teams in (ranks.tolist(), ranks.T.tolist()):
+    for teams in (ranks, ranks.T):
         # torch asks that every rank creates every group, its own or not, in the same order.
-        group, _ = torch.distributed.new_subgroups_by_enumeration(teams, limit)
+        group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
 
@@ -341,18 +343,26 @@ class Reducer:
 
         # The thread uses one core. With a second team OpenMP has more threads than cores, and puts
         # those of backward to sleep after each operation: a step of tiny took 1.36 times as long.
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, None, torch.set_num_threads, (1,))
-        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(
+            max_workers=1,
+            initializer=torch.set_num_threads,
+            initargs=(1,),
+        )
+        self.stream = None
+        if world.device.type == "cuda":
+            self.stream = torch.cuda.Stream(world.device)
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
         """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
         `commit` was not called, or error feedback would stand still."""
-        concurrent.futures.wait(self.jobs)         # after an error some may still be running
+        wait(self.jobs)         # after an error some may still be running
         self.jobs = []
         self.scale = scale
         self.sends = True
+        self.bytes_sent = 0
+        self.bucket_seconds = []
         self.missing = set(self.parameters)        # names of those whose gradients are not ready
         torch._foreach_zero_(self.flats)           # autograd adds to them in place
         for name, p in self.parameters.items():
@@ -389,15 +399,17 @@ class Reducer:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             # On a GPU the thread waits for what backward has queued until now.
-            event = torch.cuda.Event(blocking=True) if self.stream else torch.cpu.Event()
+            event = torch.cpu.Event()
+            if self.stream:
+                event = torch.cuda.Event(blocking=True)
             event.record()
-            previous = self.jobs[-1] if self.jobs else None
-            self.jobs.append(self.thread.submit(self._average, bucket, event, previous))
+            job = self.thread.submit(self._average, bucket, event, self.jobs[-1:])
+            self.jobs.append(job)
 
-    def _average(self, bucket, event, previous):
+    def _average(self, bucket, event, previous_jobs):
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
-        if previous:
-            previous.result()              # raises its error: after one, no further bucket is sent
+        for job in previous_jobs:          # none or one
+            job.result()                   # raises its error: after one, no further bucket is sent
         if self.stream:
             # This also sets the thread's device, which begins as GPU 0: to use that one, if only
             # to wait for the event, would take memory there on every rank.
@@ -424,10 +436,11 @@ class Reducer:
             # until the timeout, and then abort the process without a line.
             self.world.sum([0])
         began = time.perf_counter()
-        results = [job.result() for job in self.jobs]
+        for job in self.jobs:
+            sent, seconds = job.result()
+            self.bytes_sent += sent
+            self.bucket_seconds.append(seconds)
         self.wait_seconds = time.perf_counter() - began
-        self.bytes_sent = sum(sent for sent, _ in results)
-        self.bucket_seconds = [seconds for _, seconds in results]
 
     def norm(self):
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
@@ -536,14 +549,15 @@ class Bucket:
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
 
         n = sum(math.prod(shape) for shape in shapes.values())
-        multiple = padding(self.outer.size)
-        self.padded = torch.zeros(math.ceil(n / multiple) * multiple, device=world.device)
+        multiple = max(1, padding * self.outer.size)
+        length = math.ceil(n / multiple) * multiple
+        self.padded = torch.zeros(length, device=world.device)
         self.flat = self.padded[:n]
         self.restart()
 
     def views(self, flat):
-        """Returns {name: view} of a flat tensor (n,) with the bucket's layout."""
-        return dict(zip(self.shapes, split(flat, self.shapes.values())))
+        """Returns {name: view} of a flat tensor (n + padding,) with the bucket's layout."""
+        return dict(zip(self.shapes, split(flat[:len(self.flat)], self.shapes.values())))
 
     def average(self, scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
@@ -604,14 +618,14 @@ class Bucket:
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
-        self.state = {"shapes": list(self.shapes.values())}
+        self.state = {"shapes": list(self.shapes.values()), "n": len(self.flat)}
         self.pending_state = None                  # what `_send` left, until `commit`
         if not self.keeps_residual:
             return
         self.residual = torch.zeros_like(self.padded)
         self.pending = torch.zeros_like(self.padded)
         if residual:
-            for name, view in self.views(self.residual[:len(self.flat)]).items():
+            for name, view in self.views(self.residual).items():
                 view.copy_(residual[name])
 
 
@@ -629,7 +643,8 @@ def split(flat, shapes):
 #
 #     value (n + padding,)      flat fp32, another on each rank: what is to be averaged
 #     mean (n + padding,)       where q is written, the mean of what was sent, equal on every rank
-#     state                     a dict: "shapes" of the tensors in value, and what it adds itself
+#     state                     a dict: "n", the "shapes" of the tensors in value, and what the
+#                               compressor keeps for the next step
 #     argument                  as in COMPRESSORS below
 #
 # Five rules:
@@ -681,205 +696,197 @@ def topk(world, value, mean, state, fraction):
         indices = torch.from_numpy(largest)
     else:
         indices = sizes.topk(k, sorted=False).indices
-    # The bits of an int32 index travel as those of a float.
-    wire = torch.stack([value[indices], indices.int().view(torch.float32)])              # (2, k)
+    elements = value[indices]                                                            # (k,)
     # Rule 2: 0 times an inf or NaN is NaN, also where that is not among the largest.
-    wire[0, 0] += 0 * value.dot(value)
+    elements[0] += 0 * value.dot(value)
     value.index_fill_(0, indices, 0)
     mean.zero_()
-    for elements, index_bits in world.all_gather(wire):
-        mean.index_add_(0, index_bits.view(torch.int32), elements, alpha=1 / world.size)
-    return (world.size - 1) * wire.numel() * 4
+    all_indices = world.all_gather(indices.int())                                        # (N, k)
+    all_elements = world.all_gather(elements)
+    for rank in range(world.size):
+        mean.index_add_(0, all_indices[rank], all_elements[rank], alpha=1 / world.size)
+    return (world.size - 1) * 8 * k
 
 
 def powersgd(world, value, mean, state, rank):
     """Sends a rank-r factorisation of each matrix (PowerSGD, arXiv 1905.13727, algorithm 1).
 
-        P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       q = P Q^T
+        P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
     Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
-    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. Factors are rows, (r, a) and
-    (r, b): products with them read the matrix once. Every rank computes the QR, whose bits are
-    equal on equal machines only.
+    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. In the code p is P^T (r, a)
+    and q is Q^T (r, b): products with rows read the matrix once. Every rank computes the QR, whose
+    bits are equal on equal machines only.
     """
-    matrices = []                                  # (V of this rank, where its q goes)
-    others = []                                    # the same of what goes dense
-    for v, q in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
+    matrices = []
+    matrix_means = []
+    others = []
+    other_means = []
+    for v, v_mean in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
         if v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel():
-            matrices.append((v, q))
+            matrices.append(v)
+            matrix_means.append(v_mean)
         else:
-            others.append((v, q))
+            others.append(v)
+            other_means.append(v_mean)
 
-    right = state.get("factors")                   # Q^T of each matrix, (r, b)
+    right = state.get("factors")                   # Q of each matrix
     if right is None:
         generator = torch.Generator().manual_seed(0)
         right = []
-        for v, _ in matrices:
-            random = torch.randn(rank, v.shape[1], generator=generator)
-            right.append(random.to(v.device))
+        for v in matrices:
+            q = torch.randn(rank, v.shape[1], generator=generator)
+            right.append(q.to(v.device))
 
-    products = [q_t @ v.T for (v, _), q_t in zip(matrices, right)]
-    sent_p, products = dense_list(world, products)
-    left = [torch.linalg.qr(p_t.T).Q.T.contiguous() for p_t in products]         # P^T, (r, a)
-
-    products = [p_t @ v for (v, _), p_t in zip(matrices, left)]
-    vectors = [v for v, _ in others]
-    sent_q, averaged = dense_list(world, products + vectors)
+    sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
+    left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
+    right = [p @ v for v, p in zip(matrices, left)]
+    sent_right, averaged = dense_list(world, right + others)
     right = averaged[:len(matrices)]
-    exact = averaged[len(matrices):]
-    state["factors"] = [q_t.clone() for q_t in right]      # a view would keep all of `averaged`
+    state["factors"] = right
 
-    for (_, q), p_t, q_t in zip(matrices, left, right):
-        torch.mm(p_t.T, q_t, out=q)
-    for (v, q), average in zip(others, exact):
-        v.copy_(average)                           # nothing is left of it below
-        q.copy_(average)
+    for v_mean, p, q in zip(matrix_means, left, right):
+        torch.mm(p.T, q, out=v_mean)
+    for v, v_mean, exact in zip(others, other_means, averaged[len(matrices):]):
+        v.copy_(exact)                             # so that nothing is left of it below
+        v_mean.copy_(exact)
     value.sub_(mean)
-    return sent_p + sent_q
+    return sent_left + sent_right
 
 
-def two_phase(world, value, mean, state, codec):
+def two_phase(world, value, mean, state, quantiser):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). Rank j
     is the server of part j of the bucket: it averages what all ranks send of that part, and sends
     the average to all. With two ranks, whose values are (a0 a1) and (b0 b1):
 
                        rank 0                 rank 1
         value          a0     a1              b0     b1
-        encode         C(a0)  C(a1)           C(b0)  C(b1)        C - id stays in value
+        encode         C(a0)  C(a1)           C(b0)  C(b1)        a - C(a) stays in value
         all_to_all     C(a0)  C(b0)           C(a1)  C(b1)        the part it serves, of all ranks
         decode, mean   m0                     m1                  plus the server error s
         encode         C(m0)                  C(m1)               m - C(m) is the next s
-        all_gather     C(m0)  C(m1)           C(m0)  C(m1)
-        decode         q0     q1              q0     q1           the mean
+        all_gather     C(m0)  C(m1)           C(m0)  C(m1)        the mean, on both
 
         q_r = C(v_r)                  rest_r = v_r - q_r                   worker r, all parts
         q = C(mean_r q_r + s)         s = mean_r q_r + s - q               server j, part j
     """
-    encode, decode, block = codec
-    n = sum(math.prod(shape) for shape in state["shapes"])
+    quantise, unpack, block = quantiser
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
-    # Until the end `mean` is free for encode and decode: new memory costs more than arithmetic.
+    # Until the end `mean` is free as memory: to take new memory costs more than the arithmetic.
     decoded = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
-    sizes = (n - starts).clamp(1, block)                   # elements of a block, without padding
-    sizes = sizes.view(world.size, -1, 1)
+    # How many elements of each block are no padding, (N, blocks of a part, 1)
+    sizes = (state["n"] - starts).clamp(1, block).view(world.size, -1, 1)
 
     # 1. As a worker: sends each part to its server.
-    codes = encode(parts, sizes, decoded)                  # (N, blocks of a part, bytes of a block)
+    codes = encode(quantise, parts, sizes, decoded)        # (N, blocks of a part, bytes of a block)
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server: averages its part.
     server = torch.zeros_like(parts[0])
-    if "server" in state:
-        server.copy_(state["server"])                      # a new tensor, as rule 3 asks
-    for part in decode(received, decoded):
+    server.add_(state.get("server", 0))                    # a new tensor, as rule 3 asks
+    for part in decode(unpack, received, decoded):
         server.add_(part, alpha=1 / world.size)
-    first_padding = max(0, n - world.rank * server.numel())
+    first_padding = max(0, state["n"] - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0                    # onebit has made signs of padding
 
     # 3. As a server: sends the average to all; what is lost in that stays in `server`.
-    codes = encode(server, sizes[world.rank], decoded[0])
+    codes = encode(quantise, server, sizes[world.rank], decoded[0])
     state["server"] = server
-    decode(world.all_gather(codes), decoded)
+    decode(unpack, world.all_gather(codes), decoded)
     return 2 * (world.size - 1) * codes.numel()
 
 
-# What two_phase encodes with. encode(blocks, sizes, scratch) returns the bytes of blocks
-# (..., block) and leaves the rounding error in the blocks; sizes (..., 1): how many elements of
-# each block are no padding; scratch: memory as large as the blocks. decode(codes, out) writes the
-# blocks to `out` and returns them.
-
-def encode_int8(blocks, sizes, scratch):
-    """Returns bytes (..., 260) of blocks (..., 256): 8 bits an element and one fp32 scale a block,
-    whose largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
-    2110.02861, section 2.1, here linear).
-
-        s = max |x| / 127            q = s round(x / s)
-    """
-    highest = blocks.amax(-1, keepdim=True)
-    lowest = blocks.amin(-1, keepdim=True)
-    scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)                 # (..., 1)
-    levels = torch.mul(blocks, 1 / scales, out=scratch).round_()                         # -127..127
+def encode(quantise, blocks, sizes, levels):
+    """Returns the bytes of blocks (..., block), each an fp32 scale and a small level an element,
+    and leaves the rounding error, x - scale * level, in the blocks. sizes (..., 1): how many
+    elements of a block are no padding. levels: memory of the blocks' size."""
+    packed, scales = quantise(blocks, sizes, levels)
     blocks.addcmul_(levels, scales, value=-1)
-    return torch.cat([levels.to(torch.int8).view(torch.uint8), scales.view(torch.uint8)], -1)
+    return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
-def decode_int8(codes, out):
-    """Decodes bytes (..., 260) to blocks (..., 256)."""
-    levels = codes[..., :-4].view(torch.int8)
+def decode(unpack, codes, out):
+    """Writes the blocks that `encode` made bytes of to `out`, and returns them."""
     scales = codes[..., -4:].view(torch.float32)
-    out.copy_(levels)                              # int8 times float is 60 times slower on a CPU
+    unpack(codes[..., :-4], out)
     return out.mul_(scales)
 
 
-# The eight signs that a byte stands for, (256, 8): a bit of 1 is -1.
-BYTES = np.arange(256, dtype=np.uint8)
-SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(BYTES)).view(256, 8)
+def quantise_int8(blocks, sizes, levels):
+    """Writes the levels of blocks (..., 256); returns them as bytes, and the scales (..., 1).
+
+    The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
+    2110.02861, section 2.1, here linear):
+
+        scale = max |x| / 127            level = round(x / scale)
+    """
+    peaks = torch.abs(blocks, out=levels).amax(-1, keepdim=True)
+    scales = peaks.div_(127).clamp_(min=1e-30)
+    torch.mul(blocks, 1 / scales, out=levels).round_()
+    return levels.to(torch.int8).view(torch.uint8), scales
 
 
-def encode_onebit(blocks, sizes, scratch):
-    """Returns bytes (..., 68) of blocks (..., 512): one sign an element and one fp32 scale a block,
-    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936).
+def unpack_int8(packed, levels):
+    """Writes the levels that are packed in bytes (..., 256)."""
+    levels.copy_(packed.view(torch.int8))
 
-        s = mean |x|          q = s sign(x), where sign(0) = +1
+
+def quantise_onebit(blocks, sizes, levels):
+    """Writes the levels of blocks (..., 512); returns them as bits (..., 64), and the scales.
+
+    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
+
+        scale = mean |x|            level = sign(x), where sign(0) = +1
 
     1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
     embedding, that q is further from x than 0 is, and errors grow; mean |x| is the closest scale
     (Karimireddy et al., arXiv 1901.09847).
     """
-    scales = torch.abs(blocks, out=scratch).sum(-1, keepdim=True).div_(sizes)            # (..., 1)
-    negative = blocks < 0
+    scales = torch.abs(blocks, out=levels).sum(-1, keepdim=True).div_(sizes)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(negative.numpy(), axis=-1))                # (..., 64)
+        packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     else:
+        eights = (blocks < 0).unflatten(-1, (-1, 8))
         powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
-        packed = (negative.unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
-    codes = torch.cat([packed, scales.view(torch.uint8)], -1)
-    blocks.sub_(decode_onebit(codes, scratch))
-    return codes
+        packed = (eights * powers).sum(-1, dtype=torch.uint8)
+    unpack_onebit(packed, levels)
+    return packed, scales
 
 
-def decode_onebit(codes, out):
-    """Decodes bytes (..., 68) to blocks (..., 512)."""
-    packed = codes[..., :-4]
-    scales = codes[..., -4:].view(torch.float32)
-    eights = out.unflatten(-1, (-1, 8))                                                  # a view
-    if codes.is_cpu:
-        np.take(SIGNS.numpy(), packed.numpy(), 0, out=eights.numpy(), mode="clip")
-    else:
-        eights.copy_(SIGNS.to(codes.device)[packed.int()])
-    return out.mul_(scales)
+# The eight signs that a byte stands for, (256, 8): a bit of 1 is -1.
+SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8))).view(256, 8)
 
 
-def unpadded(ranks):
-    """The padding of compressors that need none: to a multiple of 1."""
-    return 1
+def unpack_onebit(packed, levels):
+    """Writes the signs that are packed in bits (..., 64)."""
+    signs = SIGNS.to(packed.device)
+    torch.index_select(signs, 0, packed.int().flatten(), out=levels.view(-1, 8))
 
 
-COMPRESSORS = {          # name: (function, its argument, what `value` is padded to a multiple of)
-    "none": (dense, torch.float32, unpadded),
-    "fp16": (dense, torch.float16, unpadded),
-    "bf16": (dense, torch.bfloat16, unpadded),
-    "int8": (two_phase, (encode_int8, decode_int8, 256), lambda ranks: 256 * ranks),
-    "onebit": (two_phase, (encode_onebit, decode_onebit, 512), lambda ranks: 512 * ranks),
-    "topk": (topk, 0.01, unpadded),                # --compression topk:0.1 sets another fraction
-    "powersgd": (powersgd, 4, unpadded),           # and powersgd:8 another rank
+COMPRESSORS = {          # name: (function, argument, padding); 0: none, else to a multiple of N times it
+    "none": (dense, torch.float32, 0),
+    "fp16": (dense, torch.float16, 0),
+    "bf16": (dense, torch.bfloat16, 0),
+    "int8": (two_phase, (quantise_int8, unpack_int8, 256), 256),
+    "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), 512),
+    "topk": (topk, 0.01, 0),                       # topk:0.1 sends another fraction
+    "powersgd": (powersgd, 4, 0),                  # powersgd:8 has another rank
 }
 
 
 def parse_compression(text):
     """Returns a row of COMPRESSORS, with the argument that a text like "topk:0.05" sets; raises
     DistError for what is unknown or cannot work."""
-    name, colon, option = text.partition(":")
+    if text in COMPRESSORS:
+        return COMPRESSORS[text]
+    name, _, option = text.partition(":")
     compressor, argument, padding = COMPRESSORS.get(name, (None, None, None))
-    if compressor and not colon:
-        return compressor, argument, padding
-    if isinstance(argument, (int, float)):         # the others have nothing to set
-        highest = 1 if isinstance(argument, float) else math.inf
-        with contextlib.suppress(ValueError):
-            argument = type(argument)(option)
-            if 0 < argument <= highest:
-                return compressor, argument, padding
+    with contextlib.suppress(ValueError):          # of an option that is not a number
+        if isinstance(argument, float) and 0 < float(option) <= 1:
+            return compressor, float(option), padding
+        if isinstance(argument, int) and int(option) > 0:
+            return compressor, int(option), padding
     raise DistError(f"--compression {text} cannot work; known are {', '.join(COMPRESSORS)}; with a "
                     "fraction in (0, 1], as topk:0.01, or a rank, as powersgd:4")
 
@@ -941,47 +948,45 @@ def asked_to_stop(requests):
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. Gloo's error names no rank, or a wrong one, and everyone would print it. So every
-# rank counts in the store, two beats a second, as long as it lives, and the first that notices a
-# failure claims it there. Rank 2 of three is killed:
+# one that hangs. Gloo's error names no rank, or a wrong one, and every rank would print its own. So
+# a rank that gets an error asks, through the store, who is alive; a thread of each process answers,
+# whatever the program is busy with. And only the first rank that failed prints. Rank 2 is killed:
 #
-#     s     rank 0                     rank 1                    rank 2     torchrun
-#     0.0   waits in a collective      waits in a collective     killed
-#     0.1   error: claims "failed"     error: is not the first   -          sees it, sends SIGTERM,
-#           reads all beats            reads all beats                      a request to stop
-#     2.1   rank 2's stand still:      the same
-#           prints "rank 2 died ..."   prints nothing
-#           ends (`leave`)             ends                                 ends, or starts all again
+#     s     rank 0                    rank 1                    rank 2     torchrun
+#     0.0   in a collective           in a collective           killed
+#     0.1   error: sets "failed"      error: is not the first   -          sees it, sends SIGTERM,
+#     0.2   thread: sets "alive/0"    thread: sets "alive/1"    -          a request to stop
+#     1.2   thread: sets "answered"   thread: the same          -
+#           reads: no "alive/2"       reads the same
+#           prints "rank 2 died ..."  prints nothing
+#           ends, see `leave`         ends                                 ends, or starts all again
 #
-# A rank that raises an exception of its own is the first, and prints that.
+# A rank that raises an exception of its own is the first to fail, and prints that.
 
-def beat(store, rank):
-    """Counts the beats of this process, in a thread, since the program may be busy for minutes."""
-    noticed = False
-    with contextlib.suppress(RuntimeError):        # the store is gone, and all ranks will notice
+def answer():
+    """Waits, in a thread, until a rank fails; tells that this process is alive, and a second later
+    that all have told. Ends the process if it has not ended a minute later."""
+    store = distributed.group.WORLD.get_group_store()
+    rank = distributed.get_rank()
+    with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         # It ends before Python does, which would abort within a request of a daemon thread.
-        while torch.distributed.is_initialized() and threading.main_thread().is_alive():
-            store.add(f"beats/{rank}", 1)
-            if not noticed and store.check(["failed"]):
-                noticed = True
-                # In NCCL this rank would wait for a dead one until twice the timeout. A minute is
-                # left to it, since it may be saving.
+        while distributed.is_initialized() and threading.main_thread().is_alive():
+            if store.check(["failed"]):
+                store.set(f"alive/{rank}", "")
+                time.sleep(1)                      # each thread looks five times a second
+                store.set("answered", "")
+                # The program may be saving. Or it waits in NCCL, where it would wait for a dead
+                # rank until twice the timeout.
                 faulthandler.dump_traceback_later(60, exit=True)
-            time.sleep(0.5)
+                return
+            time.sleep(0.2)
 
 
 def rank_lost(error):
-    """Returns the RankLost that an error in a collective means, with the ranks that are silent."""
+    """Returns the RankLost that an error in a collective means, naming the ranks that are lost."""
     first_to_fail()
-    keys = [f"beats/{rank}" for rank in range(torch.distributed.get_world_size())]
-    before = ask_store("multi_get", keys)
-    # All wait, not only the first: when one rank ends, torchrun ends the others.
-    time.sleep(2)
-    after = ask_store("multi_get", keys)
-    lost = "?"
-    if before and after:
-        silent = [str(rank) for rank in range(len(keys)) if before[rank] == after[rank]]
-        lost = ", ".join(silent) or "?"
+    # All ranks ask, since all must wait for the answers: when one ends, torchrun ends the others.
+    lost = ask(silent_ranks) or "?"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
                     f"busy? raise --timeout) ({error!r:.480})")
 
@@ -989,21 +994,30 @@ def rank_lost(error):
 def first_to_fail():
     """Returns True on the rank that calls it first, and False on the others: of all that fail, one
     has the reason. Where the store does not answer it is True on each of them."""
-    if not torch.distributed.is_initialized():
-        return True
-    me = str(torch.distributed.get_rank()).encode()
-    return ask_store("compare_set", "failed", "", me) in (None, me)
+    me = os.environ.get("RANK", "0").encode()
+    return ask(lambda store: store.compare_set("failed", "", me)) in (None, me)
 
 
-def ask_store(method, *arguments):
-    """Returns the answer of a method of the store that all ranks share, None without one in 3 s: a
+def silent_ranks(store):
+    """Returns the ranks that have not answered when there was time to, as "3, 5"."""
+    while not store.check(["answered"]):           # to wait in it would keep `answer` from the store
+        time.sleep(0.1)
+    return ranks_without(store, "alive", distributed.get_world_size())
+
+
+def ranks_without(store, word, size):
+    """Returns the ranks that have not set a word in the store, as "3, 5"."""
+    return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
+
+
+def ask(question):
+    """Returns question(store of all ranks), or None if there is no store or no answer in 3 s: a
     request to a host that is stopped or cut off never returns, so a thread makes it."""
-    store = torch.distributed.group.WORLD.get_group_store()
-    thread = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        return thread.submit(getattr(store, method), *arguments).result(3)
-    except (RuntimeError, TimeoutError):
+    if not distributed.is_initialized():
         return None
+    store = distributed.group.WORLD.get_group_store()
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        return ThreadPoolExecutor().submit(question, store).result(timeout=3)
 
 
 def leave(message, restart_helps):
@@ -1011,14 +1025,17 @@ def leave(message, restart_helps):
     (None: nothing). Where it would not help that torchrun starts all again, ends torchrun, too."""
     if first_to_fail() and message:
         print(message, file=sys.stderr, flush=True)
-    restarts = TORCHRUN == os.getppid() and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-    if restarts and not restart_helps:
+    torchrun_restarts = (
+        TORCHRUN == os.getppid()
+        and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    )
+    if torchrun_restarts and not restart_helps:
         time.sleep(0.1)                            # it ends all ranks, and one may still print
         os.kill(TORCHRUN, signal.SIGTERM)
     os._exit(1)                                    # a clean exit can wait for a rank that is lost
 
 
-def meet(rank, size, init_method, limit):
+def meet(world, init_method, limit):
     """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
     RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
@@ -1036,18 +1053,19 @@ def meet(rank, size, init_method, limit):
 
     Any later process changes the number, so those that meet are the latest of each rank.
     """
-    root, _, _ = next(torch.distributed.rendezvous(init_method, rank, size, timeout=limit))
+    root, _, _ = next(
+        distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("processes", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
         count = root.add("processes", 0)
-        store = torch.distributed.PrefixStore(str(count), root)
-        store.set(f"here/{rank}", "")
-        if store.check([f"here/{r}" for r in range(size)]):
+        store = distributed.PrefixStore(str(count), root)
+        store.set(f"here/{world.rank}", "")
+        if store.check([f"here/{rank}" for rank in range(world.size)]):
             return store
         if time.monotonic() > deadline:
-            absent = [str(r) for r in range(size) if not store.check([f"here/{r}"])]
-            raise RuntimeError(f"rank {', '.join(absent)} did not come in time")
+            absent = ranks_without(store, "here", world.size)
+            raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
 
 
@@ -1056,9 +1074,9 @@ def meet(rank, size, init_method, limit):
 def measure(world, name, megabytes, rounds=5):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
     the slowest rank, median) and the bytes that all ranks send, to other nodes if there are any."""
-    rows = max(1, int(megabytes * 1e6 / 4096))
-    gradient = torch.randn(rows * 1024, device=world.device)
-    bucket = Bucket({"matrix": (rows, 1024)}, world, name)
+    shape = (int(megabytes * 1e6 / 4096), 1024)
+    gradient = torch.randn(math.prod(shape), device=world.device)
+    bucket = Bucket({"matrix": shape}, world, name)
     seconds = []
     for _ in range(rounds + 1):
         bucket.flat.copy_(gradient)
@@ -1068,35 +1086,26 @@ def measure(world, name, megabytes, rounds=5):
         bucket.flat[0].item()                      # waits for a GPU
         took = time.perf_counter() - began
         seconds.append(max(world.all_gather_object(took)))
-    seconds = sorted(seconds[1:])                  # the first round warmed up
-    sent_by_all, = world.sum([sent])
-    return seconds[rounds // 2], sent_by_all
-
-
-def print_costs(world, sizes):
-    """Prints, on rank 0, what `measure` returns for each compressor and size in MB."""
-    def say(line):
-        if world.rank == 0:
-            print(line, flush=True)
-
-    say(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
-    say("compression     MB        ms   MB sent    GB/s")
-    for name, size in itertools.product(COMPRESSORS, sizes):
-        seconds, sent = measure(world, name, size)
-        say(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
-            f"{size / 1e3 / seconds:>8.2f}")
+    return statistics.median(seconds[1:]), world.sum([sent])[0]          # the first warmed up
 
 
 def main():
-    """Reads the command line and prints the table."""
+    """Prints a table of what `measure` returns for each compressor and size."""
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 25, 100, 400], help="sizes")
-    args = parser.parse_args()
+    sizes = parser.parse_args().mb
     try:
         world = init()
-        print_costs(world, args.mb)
+        if world.rank == 0:
+            print(f"{world.size} ranks on {world.nodes} node(s), {world.device.type}; sent: by all")
+            print("compression     MB        ms   MB sent    GB/s")
+        for name, size in itertools.product(COMPRESSORS, sizes):
+            seconds, sent = measure(world, name, size)
+            if world.rank == 0:
+                print(f"{name:<12}{size:>6}{1e3 * seconds:>10.2f}{sent / 1e6:>10.2f}"
+                      f"{size / 1e3 / seconds:>8.2f}", flush=True)
         world.close()
-    except (DistError, OSError) as error:
+    except DistError as error:
         leave(f"dist.py: {error}", restart_helps=isinstance(error, RankLost))
 
 
