@@ -7,19 +7,19 @@ positions. Two heads are trained with it. One predicts masked tokens (MLM, maske
 the other predicts from [CLS] whether the second text follows the first (NSP, next sentence).
 
 Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tokens of all examples
-stand one after another, as rows of one matrix. All layers treat each row by itself; only attention
-has to know which rows belong to one example.
+stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
+example; everything else treats each row by itself.
 
-What to read: the model comes first, from `BertConfig` to `CrossEntropy`. The three parts after it
-can be skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
+What to read: first the model, from `BertConfig` to `CrossEntropy`. The three parts after it can be
+skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
 
-Shapes:
+Shapes, as in "x (N, D)":
     B   examples of the batch
     T   tokens of one example
     N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
     M   masked tokens of the batch
     R   rows that the heads read: one [CLS] an example, and the masked tokens
-    D   width of the model, the size of a hidden state
+    D   width of the model, the size of a hidden state; D_ff: that inside of feed-forward
     H   heads of attention, each with D/H columns of Q, K and V
     V   size of the vocabulary
 """
@@ -39,8 +39,8 @@ from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# cuDNN's attention is left out: it makes a new plan for each shape, and we have many shapes. It may
-# also round the dropout to a multiple of 1/16.
+# cuDNN's attention is not used: it makes a new plan for each shape, and batches have many shapes.
+# It may also round the dropout to a multiple of 1/16.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -66,16 +66,17 @@ def multiple_of_64(size):
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """The shape of a BERT. The names are this project's; `CONFIG_NAMES` translates them."""
+    """The shape of a BERT. The names are ours; `CONFIG_NAMES` has those of Hugging Face."""
     layers: int                         # L, the number of blocks
     width: int                          # D, the size of a hidden state
     heads: int                          # H, the heads of attention; they divide the width
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
-    vocab_size: int                     # V, rounded up to a multiple of 64
-    max_positions: int = 512            # T of the longest example that the model can read
-    dropout: float = 0.1                # fraction of hidden states and attention weights set to 0
-    layer_norm_eps: float = 1e-12       # added to the variance, so that nothing is divided by 0
-    init_std: float = 0.02              # standard deviation of the initial weights
+    vocab_size: int                     # V, the rows of the embedding, a multiple of 64
+    max_positions: int = 512            # the largest T that the model can read
+    dropout: float = 0.1                # the fraction of hidden states, and of attention weights,
+                                        # that is set to 0 in training
+    layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
+    init_std: float = 0.02              # the standard deviation of initial weights
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
@@ -105,7 +106,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens, segments, positions):
-        """Returns the first hidden states (N, D) for three tensors of numbers (N,)."""
+        """Returns the first hidden states (N, D). tokens, segments, positions: (N,) int64."""
         x = self.tokens(tokens) + self.positions(positions) + self.segments(segments)    # (N, D)
         return self.dropout(self.norm(x))
 
@@ -114,43 +115,44 @@ def plain_attention(qkv):
     """Returns softmax(Q K^T / sqrt(D/H)) V in each head, for one example alone.
 
     qkv (T, 3, H, D/H) holds Q, K and V of its T tokens; the result has the shape (T, H, D/H). See
-    Vaswani et al., arXiv 1706.03762, equation 1. The model calls `attention` below, which does this
-    for all examples of a batch, and faster.
+    Vaswani et al., arXiv 1706.03762, equation 1. This is what to understand; what the model calls
+    is `attention` below, which does the same for all examples of a batch, and faster.
     """
     q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
     scores = q @ k.mT / math.sqrt(q.shape[2])                    # (H, T, T)
     weights = scores.softmax(-1)                                 # (H, T, T), each row sums to 1
-    return (weights @ v).transpose(0, 1)
+    return (weights @ v).transpose(0, 1)                         # (T, H, D/H)
 
 
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
-    bounds and lengths say which rows belong to one example. Three examples of 5, 3 and 3 tokens,
-    were N a multiple of 16 and not of 64:
+    bounds and lengths say which rows belong to one example. With examples of 5, 3 and 3 tokens, and
+    if N were a multiple of 16 and not of 64:
 
-        rows      0  1  2  3  4 | 5  6  7 | 8  9 10 | 11 12 13 14 15
-                  example 1     | ex. 2   | ex. 3   | only fill up
-        lengths   5             | 3       | 3       | 5                    (B + 1,), on the CPU
-        bounds    0               5         8         11             16    (B + 2,), int32
+        row        0  1  2  3  4 | 5  6  7 | 8  9 10 | 11 12 13 14 15 |
+                   example 0     | ex. 1   | ex. 2   | only fill up   |
+        lengths    5             | 3       | 3       | 5              |        (B + 1,)
+        bounds     0             | 5       | 8       | 11             | 16     (B + 2,)
 
-    The rows that only fill up are treated as one more example, whose result nobody reads; its
-    length can be 0. dropout is the fraction of attention weights that is set to 0.
+    The rows that only fill up N are one more example, whose result nobody reads. lengths is on the
+    CPU always, since it decides shapes. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
-        # One kernel takes examples of all lengths. It needs a GPU that is new enough for bf16.
-        from torch.nn.attention.varlen import varlen_attn        # This import takes a second.
+        # There is a kernel that takes examples of all lengths at once. Its import takes a second.
+        from torch.nn.attention.varlen import varlen_attn
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         longest = int(lengths.max())
         return varlen_attn(q, k, v, bounds, bounds, longest, longest)
 
     dtype = qkv.dtype
     if dtype.itemsize == 2 and not qkv.is_cuda:
-        # On a CPU the backward pass takes twice as long in 16 bits as in fp32.
+        # On a CPU, backward takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 
-    # A run of b neighbours that have the same length T is a rectangle (b, T). It needs neither
-    # padding nor a mask. In the picture there are three runs: 1 x 5, 2 x 3 and 1 x 5.
+    # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
+    # padding nor a mask. The picture has three runs: 1 x 5, 2 x 3 and 1 x 5. The last length is 0
+    # if no rows had to fill up N.
     lengths = lengths[lengths > 0]
     run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((run_lengths * run_counts).tolist())
@@ -163,7 +165,8 @@ def attention(qkv, bounds, lengths, dropout):
 
 
 class Block(nn.Module):
-    """One encoder layer: attention, then feed-forward, each added to its input, then normalised."""
+    """One layer of the encoder: attention, then feed-forward. The output of each is added to its
+    input, and the sum is normalised."""
 
     def __init__(self, config):
         super().__init__()
@@ -178,24 +181,25 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, bounds, lengths, rows=None):
-        """Returns the next hidden states (N, D) for x (N, D); with `rows` (R,) those rows alone,
-        (R, D). bounds, lengths: as in `attention`."""
+        """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
+        alone, (R, D). bounds, lengths: as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
+        # Torch's function for attention does not know whether the model is in training.
         dropout = self.dropout.p if self.training else 0.0
-        mixed = attention(qkv, bounds, lengths, dropout).flatten(1)      # (N, D)
+        attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
             x = x.index_select(0, rows)                          # (R, D)
-            mixed = mixed.index_select(0, rows)                  # (R, D)
+            attended = attended.index_select(0, rows)            # (R, D)
 
-        # Post-LayerNorm: the sum is normalised, where later models normalise a branch's input.
-        x = self.attention_norm(x + self.dropout(self.attention_out(mixed)))
+        # Later models normalise what goes into attention and feed-forward, in place of the sums.
+        x = self.attention_norm(x + self.dropout(self.attention_out(attended)))
         hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
         return self.norm(x + self.dropout(self.down(hidden)))
 
 
 class Losses(NamedTuple):
-    """Sums over a batch. They are no means, since the divisor is the count of the whole step on all
-    ranks, which only the caller knows."""
+    """Sums over a batch, not means: the caller divides them by the counts of the whole step on all
+    ranks, which a batch does not know."""
     mlm_sum: torch.Tensor            # (), fp32: cross-entropy of the masked tokens, nats
     nsp_sum: torch.Tensor            # (), fp32: cross-entropy of the sentence pairs, nats
 
@@ -207,8 +211,8 @@ class Losses(NamedTuple):
 class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
 
-    # Whether backward computes the activations of a block once more, in place of keeping them (Chen
-    # et al., arXiv 1604.06174). This takes less memory and a third more work.
+    # Activation checkpointing (Chen et al., arXiv 1604.06174): backward computes the activations of
+    # each block again, in place of keeping them. It takes less memory and a third more work.
     recompute = False
 
     def __init__(self, config):
@@ -275,16 +279,17 @@ class BertForPreTraining(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,).
+    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,). A label of -100
+    does not count.
 
-    A label of -100 does not count. It differs from F.cross_entropy by its memory: the log-softmax
-    overwrites the logits (if they are not in 16 bits), the gradient overwrites the log-softmax.
-    Each array of this size is memory that the system hands out and takes back in every step.
+    F.cross_entropy computes the same, with more memory. Here the log-softmax overwrites the logits,
+    if these are not in 16 bits, and the gradient overwrites the log-softmax. An array of this size
+    is memory that the system would hand out and take back in every step.
     """
 
     @staticmethod
     def forward(ctx, logits, labels):
-        # A sum of V exponentials needs more than 16 bits. Tests use fp64, which stays.
+        # A sum of V exponentials needs at least fp32. (Tests use fp64, which stays.)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logs = logits.detach().to(dtype)                         # (M, V)
         torch.log_softmax(logs, -1, out=logs)
@@ -294,11 +299,13 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient):
         """Returns the gradient of the logits, loss_gradient * (softmax(logits) - one_hot(labels)),
-        with rows of 0 where the label does not count; and None for the labels."""
+        in rows whose label counts, and 0 in others. The labels have none."""
         logs, labels = ctx.saved_tensors
-        counts = (labels >= 0).to(logs.dtype).unsqueeze(1)       # (M, 1): 1 if a label counts, or 0
+        counts = (labels >= 0).to(logs.dtype).unsqueeze(1)       # (M, 1): 1 if it counts, else 0
         columns = labels.clamp(min=0).unsqueeze(1)               # (M, 1)
-        gradient = logs.exp_()                                   # (M, V), softmax(logits)
+
+        # It starts as softmax(logits). Then 1 is subtracted at each label that counts.
+        gradient = logs.exp_()                                   # (M, V)
         gradient.scatter_add_(1, columns, -counts)
         gradient.mul_(loss_gradient * counts)
         return gradient, None
@@ -339,13 +346,14 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 
 
 def huggingface_names(name):
-    """Returns the Hugging Face names of one of our parameters, a list: of three for Q, K and V."""
+    """Returns the Hugging Face names (a list) of one of our parameters: three for Q, K and V, else
+    one."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
-    module, _, kind = name.rpartition(".")                   # The kind is "weight" or "bias".
+    module, _, kind = name.rpartition(".")                   # The kind is weight or bias.
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
-    _, layer, inner = module.split(".")                      # As in "blocks.3.qkv".
+    _, layer, inner = module.split(".")                      # The module is blocks.3.qkv, say.
     parts = BLOCK_NAMES[inner].split()
     return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in parts]
 
@@ -354,7 +362,7 @@ def huggingface_names(name):
 
 def safetensors(tensors):
     """Returns a safetensors file (bytes) of fp32 tensors {name: tensor}: the length of the header,
-    the header (JSON), then the numbers of each tensor."""
+    the header (JSON), then the elements of each tensor."""
     header = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, tensor in tensors.items():
@@ -367,37 +375,40 @@ def safetensors(tensors):
 
     text = json.dumps(header).encode()
     while len(text) % 8:
-        text += b" "                                         # The numbers are aligned in the file.
+        text += b" "                                         # The elements have to be aligned.
     length = len(text).to_bytes(8, "little")
-    numbers = [tensor.numpy() for tensor in tensors.values()]
-    return b"".join([length, text] + numbers)
+    elements = [tensor.numpy() for tensor in tensors.values()]
+    return b"".join([length, text] + elements)
 
 
 def is_plain_unigram(tokenizer, vocab):
-    """Returns whether a tokenizer.json of ours can do what a SentencePieceProcessor does, whose
-    pieces and scores are `vocab`."""
+    """Returns whether our tokenizer.json can do what a SentencePieceProcessor does. vocab: its
+    pieces and their scores, [(piece, score)]."""
     try:
-        tokenizer.nbest_encode("a", nbest_size=2)            # Only unigram models can do this.
+        # Unigram models alone know the second-best way to cut a text.
+        tokenizer.nbest_encode("a", nbest_size=2)
     except RuntimeError:
         return False
-    # The begin of a word is a "▁", and spaces around words do not matter.
+    # Each word has to begin with a "▁", and spaces must not count otherwise.
     if tokenizer.normalize(" a  b ") != "▁a▁b":
         return False
     for piece, score in vocab[len(SPECIALS):]:
-        # Single bytes and symbols that a user defined have a score of 0. No piece spans words.
+        # Single bytes and symbols that a user has defined have a score of 0. A piece with a "▁" in
+        # it would span two words.
         if score == 0 or "▁" in piece[1:]:
             return False
     return True
 
 
 def normalizer_steps(tokenizer_model):
-    """Returns the steps, in tokenizer.json's terms, that a SentencePiece model (bytes) takes before
-    it cuts a text: it replaces characters by a table of its own, if it has one, and drops spaces."""
+    """Returns what a SentencePiece model (bytes) does to a text before it cuts it, as the steps of
+    tokenizer.json: it replaces characters by its table, if it has one, and drops needless spaces.
+    """
     normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
     spec = normalizer.serialized_normalizer_spec()
-    # The spec is a protobuf message of two fields, name and table. Each is a tag (one byte), a
-    # length and the content. The name's length is one byte. The table's is several bytes, of which
-    # all but the last are 128 or more.
+    # The spec is a protobuf message of two fields, in bytes:
+    #     tag, length of the name, the name, tag, length of the table (up to 4 bytes), the table
+    # All bytes of a length but its last are 128 or more.
     at = 3 + spec[1]
     while spec[at] >= 128:
         at += 1
@@ -415,9 +426,9 @@ def normalizer_steps(tokenizer_model):
 def tokenizer_json(tokenizer_model):
     """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
-    Three things differ. Of two cuts that are equally likely, Hugging Face's `tokenizers` can take
-    the other one, since it adds scores in fp64. It drops an accent that its letter cannot have.
-    And text can spell [MASK], as in all their tokenizers. Raises ModelError if more would differ.
+    Three things differ in Hugging Face's `tokenizers`. Of two equally likely cuts it can take the
+    other one, since it adds the scores in fp64. It drops an accent that its letter cannot have. And
+    a text can spell [MASK]. Raises ModelError for a SentencePiece model of which more would differ.
     """
     tokenizer = SentencePieceProcessor(model_proto=tokenizer_model)
     ids = list(range(len(tokenizer)))
@@ -431,8 +442,8 @@ def tokenizer_json(tokenizer_model):
             "id": i, "content": special, "special": True, "normalized": False,
             "lstrip": False, "rstrip": False, "single_word": False})
 
-    # As in `encode_with_masks`, the text between two [MASK] loses a space at its end, and begins a
-    # word only if it begins with a space or is the first.
+    # Text before the first [MASK] begins with a new word; text after a [MASK] does so only if it
+    # begins with a space. `encode_with_masks` does the same.
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
     return json.dumps({
         "version": "1.0",
@@ -450,14 +461,15 @@ def tokenizer_json(tokenizer_model):
 
 
 def write_file(path, content):
-    """Writes bytes to a file. A program that is killed leaves the old file whole."""
+    """Writes bytes to a file. If the program is killed meanwhile, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)                           # A full disk's error names no file.
+        # The error of a full disk does not name a file.
+        error.filename = str(path)
         raise
 
 
@@ -512,8 +524,9 @@ DTYPES = {                           # safetensors' name of a type: torch's
 
 
 def build_model(folder):
-    """Returns a model as a folder's config.json describes it, with random weights, and the size of
-    the vocabulary there. The model's own is padded to a multiple of 64."""
+    """Returns a model with random weights, as a folder's config.json describes it, and the size of
+    the vocabulary there; the model's own is a multiple of 64. Raises ModelError if it is no BERT.
+    """
     try:
         theirs = json.loads(Path(folder, "config.json").read_text())
         if theirs["model_type"] != "bert" or theirs.get("hidden_act", "gelu") != "gelu":
@@ -527,8 +540,8 @@ def build_model(folder):
 
 
 def modern(name):
-    """Returns today's name of a tensor. Files of 2018 say gamma and beta, and the encoder alone
-    (BertModel) is saved without the prefix."""
+    """Returns today's name of a tensor. Files of 2018 say gamma and beta; those of BertModel, the
+    encoder alone, lack the prefix."""
     name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
     if not name.startswith(("bert.", "cls.")):
         name = f"bert.{name}"
@@ -545,14 +558,15 @@ def read_weights(folder):
         header = json.loads(content[8:begin])
         header.pop("__metadata__", None)
 
-        numbers = memoryview(bytearray(content[begin:]))
+        elements = memoryview(bytearray(content[begin:]))
         weights = {}
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            tensor = torch.frombuffer(numbers[first:last], dtype=DTYPES[entry["dtype"]])
+            tensor = torch.frombuffer(elements[first:last], dtype=DTYPES[entry["dtype"]])
             weights[modern(name)] = tensor.view(entry["shape"])
         return weights
-    except Exception as error:                               # A damaged header can be anything.
+    except Exception as error:
+        # A damaged header can hold anything, and so raise anything.
         raise ModelError(f"{path} is missing, cut or damaged: {error!r}") from None
 
 
@@ -561,7 +575,7 @@ def load_huggingface(folder):
 
     The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel and of
     BertForMaskedLM load, too: heads that the file lacks keep their random initialisation, and a
-    line on stderr names them. Raises ModelError if the folder is not a BERT, if a file is damaged,
+    line on stderr names them. Raises ModelError if the folder is no BERT's, if a file is damaged,
     or if the weights are not those that config.json describes.
     """
     model, vocab_size = build_model(folder)
@@ -594,8 +608,8 @@ def load_huggingface(folder):
 def copy_weights(folder, model, tokenizer_path):
     """Gives a model the weights of a folder.
 
-    Raises ModelError if its shape is another one, or if its tokenizer.model is not the same file as
-    tokenizer_path: the same tokens would mean other words.
+    Raises ModelError if its shape is another one, or if its tokenizer.model is not a copy of
+    tokenizer_path: its tokens would be other words.
     """
     found = load_huggingface(folder)
     own = Path(folder, "tokenizer.model")
@@ -612,8 +626,8 @@ def copy_weights(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# It stands for [MASK] in text that SentencePiece reads, since no text can spell that token. It is a
-# private character of Unicode, which no tokenizer knows.
+# SentencePiece finds no special token in a text. There this character stands for [MASK]; Unicode
+# leaves it undefined, so that no tokenizer knows it.
 STAND_IN = "\ue000"
 
 
@@ -621,11 +635,11 @@ def encode_with_masks(tokenizer, text):
     """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token."""
     tokens = [CLS]
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        # Unknown characters that stand together are one piece, and the stand-in is one of them.
+        # Unknown characters that stand together are one piece, the stand-in among them.
         for part in re.split(f"({STAND_IN})", piece):
             if part == STAND_IN:
                 if tokens[-1] == tokenizer.piece_to_id("▁"):
-                    tokens.pop()                             # This begins the masked word.
+                    tokens.pop()                             # That began the masked word.
                 tokens.append(MASK)
             elif part:
                 tokens.append(tokenizer.piece_to_id(part))
@@ -635,8 +649,8 @@ def encode_with_masks(tokenizer, text):
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    A model guesses if the text has more tokens than those that it was trained on (128 in the demo).
-    Raises ModelError if there is no [MASK], or if there are more tokens than positions.
+    Its guesses are bad if the text has more tokens than the examples of training (128 in the demo).
+    Raises ModelError if there is no [MASK], or if the text has more tokens than max_positions.
     """
     device = model.mlm_bias.device
     tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
@@ -658,7 +672,7 @@ def fill_mask(model, tokenizer, text, count=5):
         logits = model.mlm_logits(hidden).float()                                # (M, V)
     model.train(was_training)
 
-    # The last rows of the vocabulary only pad it to a multiple of 64.
+    # The last rows only pad the vocabulary to a multiple of 64: no pieces belong to them.
     logits = logits[:, :len(tokenizer)]
     best = logits.softmax(1).topk(count)
     lines = []
@@ -675,13 +689,14 @@ def fill_mask(model, tokenizer, text, count=5):
 def flops_per_example(config, length, masked):
     """Returns the floating-point operations of one example, forward and backward.
 
-    length: its tokens T; masked: its masked tokens M. A multiply-add counts as two operations, and
-    backward as twice the forward. With L layers, D width and D_ff feed-forward:
+    length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
+    and backward as twice the forward. With L layers:
 
-        attention     L T (6 D^2 + 4 T D)                          Q, K, V; scores and their use
-        other layers  ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)       the last layer's for R rows only
-        heads         M (2 D^2 + 2 D V) + 2 D^2                    MLM; pooler
-        all           3 (attention + other layers + heads)
+        attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
+        other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
+                                                              layer does it for M + 1 rows only.
+        heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
+        all         3 (attention + other + heads)
     """
     D = config.width
     attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
@@ -696,16 +711,16 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
 
     tokens, masked: how many there are in the micro-batch; size: bytes of an element. Counted as in
     Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose attention keeps no
-    (T, T) matrix. A token leaves 9 D + 2 D_ff elements in a layer: its input (D), Q, K and V (3 D),
-    what attention mixed (D), two sums and two norms (4 D), `up` and its GELU (2 D_ff).
+    (T, T) matrix. Of a token, a layer keeps 9 D + 2 D_ff elements: its input (D), Q, K and V (3 D),
+    `attended` (D), two sums and two norms (4 D), `up` and its GELU (2 D_ff).
     """
     width = config.width
     layer = size * (9 * width + 2 * config.feed_forward)
     if config.dropout > 0:
-        layer += 3 * width                       # Three masks of a byte; attention's is about D.
+        layer += 3 * width                       # Three masks have a byte an element.
     layers = config.layers * layer
     if recompute:
-        # Each layer keeps its input, and one layer at a time is computed again.
+        # Each layer keeps its input alone, but for the one that is being computed again.
         layers = layer + (config.layers - 1) * size * width
 
     logit = 4                                    # CrossEntropy keeps fp32.
@@ -735,7 +750,7 @@ def state_gigabytes(config, size, lossy):
 
 def measure_tflops(config, device, dtype, examples=16, length=128):
     """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
-    # This module asks for GPUs when it is imported. After that no process may be forked.
+    # To import this asks for GPUs, after which no process can be forked. So it stands here.
     from torch.utils.benchmark import Timer
 
     block = Block(config).to(device, dtype)
@@ -746,7 +761,7 @@ def measure_tflops(config, device, dtype, examples=16, length=128):
                   num_threads=torch.get_num_threads())
     seconds = timer.blocked_autorange(min_run_time=1).median
 
-    # What one layer more takes. (A model's last layer is no measure: it computes a few rows only.)
+    # This is what one layer more takes. The last one is cheaper, since few of its rows are read.
     deeper = dataclasses.replace(config, layers=config.layers + 1)
     flops = flops_per_example(deeper, length, 0) - flops_per_example(config, length, 0)
     return 1e-12 * examples * flops / seconds
