@@ -11,7 +11,7 @@ import optim
 import train
 from tests.ranks import run_ranks, together
 from tests.test_optim import apply, assert_equal, parameters, problem, ratio
-from tests.training import SHORT, assert_same, last_state, metrics, plan_of, run, steps_kept
+from tests.training import SHORT, assert_same, last_state, metrics, plan_of, run
 from tests.variants import onebit_adam, onebit_lamb, synchronised, zeroone_adam
 
 
@@ -488,15 +488,17 @@ def test_a_run_resumes_in_both_phases_with_the_same_bits(shards, tmp_path):
     assert max(rare) < mixed[0] / 10
 
 
-def test_a_save_makes_weights_equal_that_ranks_step_alone(shards, tmp_path):
-    """0/1 Adam, frozen after step 3, agrees after steps 4, 5 and 7; after step 8 weights differ,
-    and a save compares them."""
-    argv = "--steps 9 0 --batch 8 --workers 0 --checkpoint-every 8".split()
+@pytest.mark.parametrize("save_every, evaluate_every", [(8, 100), (100, 8)])
+def test_ranks_agree_before_a_save_and_an_evaluation(shards, tmp_path, save_every, evaluate_every):
+    """0/1 Adam, frozen after step 3, agrees after steps 4, 5 and 7. After step 8 weights differ:
+    a save, which compares them, makes them equal, and so does an evaluation."""
+    argv = ["--steps", 9, 0, "--batch", 8, "--workers", 0, "--checkpoint-every", save_every,
+            "--eval-every", evaluate_every]
     sums = run(shards, tmp_path / "out", *argv, size=2, sabotage=(one_bit, "zeroone-adam", 0.34))
-    assert steps_kept(tmp_path / "out") == [8, 9] and sums[0] == sums[1]
+    assert sums[0] == sums[1]
     # The bytes of that agreement are in the next step's line.
     sent = [line["bytes_sent"] for line in metrics(tmp_path / "out")]
-    assert sent[7] == 0 and sent[8] == sent[6] > 0
+    assert sent[5] == sent[7] == 0 and sent[8] == sent[6] > 0
 
 
 def test_a_run_resumes_on_other_ranks(shards, tmp_path):

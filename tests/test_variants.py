@@ -1,8 +1,10 @@
-"""The files of tests/variants: each against its equations, or a plain way to the same."""
+"""The files of tests/variants: each against its equations, or a plain way to the same. Of the 1-bit
+family here are only its whole programs: test_onebit.py has the rest."""
 import contextlib
 import copy
 import gc
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,13 +17,16 @@ import data
 import dist
 import optim
 import train
+from tests.bench.bench_network import random_batch
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, parameters, problem
-from tests.training import assert_same, last_state, metrics, random_batch, shrink
-from tests.variants import (albert, bucket_clipping, came, local_steps, merit, slow_momentum,
-                            stacking)
+from tests.training import assert_same, last_state, metrics, plan_of, shrink
+from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit,
+                            onebit_adam, onebit_lamb, slow_momentum, stacking, zeroone_adam)
+from tests.variants.synchronised import LocalReducer
 
-VARIANTS = albert, bucket_clipping, came, local_steps, merit, slow_momentum, stacking
+VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, onebit_adam,
+            onebit_lamb, slow_momentum, stacking, zeroone_adam)
 
 
 # ----- Optimizers: one tensor at a time, in float64 -----
@@ -42,7 +47,8 @@ def factors(state, x, b):
 def numpy_came(values, decays, grads, lr=0.02, b1=0.9, b2=0.999, b3=0.9999):
     w = [v.copy() for v in values]
     m = [np.zeros_like(v) for v in w]
-    squares, strays = ([[np.zeros(n) for n in v.shape] for v in w] for _ in range(2))
+    squares = [[np.zeros(n) for n in v.shape] for v in w]
+    strays = [[np.zeros(n) for n in v.shape] for v in w]
     for step in grads:
         for i, g in enumerate(step):
             u = g * factors(squares[i], g ** 2 + 1e-30, b2)
@@ -98,12 +104,20 @@ def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     assert sum(x.numel() for x in state.values()) == 30 * 50 + 2 * (30 + 50)
 
 
+def slow_optimizer(params, **options):
+    """Returns slow momentum's optimizer on one rank."""
+    optimizer = slow_momentum.SlowMomentum(params, **options)
+    optimizer.connect(dist.World(), SimpleNamespace(bytes_sent=0))
+    return optimizer
+
+
 def test_slow_momentum_without_weight_and_period_is_adamw(monkeypatch):
     monkeypatch.setattr(slow_momentum, "WEIGHT", 0.0)
     monkeypatch.setattr(slow_momentum, "PERIOD", 1)
     values, _, grads = problem(1)
-    ours, theirs = (parameters(values, [0.05] * 5)[0] for _ in range(2))
-    slow = slow_momentum.SlowMomentum(ours, lr=0.01, weight_decay=0.1)
+    ours, _ = parameters(values, [0.05] * 5)
+    theirs, _ = parameters(values, [0.05] * 5)
+    slow = slow_optimizer(ours, lr=0.01, weight_decay=0.1)
     adamw = optim.AdamW(theirs, lr=0.01, eps=1e-6, weight_decay=0.1)
     for step in grads:
         apply(slow, ours, step)
@@ -115,13 +129,14 @@ def test_slow_momentum_without_weight_and_period_is_adamw(monkeypatch):
 def test_slow_momentum_is_its_equations():
     values, decays, grads = problem(2)
     params, groups = parameters(values, decays)
-    slow = slow_momentum.SlowMomentum(groups, lr=0.02)
-    w, m, s, v = ([np.zeros_like(x) for x in values] for _ in range(4))
+    slow = slow_optimizer(groups, lr=0.02)
+    w = [x.copy() for x in values]
+    m, s, v = ([np.zeros_like(x) for x in values] for _ in range(3))
     for t, step in enumerate(grads, 1):
         apply(slow, params, step)
         for i, g in enumerate(step):
-            w[i] = values[i].copy() if t == 1 else w[i]
-            m[i], s[i] = 0.9 * m[i] + 0.1 * g, 0.99 * s[i] + 0.01 * g
+            m[i] = 0.9 * m[i] + 0.1 * g
+            s[i] = 0.99 * s[i] + 0.01 * g
             v[i] = 0.999 * v[i] + 0.001 * g ** 2
             u = 0.5 * m[i] / (1 - 0.9 ** t) + 0.5 * s[i] / (1 - 0.99 ** t)
             w[i] = w[i] - 0.02 * (u / (np.sqrt(v[i] / (1 - 0.999 ** t)) + 1e-6) + decays[i] * w[i])
@@ -137,8 +152,9 @@ def loss_of(model, batch):
 
 def test_an_albert_is_a_bert_with_equal_layers():
     torch.manual_seed(0)
-    config = bert.BertConfig(3, 64, 1, 128, vocab_size=192, dropout=0.0)
-    shared, batch = albert.Albert(config), random_batch(192, examples=8, length=64)
+    config = bert.BertConfig(3, 64, heads=1, feed_forward=128, vocab_size=192, dropout=0.0)
+    shared = albert.Albert(config)
+    batch = random_batch(192, examples=8, length=64)
     nn.init.normal_(shared.mlm_bias)
     plain = albert.written_out(shared)
     losses = [loss_of(model, batch) for model in (shared, plain)]
@@ -165,45 +181,47 @@ def test_an_albert_is_a_bert_with_equal_layers():
     assert [round(many / few, 1) for many, few in zip(*sizes)] == [8.7, 17.4]
 
 
-def stage(parts, world, number, grow=True):
-    plan = SimpleNamespace(config=parts[0].config, bucket_mb=0.01, compression="none")
-    stacking.begin_stage(parts, plan, world, number, grow)
-    return [name for name, p in parts[0].named_parameters() if p.requires_grad]
-
-
 def stages(world):
     """Trains each stage for a step, in bf16; returns for each what trained, what changed, bytes."""
     torch.manual_seed(0)
-    config, told = bert.BertConfig(2, 64, 1, 128, vocab_size=128, dropout=0.0), []
-    model, batch = stacking.GrowingBert(config).bfloat16(), random_batch(128, 8, 64)
-    reducer, masters = dist.Reducer(model, world), optim.master_weights(model)
+    config = bert.BertConfig(2, 64, heads=1, feed_forward=128, vocab_size=128, dropout=0.0)
+    flags = SimpleNamespace(bucket_mb=0.01, compression="none")
+    plan = SimpleNamespace(config=config, flags=flags)
+    model = stacking.GrowingBert(config).bfloat16()
+    batch = random_batch(128, 8, 64)
+    masters = optim.master_weights(model)
     optimizer = optim.LAMB(masters.values(), lr=0.01)
     optimizer._update = stacking.only_with_gradient(optimizer._update)
-    parts = model, reducer, masters, optimizer, None
-    for number in range(stacking.STAGES + 1):
+    state = train.State(model, dist.Reducer(model, world), masters, optimizer, optim.LossScaler())
+    told = []
+    for stage in range(stacking.STAGES + 1):
         before = copy.deepcopy(model)
-        trains = stage(parts, world, number)
+        stacking.begin_stage(plan, world, state, stage, grow=True)
+        trains = [name for name, p in model.named_parameters() if p.requires_grad]
         old = {name: master.clone() for name, master in masters.items()}
-        reducer.zero_grad()
+        state.reducer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
-        reducer.finish()
+        state.reducer.finish()
         optimizer.step()
         optim.copy_to_model(masters, model)
         told.append({
-            "trains": trains, "bytes": reducer.bytes_sent, "loss": loss.item(),
+            "trains": trains,
+            "bytes": state.reducer.bytes_sent,
+            "loss": loss.item(),
             "before": loss_of(before, batch).item(),
             "twice": loss_of(repeated(before), batch).item(),
             "gradients": [name for name, w in masters.items() if w.grad is not None],
             "changed": [name for name, w in masters.items() if not torch.equal(w, old[name])],
             "size": sum(masters[name].numel() for name in trains)})
-    reducer.close()
+    state.reducer.close()
     return told
 
 
 def repeated(model):
     """Returns the plain BERT of two layers, both the first of a model's."""
-    plain, weights = bert.BertForPreTraining(model.config).bfloat16(), model.state_dict()
+    plain = bert.BertForPreTraining(model.config).bfloat16()
+    weights = model.state_dict()
     plain.load_state_dict({name: weights[name.replace("blocks.1.", "blocks.0.")]
                            for name in weights})
     return plain
@@ -233,8 +251,11 @@ def toy(world, reducer=dist.Reducer):
     torch.manual_seed(world.rank)                          # the Reducer sends rank 0's weights
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
     inputs = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(7))
-    return model, reducer(model, world, bucket_mb=256e-6), lambda model, rank, factor=100: (
-        (factor * model(inputs[rank]).square().mean()).backward())
+
+    def backward(model, rank, factor=100):
+        (factor * model(inputs[rank]).square().mean()).backward()
+
+    return model, reducer(model, world, bucket_mb=256e-6), backward
 
 
 def lamb(model):
@@ -249,12 +270,15 @@ def local_training(world, period, steps=9):
     """Returns the parameters that were equal on both ranks after each step's averaging, and all
     weights after each step; the same by one process that plays both ranks."""
     local_steps.PERIOD = period
-    model, reducer, backward = toy(world, local_steps.LocalReducer)
-    reducer.weights, optimizer = dict(model.named_parameters()), lamb(model)
+    model, reducer, backward = toy(world, local_steps.WeightReducer)
+    reducer.weights = dict(model.named_parameters())
+    optimizer = lamb(model)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     optimizers = [lamb(replica) for replica in replicas]
-    order = [[*bucket.shapes] for bucket in reducer._buckets]
-    met, weights, expected = [], [], []
+    order = [list(bucket.shapes) for bucket in reducer.buckets]
+    met = []
+    weights = []
+    expected = []
     for step in range(steps):
         reducer.zero_grad()
         backward(model, world.rank)
@@ -275,7 +299,8 @@ def local_training(world, period, steps=9):
         for each in optimizers:
             each.step()
         expected.append(vector(replicas[world.rank]))
-    reducer.synchronise(optimizer)
+    with torch.no_grad():
+        reducer.agree(optimizer)
     bits = vector(model), *(state[key] for state in optimizer.state.values()
                             for key in ("exp_avg", "exp_avg_sq"))
     same = all(torch.equal(*world.all_gather(x)) for x in bits)
@@ -299,19 +324,21 @@ def check_local_steps(every_step, in_turn):
 
 def slow_training(world, steps=5):
     """Returns whether weights were equal on both ranks after each step, and the last weights; the
-    same by one process that plays both ranks."""
+    same by one process that plays both ranks; whether all are equal at the end; bytes by step."""
     slow_momentum.PERIOD = 2
-    model, reducer, backward = toy(world)
+    model, reducer, backward = toy(world, LocalReducer)
     optimizer = slow_momentum.SlowMomentum(model.parameters(), lr=0.01)
-    optimizer.world = world
-    replicas, met = [copy.deepcopy(model) for _ in range(2)], []
-    alone = [slow_momentum.SlowMomentum(replica.parameters(), lr=0.01) for replica in replicas]
+    optimizer.connect(world, reducer)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    alone = [slow_optimizer(replica.parameters(), lr=0.01) for replica in replicas]
+    met = []
+    sent = []
     for step in range(steps):
         reducer.zero_grad()
-        assert optimizer.local_gradients(False)
-        with reducer.accumulate():
-            backward(model, world.rank)
+        backward(model, world.rank)
+        reducer.finish()
         optimizer.step()
+        sent.append(reducer.bytes_sent)
         met.append(torch.equal(*world.all_gather(vector(model))))
         for rank, (replica, other) in enumerate(zip(replicas, alone)):
             replica.zero_grad()
@@ -322,8 +349,7 @@ def slow_training(world, steps=5):
                 slow = alone[0].state[p]["slow"], alone[1].state[q]["slow"]
                 for pair in (p.data, q.data), slow:
                     torch._foreach_copy_(pair, [sum(pair) / 2] * 2)
-    sent = optimizer.bytes_sent
-    optimizer.synchronise()
+    optimizer.agree()
     optimizer.state_dict()
     bits = vector(model), *(x for state in optimizer.state.values() for x in state.values())
     same = all(torch.equal(*world.all_gather(x)) for x in bits)
@@ -341,12 +367,13 @@ def clipped(world):
         for kind in dist.Reducer, bucket_clipping.ClippingReducer:
             model, reducer, backward = toy(world, kind)
             reducer.zero_grad(scale)
-            with reducer.accumulate():
-                backward(model, world.rank, 0.5 * factor * scale)
-            own = 2 * torch.stack(reducer.buckets) / scale               # after both halves
+            reducer.sends = False
+            backward(model, world.rank, 0.5 * factor * scale)
+            own = 2 * torch.stack(reducer.flats) / scale                 # after both halves
+            reducer.sends = True
             backward(model, world.rank, 0.5 * factor * scale)
             reducer.finish()
-            results[case] += [own, torch.stack(reducer.buckets) / scale]
+            results[case] += [own, torch.stack(reducer.flats) / scale]
             reducer.close()
     return results
 
@@ -373,7 +400,8 @@ def test_reducers_and_stages_on_two_ranks(tmp_path):
     outcomes = run_ranks(reducers, 2, tmp_path)
     for local, (met, weights, expected, same, sent), _, told in outcomes:
         check_local_steps(*local)
-        assert met == [False, True, False, True, False] and same and sent == 0
+        assert met == [False, True, False, True, False] and same
+        assert sent == [0, 8 * 360, 0, 8 * 360, 0]         # w and s of five layers of 72
         assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
         check_stages(*told)
     check_clipping([outcome[2] for outcome in outcomes])
@@ -403,7 +431,7 @@ def run_variants(world, shards, folder, half):
     def run(out, *argv, steps=(9, 0)):
         argv = ["--data", shards, "--out", folder / out, "--batch", 4, "--workers", 0,
                 "--checkpoint-every", 7, "--eval-every", 4, "--steps", *steps, *argv]
-        train.train(train.make_plan(train.parse_arguments([*map(str, argv)]), world), world)
+        train.train(plan_of(*argv, world=world), world)
 
     def refusal(out, **options):
         with pytest.raises(train.ConfigError) as error:
@@ -447,7 +475,17 @@ def test_variants_train_and_resume_bit_for_bit(shards, tmp_path):
     assert isinstance(model, bert.BertForPreTraining) and len(model.blocks) == 2
 
 
-def test_variants_are_programs(shards, tmp_path):
-    done = run_script("tests/variants/came.py", "--data", shards, "--out", tmp_path,
-                      *"--steps 2 0 --max-steps 1 --workers 0 --batch 2".split())
-    assert done.returncode == 0 and "optimizer came" in done.stdout, done.stderr
+@pytest.mark.parametrize("variant", ["came", "onebit_lamb", "slow_momentum"])
+def test_variants_are_programs(shards, tmp_path, variant):
+    done = run_script(f"tests/variants/{variant}.py", "--data", shards, "--out", tmp_path,
+                      *"--steps 5 0 --max-steps 1 --workers 0 --batch 2".split())
+    name = variant.replace("_", "-")
+    assert done.returncode == 0 and f"optimizer {name}" in done.stdout, done.stderr
+
+
+def test_every_variant_is_in_the_readme():
+    folder = Path(__file__).parent / "variants"
+    readme = (folder / "README.md").read_text()
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py", "synchronised.py"}
+    assert files == {f"{variant.__name__.rpartition('.')[2]}.py" for variant in VARIANTS}
+    assert all(f"`{name}`" in readme for name in files)

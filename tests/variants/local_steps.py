@@ -41,6 +41,7 @@ class WeightReducer(LocalReducer):
     `weights`, {name: tensor}, is set by `install`; `steps` counts those that were taken or skipped.
     """
     steps = 0
+    norm = dist.Reducer.norm             # of this rank's own gradients
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -65,10 +66,6 @@ class WeightReducer(LocalReducer):
         for weight, mean in self.means:
             weight.copy_(mean)
         self.means = []
-
-    def norm(self):
-        """Returns the norm of this rank's own gradients."""
-        return dist.Reducer.norm(self)
 
     def commit(self, step_taken):
         """Ends a step."""
