@@ -1022,7 +1022,7 @@ def train(plan, world):
 def report(plan, log, state, stop_requests):
     """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
     # A metrics.jsonl that somebody has damaged must not end the program here.
-    with contextlib.suppress(LookupError, TypeError, ValueError):
+    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
         bars = loss_bars(log.metrics)
         if bars:
             log.say(f"\nPhase, step, held-out MLM loss; | is the loss by word frequency\n{bars}")
@@ -1076,7 +1076,7 @@ def print_plan(flags):
     # As many ranks as there would be, though none of them exists.
     world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
     plan = make_plan(flags, world)
-    shapes = bert.parameter_shapes(plan.config)
+    shapes = tuple(bert.parameter_shapes(plan.config))
     elements = sum(math.prod(shape) for shape in shapes)
     print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
           f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression {flags.compression}")
