@@ -375,7 +375,7 @@ def safetensors(tensors):
 
     text = json.dumps(header).encode()
     while len(text) % 8:
-        text += b" "                                         # The elements have to be aligned.
+        text += b" "                       # The elements have to begin at a multiple of 8 bytes.
     length = len(text).to_bytes(8, "little")
     elements = [tensor.numpy() for tensor in tensors.values()]
     return b"".join([length, text] + elements)
@@ -385,7 +385,7 @@ def is_plain_unigram(tokenizer, vocab):
     """Returns whether our tokenizer.json can do what a SentencePieceProcessor does. vocab: its
     pieces and their scores, [(piece, score)]."""
     try:
-        # Unigram models alone know the second-best way to cut a text.
+        # Unigram models alone can tell the second-best way to cut a text; others raise.
         tokenizer.nbest_encode("a", nbest_size=2)
     except RuntimeError:
         return False
@@ -482,7 +482,7 @@ def save_huggingface(model, tokenizer_path, folder):
     `tokenizer_json` does.
     """
     tokenizer_model = Path(tokenizer_path).read_bytes()
-    tokenizer = tokenizer_json(tokenizer_model)
+    exported_tokenizer = tokenizer_json(tokenizer_model)
 
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -509,7 +509,7 @@ def save_huggingface(model, tokenizer_path, folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "model.safetensors", safetensors(tensors))
     write_file(folder / "config.json", json.dumps(config, indent=2).encode())
-    write_file(folder / "tokenizer.json", tokenizer)
+    write_file(folder / "tokenizer.json", exported_tokenizer)
     write_file(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2).encode())
     write_file(folder / "tokenizer.model", tokenizer_model)
 
@@ -528,10 +528,13 @@ def build_model(folder):
     the vocabulary there; the model's own is a multiple of 64. Raises ModelError if it is no BERT.
     """
     try:
-        theirs = json.loads(Path(folder, "config.json").read_text())
-        if theirs["model_type"] != "bert" or theirs.get("hidden_act", "gelu") != "gelu":
+        content = json.loads(Path(folder, "config.json").read_text())
+        if content["model_type"] != "bert" or content.get("hidden_act", "gelu") != "gelu":
             raise ValueError("not a BERT with GELU")
-        fields = {ours: theirs[name] for ours, name in CONFIG_NAMES.items() if name in theirs}
+        fields = {}
+        for ours, theirs in CONFIG_NAMES.items():
+            if theirs in content:
+                fields[ours] = content[theirs]
         config = BertConfig(**fields)
         padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
         return BertForPreTraining(padded), config.vocab_size
@@ -589,6 +592,7 @@ def load_huggingface(folder):
         names = huggingface_names(name)
         lacking = [part for part in names if part not in weights]
         if not lacking:
+            # Rows that only pad the vocabulary stay 0. Q, K and V are the thirds of one matrix.
             targets = parameter.detach().zero_().chunk(len(names))
             for part, target in zip(names, targets):
                 if name in ("embeddings.tokens.weight", "mlm_bias"):
@@ -626,8 +630,8 @@ def copy_weights(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# SentencePiece finds no special token in a text. There this character stands for [MASK]; Unicode
-# leaves it undefined, so that no tokenizer knows it.
+# SentencePiece does not find [MASK] in a text, so this character stands for it there. It is one of
+# Unicode's private ones, which no tokenizer knows.
 STAND_IN = "\ue000"
 
 

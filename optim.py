@@ -142,8 +142,8 @@ class LossScaler:
         overflow:   skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
-    bf16 and fp32 have the range that gradients need. With them the scale begins at its largest
-    value, 1, and what is left is that a step which is not finite is skipped.
+    bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
+    largest=1) is left with the other half of its work: it skips steps that are not finite.
     """
     scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
     growth_interval: int = 1000
@@ -246,9 +246,13 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, **options):
         super().__init__(params, self.DEFAULTS | options)
 
-    def add_param_group(self, group, most=1 << 21):
-        """Adds parameters, in tensor groups of about `most` elements, or of one larger tensor. One
-        group is updated at a time, so that the temporary tensors of an update stay small."""
+    def add_param_group(self, group, most=2 ** 21):
+        """Adds parameters: torch's constructor calls this for each group, {"params": list} with the
+        options that are the group's own.
+
+        Cuts the group into tensor groups of about `most` elements, or of one larger tensor. These
+        are updated one after another, so that the temporary tensors of an update stay small.
+        """
         tensor_groups = collections.defaultdict(list)
         elements = 0
         for p in group["params"]:
@@ -256,6 +260,7 @@ class Optimizer(torch.optim.Optimizer):
                 "exp_avg": torch.zeros_like(p),              # m
                 "exp_avg_sq": torch.zeros_like(p),           # v
             }
+            # The number of the tensor group goes up with every `most` elements before this one.
             tensor_groups[elements // most].append(p)
             elements += p.numel()
         for tensors in tensor_groups.values():
@@ -302,7 +307,8 @@ class LAMB(Optimizer):
 
     adapt_all=False, the paper's code: tensors without decay (biases, LayerNorm) have ratio 1. True,
     NVIDIA's "NVLAMB" (use_nvlamb in fused_lamb.py): all tensors have ratios of their own. NVIDIA's
-    also clips gradients to a global norm of 1, as train.py does before every optimizer.
+    also clips gradients to a global norm of 1, as train.py does before every optimizer. Q, K and V
+    are one tensor in our model, and three in theirs.
     """
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
@@ -313,20 +319,21 @@ class LAMB(Optimizer):
         decay = group["weight_decay"]
         move_moments(m, v, g, b1, b2)
 
-        # With c = sqrt(1 - b2^t) and k = c / (1 - b1^t), the u of the equations is k times
-        #     u' = m / (sqrt(v) + c eps) + (decay / k) w
-        # which saves the two passes over memory that correct m and v.
+        # To correct m and v takes two passes over memory. This saves them: with the two numbers
+        # c = sqrt(1 - b2^t) and k = c / (1 - b1^t),
+        #     (m / (1 - b1^t)) / (sqrt(v) / c + eps) = k m / (sqrt(v) + c eps)
+        # So u = k u' with u' = m / (sqrt(v) + c eps) + (decay / k) w, which is computed here.
         c = (1 - b2 ** t) ** 0.5
         k = c / (1 - b1 ** t)
-        u = torch._foreach_div(m, root_plus_eps(v, c * group["eps"]))       # u'
-        torch._foreach_add_(u, w, alpha=decay / k)
+        u = torch._foreach_div(m, root_plus_eps(v, c * group["eps"]))
+        torch._foreach_add_(u, w, alpha=decay / k)                          # u'
 
-        # w = w - lr (||w|| / ||u||) u. In u / ||u|| the k cancels, so that u' serves as well; but
-        # where the ratio is 1, u is k u'.
+        # w = w - lr (||w|| / ||u||) u. In u / ||u|| the k cancels, so u' serves as well. But where
+        # the ratio is 1, u' has to be multiplied by k.
         ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
         if not decay and not group["adapt_all"]:
             ratios.fill_(k)
-        # The factors stay tensors, since to read numbers the CPU would wait for the GPU. As fp64
+        # The factors (n,) stay on the device: to read them, the CPU would wait for the GPU. As fp64
         # they are rounded only once.
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)

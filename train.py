@@ -953,8 +953,8 @@ def train(plan, world):
                 stop = world.sum([dist.asked_to_stop(stop_requests)])[0]
             if stop:
                 break
-            # Dropout's seed is a function of the step, so that no generator has to be saved. Python's
-            # hash of numbers is the same in every process.
+            # Dropout's seed is a function of the step, so that no generator has to be saved.
+            # Python's hash of numbers is the same in every process.
             torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
             state.reducer.sends = number + 1 == len(micro_batches)
             losses = state.model(batch.to(world.device))
@@ -1079,7 +1079,8 @@ def print_plan(flags):
     shapes = tuple(bert.parameter_shapes(plan.config))
     elements = sum(math.prod(shape) for shape in shapes)
     print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
-          f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression {flags.compression}")
+          f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression "
+          f"{flags.compression}")
     for number, phase in enumerate(plan.phases, 1):
         activations = example_gigabytes(plan, phase) * phase.micro_batch
         compute, exchange, step = step_seconds(plan, world, phase, shapes)

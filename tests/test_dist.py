@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from types import SimpleNamespace
 
@@ -102,6 +103,46 @@ def test_gradients_are_those_of_one_process(tmp_path, size, local_size):
         n = size // local_size if size > local_size else size
         expected = 2 * (n - 1) * TRAINABLE * (4 if compression == "none" else 2)
         assert abs(sum(sent for _, _, sent in found) - expected) <= 64
+
+
+def naive_and_overlapped(world):
+    """Gradients of one batch by average_gradients, and by the Reducer."""
+    found = []
+    for reducer_wanted in (False, True):
+        torch.manual_seed(100)
+        model = Toy()
+        reducer = dist.Reducer(model, world, 0.0002) if reducer_wanted else None
+        (model(batch()[world.rank::world.size]) / 12 * world.size).backward()
+        if reducer:
+            reducer.finish()
+            reducer.close()
+        else:
+            dist.average_gradients(model, world)
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_reducer_does_what_the_naive_form_does(tmp_path, size):
+    for naive, overlapped in run_ranks(naive_and_overlapped, size, tmp_path):
+        for name, gradient in one_process().items():
+            torch.testing.assert_close(naive[name], gradient, rtol=1e-5, atol=1e-5)
+            # Three numbers are added in another order where a bucket has other bounds
+            tolerance = 1e-6 if size > 2 else 0
+            torch.testing.assert_close(naive[name], overlapped[name], rtol=tolerance,
+                                       atol=tolerance)
+
+
+def test_the_norm_is_that_of_all_buckets(alone):
+    torch.manual_seed(100)
+    model = Toy()
+    reducer = alone(model, 0.0002)
+    model(batch()).backward()
+    reducer.finish()
+    every = torch.cat([view.flatten() for view in reducer.gradients.values()])
+    assert len(reducer.flats) > 2 and reducer.norm() == pytest.approx(float(every.norm()))
+    reducer.gradients["norm.bias"][0] = math.inf
+    assert reducer.norm() == math.inf
 
 
 def averaged_by_hand(world):
@@ -311,6 +352,11 @@ def collectives(world):
     shared = world.broadcast_object({"from": world.rank})
     total = world.sum([1, world.rank, float("nan") if world.rank == 1 else 0.0])
     place = world.nodes, world.local_rank
+    tensor = torch.arange(3) + world.rank
+    world.broadcast(tensor)
+    assert tensor.tolist() == [0, 1, 2]
+    assert world.all_gather(tensor + world.rank).tolist() == [
+        [rank, rank + 1, rank + 2] for rank in range(world.size)]
     return shared, total, world.all_gather_object(world.rank), place
 
 
@@ -439,6 +485,37 @@ def notices_a_loss(world):
 def test_ranks_do_not_wait_for_answers_one_after_another(tmp_path):
     *moments, _ = run_ranks(notices_a_loss, 8, tmp_path, check=False)
     assert max(moments) - min(moments) < 1.5                   # they are seven
+
+
+@pytest.mark.parametrize("torchrun, restarts, helps, killed", [
+    (True, "1", False, True), (True, "1", True, False), (True, "0", False, False),
+    (False, "1", False, False)])
+def test_leaving_ends_torchrun_where_a_restart_is_in_vain(
+        monkeypatch, capsys, torchrun, restarts, helps, killed):
+    kills = []
+
+    def leave_test(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(dist, "TORCHRUN", os.getppid() if torchrun else None)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setattr(os, "kill", lambda pid, signum: kills.append((pid, signum)))
+    monkeypatch.setattr(os, "_exit", leave_test)
+    with pytest.raises(SystemExit, match="1"):
+        dist.leave("the reason", helps)
+    assert capsys.readouterr().err == "the reason\n"
+    assert kills == [(os.getppid(), signal.SIGTERM)] * killed
+
+
+def leaves(world, said):
+    sys.stderr = open(f"{said}.{world.rank}", "w")
+    dist.leave(f"rank {world.rank}", restart_helps=True)
+
+
+def test_one_rank_says_why_it_leaves(tmp_path):
+    assert run_ranks(leaves, 3, tmp_path, tmp_path / "said", check=False) == [None] * 3
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(3)]
+    assert sorted(said) in [["", "", f"rank {rank}\n"] for rank in range(3)]
 
 
 def waits_in_nccl(world, began):

@@ -52,7 +52,8 @@ class CAME(optim.Optimizer):
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
         for p, gradient, mean, square in zip(w, g, m, v):
             u = gradient * moved_factors(square, gradient.square() + eps1, b2)
-            u /= (u.square().mean().sqrt() / group["d"]).clamp(min=1)
+            rms = u.square().mean().sqrt()
+            u /= (rms / group["d"]).clamp(min=1)
             mean.lerp_(u, 1 - b1)                        # m; lerp(a, b, x) = a + x (b - a)
             step = mean
             if p.dim() > 1:

@@ -195,7 +195,7 @@ class CompressedMean:
 class AskingReducer(LocalReducer):
     """A Reducer that asks, when a step begins, whether gradients are local in it."""
     local = False
-    asks = None              # the question, a function; the inherited constructor begins a step, too
+    asks = None              # the question; None until it is set, after the first zero_grad
 
     def zero_grad(self, scale=1.0):
         """Begins a step."""
