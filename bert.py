@@ -375,7 +375,7 @@ def safetensors(tensors):
 
     text = json.dumps(header).encode()
     while len(text) % 8:
-        text += b" "                       # The elements have to begin at a multiple of 8 bytes.
+        text += b" "                         # The elements have to begin at a multiple of 8 bytes.
     length = len(text).to_bytes(8, "little")
     elements = [tensor.numpy() for tensor in tensors.values()]
     return b"".join([length, text] + elements)
@@ -653,7 +653,7 @@ def encode_with_masks(tokenizer, text):
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
 
-    Its guesses are bad if the text has more tokens than the examples of training (128 in the demo).
+    The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
     Raises ModelError if there is no [MASK], or if the text has more tokens than max_positions.
     """
     device = model.mlm_bias.device
@@ -677,8 +677,7 @@ def fill_mask(model, tokenizer, text, count=5):
     model.train(was_training)
 
     # The last rows only pad the vocabulary to a multiple of 64: no pieces belong to them.
-    logits = logits[:, :len(tokenizer)]
-    best = logits.softmax(1).topk(count)
+    best = logits[:, :len(tokenizer)].softmax(1).topk(count)
     lines = []
     for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
         words = []
@@ -719,24 +718,24 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     `attended` (D), two sums and two norms (4 D), `up` and its GELU (2 D_ff).
     """
     width = config.width
-    layer = size * (9 * width + 2 * config.feed_forward)
+    per_layer = size * (9 * width + 2 * config.feed_forward)
     if config.dropout > 0:
-        layer += 3 * width                       # Three masks have a byte an element.
-    layers = config.layers * layer
+        per_layer += 3 * width                   # Three masks have a byte an element.
+    per_token = config.layers * per_layer
     if recompute:
         # Each layer keeps its input alone, but for the one that is being computed again.
-        layers = layer + (config.layers - 1) * size * width
+        per_token = per_layer + (config.layers - 1) * size * width
 
-    logit = 4                                    # CrossEntropy keeps fp32.
+    per_logit = 4                                # CrossEntropy keeps fp32.
     if size < 4:
-        logit += size                            # The gradient in 16 bits is an array of its own.
-    return tokens * layers + masked * config.vocab_size * logit
+        per_logit += size                        # The gradient in 16 bits is an array of its own.
+    return tokens * per_token + masked * config.vocab_size * per_logit
 
 
 def parameter_shapes(config):
-    """Returns the shapes of all parameters, a list; no memory is taken."""
+    """Returns the shapes of all parameters, a tuple; no memory is taken."""
     with torch.device("meta"):
-        return [parameter.shape for parameter in BertForPreTraining(config).parameters()]
+        return tuple(parameter.shape for parameter in BertForPreTraining(config).parameters())
 
 
 def state_gigabytes(config, size, lossy):
@@ -750,25 +749,6 @@ def state_gigabytes(config, size, lossy):
         "moments": 8,                            # two of them
         "residuals": 8 if lossy else 0}
     return {part: 1e-9 * elements * each for part, each in parts.items()}
-
-
-def measure_tflops(config, device, dtype, examples=16, length=128):
-    """Returns the TFLOP/s that this machine reaches in forward and backward of one layer."""
-    # To import this asks for GPUs, after which no process can be forked. So it stands here.
-    from torch.utils.benchmark import Timer
-
-    block = Block(config).to(device, dtype)
-    lengths = torch.full((examples,), length)
-    bounds = length * torch.arange(examples + 1, dtype=torch.int32, device=device)
-    x = torch.randn(examples * length, config.width, device=device, dtype=dtype, requires_grad=True)
-    timer = Timer("block(x, bounds, lengths).sum().backward()", globals=locals(),
-                  num_threads=torch.get_num_threads())
-    seconds = timer.blocked_autorange(min_run_time=1).median
-
-    # This is what one layer more takes. The last one is cheaper, since few of its rows are read.
-    deeper = dataclasses.replace(config, layers=config.layers + 1)
-    flops = flops_per_example(deeper, length, 0) - flops_per_example(config, length, 0)
-    return 1e-12 * examples * flops / seconds
 
 
 # ----- The program -----
