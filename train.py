@@ -1076,7 +1076,7 @@ def print_plan(flags):
     # As many ranks as there would be, though none of them exists.
     world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
     plan = make_plan(flags, world)
-    shapes = tuple(bert.parameter_shapes(plan.config))
+    shapes = bert.parameter_shapes(plan.config)
     elements = sum(math.prod(shape) for shape in shapes)
     print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
           f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression "

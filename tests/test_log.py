@@ -1,4 +1,4 @@
-"""What a run of train.py says and writes: the log, metrics.jsonl, the report, the README's words."""
+"""What a run of train.py says and writes: the log, metrics.jsonl, the report, README's words."""
 import errno
 import json
 import math
@@ -157,7 +157,8 @@ def test_tensorboard_gets_every_number_or_says_what_is_missing(tmp_path, monkeyp
             scalars.append(scalar)
 
     scalars = []
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    package = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     log_in(tmp_path, "--tensorboard").metric("train", step=3, loss=1.5, name="x")
     assert scalars == [tmp_path, ("train/step", 3, 3), ("train/loss", 1.5, 3)]
     assert train.explain(ModuleNotFoundError("No module named 'tensorboard'")) == (

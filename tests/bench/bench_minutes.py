@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 import bert  # noqa: E402
 import data  # noqa: E402
@@ -35,7 +36,7 @@ def ours(folder, minutes):
     """Returns (steps, the losses) of a run of train.py, phase 1 alone."""
     def run(steps, every, out):
         subprocess.run([sys.executable, "train.py", "--data", folder, "--out", out, "--steps",
-                        str(steps), "0", "--eval-every", str(every)], cwd=Path(train.__file__).parent,
+                        str(steps), "0", "--eval-every", str(every)], cwd=ROOT,
                        check=True, capture_output=True)
         return [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
 

@@ -12,9 +12,9 @@ turns in one run; a time is the sum over batches of the median over rounds. With
 has batches of its own, dealt by length; theirs is in DistributedDataParallel; the figures are of
 one rank.
 
-The table "real" has text of prepared shards, "full" random tokens without any padding, one batch. TFLOP/s are
-those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two matrices
-of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
+The table "real" has text of prepared shards, "full" a batch of random tokens without any padding.
+TFLOP/s are those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two
+matrices of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
 packages take, in a process of each side's own. `work` is their operations over ours: their layers
 compute padding too, and their heads all tokens. At the same operations a second it is the ratio.
 """

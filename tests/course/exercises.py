@@ -83,7 +83,8 @@ EXERCISES = {
         "test_optim.py::test_learning_rate_with_decay_from_0_is_nvidias "
         "test_optim.py::test_learning_rate_warms_up_holds_and_decays_to_zero",
         15, 5, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
-        ["Draw the rates of the recipe nvlamb-64k by hand, at fractions x near 0, near the warm-up's end and near 1.",
+        ["Draw the rates of the recipe nvlamb-64k by hand: as the phase begins, near the end of "
+         "the warm-up, as the phase ends.",
          "phase_step counts from 0, and no step has a rate of 0.",
          "Decay is ((1 - x) / (1 - d))^power times lr; in the hold, before d, it would be above "
          "lr: take the minimum."]),
