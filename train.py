@@ -1022,7 +1022,7 @@ def train(plan, world):
 def report(plan, log, state, stop_requests):
     """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
     # A metrics.jsonl that somebody has damaged must not end the program here.
-    with contextlib.suppress(LookupError, TypeError, ValueError):
+    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
         bars = loss_bars(log.metrics)
         if bars:
             log.say(f"\nPhase, step, held-out MLM loss; | is the loss by word frequency\n{bars}")

@@ -210,7 +210,7 @@ def find(folder, log=None):
     return train.find_checkpoint(plan, log or Silent())
 
 
-@pytest.mark.parametrize("how", ["cut", "flip", "empty", "renamed", "folder"])
+@pytest.mark.parametrize("how", ["cut", "flip", "empty", "folder"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -225,8 +225,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
         newest.write_bytes(content)
     elif how == "empty":
         newest.write_bytes(b"")
-    elif how == "renamed":
-        newest = newest.rename(folder / "step-00000009.pt")
     else:
         newest.unlink()
         newest.mkdir()
@@ -240,9 +238,9 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_two(tmp_path):
     folder.mkdir()
     for step in (5, 6):
         train.write_checkpoint(folder, some_state(step), keep=set())
-    (folder / "step-00000006.pt").rename(folder / "step-00000009.pt")
+    (folder / "step-00000006.pt").write_bytes(b"damaged")
     (folder / "step-00000008-backup.pt").write_bytes(b"not ours")
-    # Resumed from 5, it writes steps that a file of a later name must neither hide nor push out
+    # Resumed from 5: of the two that are kept, neither may be the damaged one
     for step in (6, 7, 12):
         train.write_checkpoint(folder, some_state(step), keep=set())
         assert find(tmp_path)["step"] == step

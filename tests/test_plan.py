@@ -61,7 +61,7 @@ def test_damaged_shards_are_named(refused, shards, tmp_path):
     content[-1] ^= 4
     path.write_bytes(content)
     code, line = refused("--data", tmp_path / "copy", "--out", tmp_path / "out")
-    assert code == 1 and f"{path} is damaged" in line
+    assert code == 1 and f"{path} is missing or damaged" in line
 
 
 def test_a_tokenizer_that_cannot_be_exported_is_refused(documents, refused, tmp_path):
@@ -205,27 +205,29 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train.py", *argv.split()])
     train.main()
     printed = capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())                 # nothing is started
     config = bert.BertConfig.preset("base", 30522)
     phases = optim.RECIPES["nvlamb-64k"].phases
     flops = sum(p.steps * p.global_batch
                 * bert.flops_per_example(config, p.seq_len, 0.15 * p.seq_len) for p in phases)
-    compute_days = flops / 8 / 1e13 / 86400
-    days = {name: float(number) for name, number in re.findall(
-        r"  (\w+) (\S+)", printed.partition("days with --compression")[2])}
-    assert days.keys() == dist.COMPRESSORS.keys()
-    assert compute_days < min(days.values()) and days["powersgd"] < days["bf16"] < days["none"]
     # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter at 1 Gb/s
     parameters, exchange = re.search(r"base: (\S+) .*?exchanges (\S+) s", printed, re.S).groups()
     assert float(exchange) == pytest.approx(56e-9 * int(parameters.replace(",", "")), rel=0.01)
     # What is not hidden is added to the compute, in each phase
     found = re.findall(r"computes (\S+) s, exchanges (\S+) s, (\S+) s of it not hidden: (\S+) days",
                        printed)
-    for phase, (compute, exchange, late, phase_days) in zip(phases, found):
-        assert 0 < float(late) < float(exchange)
-        seconds = phase.steps * (float(compute) + float(late))
-        assert float(phase_days) == pytest.approx(seconds / 86400, rel=0.01)
-    assert sum(float(words[-1]) for words in found) == pytest.approx(days["none"], rel=0.01)
+    compute_days = 0.0
+    for phase, words in zip(phases, found):
+        compute, exchange, late, days = map(float, words)
+        assert 0 < late < exchange
+        assert days == pytest.approx(phase.steps * (compute + late) / 86400, rel=0.01)
+        compute_days += phase.steps * compute / 86400
+    assert compute_days == pytest.approx(flops / 8 / 1e13 / 86400, rel=0.01)
+
+
+def test_the_plan_needs_the_rate_of_a_gpu(refused):
+    code, line = refused("--plan", 4)
+    assert code == 1 and "--plan needs --tflops" in line
 
 
 def test_the_plan_may_be_of_a_text_still_to_come(shards):

@@ -2,9 +2,11 @@
 import dataclasses
 import json
 
+import numpy as np
 import torch
 
 import bert
+import data
 import dist
 import optim
 import train
@@ -77,6 +79,27 @@ def steps_kept(out):
 def last_state(out):
     """Returns what is in a run's newest checkpoint."""
     return train.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
+
+
+def random_batch(vocabulary, examples=8, length=128):
+    """Returns a batch of random tokens as data.PretrainingData makes it, but without padding:
+    `examples` times `length` is a multiple of 64. 15 % are masked. Tensors on the CPU."""
+    generator = np.random.default_rng(0)
+    rows = examples * length
+    tokens = generator.integers(5, vocabulary, rows)
+    positions = np.tile(np.arange(length), examples)
+    masked_positions = np.sort(generator.permutation(rows)[:rows * 3 // 20])
+    bounds = np.array([*range(0, rows + 1, length), rows], dtype=np.int32)
+    batch = data.Batch(
+        tokens=tokens,
+        segments=(positions >= length // 2).astype(np.int64),
+        positions=positions,
+        masked_positions=masked_positions,
+        labels=tokens[masked_positions],
+        bounds=bounds,
+        pair_labels=generator.integers(0, 2, examples),
+        lengths=np.diff(bounds).astype(np.int64))
+    return batch.to("cpu")
 
 
 def assert_same(a, b, where=""):

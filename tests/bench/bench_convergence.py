@@ -6,8 +6,8 @@
 
 Every run sees the same number of examples of 64 tokens with the demo's schedule. The rate of each
 optimizer is given at the first batch and grows with the square root of the batch; a loss of inf is
-a run that diverged. The last table is 1-bit LAMB beside LAMB on two ranks at the first batch: loss
-and bytes that each rank sent.
+a run that diverged. The last table is 1-bit LAMB (tests/variants/onebit_lamb.py) beside LAMB on two
+ranks at the first batch: loss and bytes that each rank sent.
 """
 import argparse
 import json
@@ -23,12 +23,12 @@ RATES = {"adamw": 2e-3, "lamb": 1e-2, "lans": 1e-2}  # at batches of --batches[0
 DEMO_RATE = 1e-2                                     # of the recipe that --lr-scale multiplies
 
 
-def train(args, optimizer, batch, scale, ranks=1, options=()):
-    """Returns (the last held-out MLM loss, bytes that a rank sent) of a run of train.py."""
+def train(args, batch, scale, options, program="train.py", ranks=1):
+    """Returns (the last held-out MLM loss, bytes that a rank sent) of a run of a program."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["train.py", "--model", args.model, "--optimizer", optimizer, "--batch", str(batch),
+    command += [program, "--model", args.model, "--batch", str(batch),
                 "--steps", str(args.examples // batch), "0", "--lr-scale", str(scale),
                 "--eval-every", "1000000", "--checkpoint-every", "1000000", *options]
     with tempfile.TemporaryDirectory() as out:
@@ -60,17 +60,18 @@ def main():
         cells = []
         for name, rate in RATES.items():
             rates = [factor * rate * (batch / args.batches[0]) ** 0.5 for factor in args.rates]
-            tries = [(train(args, name, batch, rate / DEMO_RATE)[0], rate) for rate in rates]
+            tries = [(train(args, batch, rate / DEMO_RATE, ["--optimizer", name])[0], rate)
+                     for rate in rates]
             cells.append(f"{min(tries)[0]:.3f} ({min(tries)[1]:.0e})")
         print(f"{batch:>7}{args.examples // batch:>8}" + "".join(f"{c:>18}" for c in cells),
               flush=True)
     if args.skip_ranks:
         return
-    print(f"\ntwo ranks, batch {args.batches[0]}\n{'optimizer':<48}{'MLM loss':>10}{'MB sent':>10}")
-    longer = "--freeze 0.42 --compression bf16"
-    for name, options in ("lamb", ""), ("onebit-lamb", ""), ("onebit-lamb", longer):
-        loss, sent = train(args, name, args.batches[0], 1.0, 2, options.split())
-        print(f"{f'{name} {options}':<48}{loss:>10.3f}{sent / 1e6:>10.1f}", flush=True)
+    print(f"\ntwo ranks, batch {args.batches[0]}\n{'program':<60}{'MLM loss':>10}{'MB sent':>10}")
+    one_bit = "tests/variants/onebit_lamb.py"
+    for program, options in ("train.py", ""), (one_bit, ""), (one_bit, "--compression bf16"):
+        loss, sent = train(args, args.batches[0], 1.0, options.split(), program, ranks=2)
+        print(f"{f'{program} {options}':<60}{loss:>10.3f}{sent / 1e6:>10.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
-import optim  # noqa: E402
+import train  # noqa: E402
 from tests.bench import soak  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
 from tests.bench.faulty import Run, lines_of, temporary_files  # noqa: E402
 
 BASE = ("--steps 24 0 --batch 64 --micro-batch 8 --precision fp32 --checkpoint-every 5 "
-        "--eval-every 12 --log-every 1 --timeout 10").split()
+        "--eval-every 12 --timeout 10").split()
 LIMIT = 20                       # seconds in which every process must be gone
 HOSTS = [f"faults{os.getpid()}{side}" for side in "ab"]          # two network namespaces
 LINK = "dev", "link0"
@@ -122,7 +122,7 @@ class Evil:
 def make_evil(path):
     for old in path.parent.iterdir():
         old.unlink()
-    optim.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
+    train.write_checkpoint(path.parent, {"step": 24, "x": Evil()}, set())
 
 
 def free_disk(run):
@@ -150,7 +150,7 @@ def losses_differ(run):
 
 
 def no_checkpoint_of_it(run):
-    kept = optim.checkpoints_in(run.out / "checkpoints")
+    kept = train.checkpoints_in(run.out / "checkpoints")
     return "" if 0 < run.last_step() in kept else f"step {run.last_step()}, checkpoints {[*kept]}"
 
 
@@ -241,9 +241,6 @@ CASES = {
                                   act=twice(Run.interrupt)),
     "max-minutes": Case("--max-minutes 0.2", SAVED, argv="--steps 2000 0 --max-minutes 0.2",
                         ends="stops", again=False, check=no_checkpoint_of_it, limit=60),
-    "checkpoint-minutes": Case("kill -9, with --checkpoint-minutes 0.01 only", "little is lost",
-                               act=send(KILL, "rank", 1), says=LOST, lost=6,
-                               argv="--checkpoint-every 99 --checkpoint-minutes 0.01"),
     # Errors in the program
     "raise": Case("an exception on rank 1", GONE, "raise 1 7 optim.learning_rate", says=ERROR,
                   trace=True),
@@ -256,7 +253,7 @@ CASES = {
     "raise-evaluation": Case("an exception in evaluation, on rank 1", GONE, lost=12,
                              inject="raise 1 1 train.evaluate", says=ERROR, trace=True),
     "raise-save": Case("an exception in a checkpoint, on rank 0", GONE, lost=10,
-                       inject="raise 0 2 optim.write_checkpoint", says=ERROR, trace=True),
+                       inject="raise 0 2 train.write_checkpoint", says=ERROR, trace=True),
     "memory": Case("out of memory on rank 1", "names the flag to lower; " + GONE,
                    f"memory 1 5 {FORWARD} 40", argv="--batch 512 --micro-batch 128",
                    says="--micro-batch"),
@@ -278,15 +275,13 @@ CASES = {
     # Other arguments and data on one rank
     **{f"flags-{flag.split()[0][2:]}": other_flag(flag) for flag in (
         "--bucket-mb 0.5", "--eval-every 7", "--checkpoint-every 7", "--max-steps 9", "--seed 1",
-        "--lr-scale 2", "--max-minutes 5", "--checkpoint-minutes 5", "--micro-batch 4")},
+        "--lr-scale 2", "--max-minutes 5", "--micro-batch 4")},
     "refused-flag": Case("a flag that only node 1 refuses", "node 1 says it", hosts="local",
                          inject="flags 1 1 train.parse_arguments --seed x", says="--seed.*'x'",
                          again=False),
     "other-model": Case("--model mini in a folder of tiny", "refused, the fields are shown",
                         before=finished, argv="--model mini", says="of another run.*model.width",
                         again=False),
-    "resume-never": Case("--resume never in the folder of a run", "nothing is lost", again=False,
-                         before=finished, argv="--resume never", says="holds step 24|moved"),
     "two-runs": Case("another run is started in the same --out", "the second one is refused",
                      "pause * 7 optim.learning_rate 15",
                      act=lambda run: run.again(said=run.said).wait(lambda: False, 60),
@@ -558,7 +553,7 @@ class Bench:
     def difference(self, case, out):
         """Returns the largest difference of a weight at the end from the undisturbed run's."""
         reference = self.reference(min(case.ranks, 2), case.argv)
-        whole, other = (optim.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
+        whole, other = (train.read_checkpoint(folder / "checkpoints/step-00000024.pt")["weights"]
                         for folder in (reference, out))
         return max(float((whole[name] - other[name]).detach().abs().max()) for name in whole)
 

@@ -31,7 +31,7 @@ GUARDS = {                       # name: (owner, function, how often: in steps)
     "all files' digests, at the start": (data, "verify", 3000),
     "flags and code of all ranks, at the start": (dist.World, "all_gather_object", 3000),
     "the digest of a checkpoint": (hashlib, "sha256", 300),
-    "weights and moments, finite and the same": (train, "compare_weights", 300),
+    "weights and moments, finite and the same": (train, "check_weights", 300),
     "asked to stop?": (dist, "asked_to_stop", 1),
 }
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 import bert  # noqa: E402
 import data  # noqa: E402
@@ -35,7 +36,7 @@ def ours(folder, minutes):
     """Returns (steps, the losses) of a run of train.py, phase 1 alone."""
     def run(steps, every, out):
         subprocess.run([sys.executable, "train.py", "--data", folder, "--out", out, "--steps",
-                        str(steps), "0", "--eval-every", str(every)], cwd=train.__file__[:-8],
+                        str(steps), "0", "--eval-every", str(every)], cwd=ROOT,
                        check=True, capture_output=True)
         return [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
 
@@ -55,7 +56,8 @@ def theirs(folder, minutes, rate):
 
     def steps_of(side, numbers):
         for step in numbers:
-            side.step(padded(examples.batch(range(SHAPE[0] * step, SHAPE[0] * (step + 1)))))
+            indices = range(SHAPE[0] * step, SHAPE[0] * (step + 1))
+            side.step(padded(examples.batch(indices).to("cpu")))
 
     seconds = {}                     # of a step in each format
     for precision in ("fp32", "bf16"):
@@ -86,7 +88,7 @@ def held_out(model, folder):
     model.eval()
     examples, total, count = data.PretrainingData(folder, SHAPE[1], held_out=True), 0.0, 0
     for indices in data.micro_batches(0, train.EVAL_EXAMPLES, 64, 0, 1):
-        inputs = padded(examples.batch(indices))
+        inputs = padded(examples.batch(indices).to("cpu"))
         labels = inputs.pop("labels")
         inputs.pop("next_sentence_label")
         logits = model(**inputs).prediction_logits[labels != data.IGNORED]

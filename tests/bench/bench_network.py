@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
-import data  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
+from tests.training import random_batch  # noqa: E402
 
 
 def ddp_powersgd(model):
@@ -48,17 +48,6 @@ ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else see
 
 
 # ----- One rank: steps of every method in turn -----
-
-def random_batch(vocabulary, examples=8, length=128):
-    """Returns a micro-batch as data.PretrainingData makes it, of random tokens."""
-    rows = examples * length                             # a multiple of 64
-    tokens, t = torch.randint(5, vocabulary, (rows,)), torch.arange(length)
-    masked_positions = torch.randperm(rows)[:int(0.15 * rows) // 64 * 64]
-    segments, positions = (t >= length // 2).long().repeat(examples), t.repeat(examples)
-    bounds = torch.tensor([*range(0, rows + 1, length), rows], dtype=torch.int32)
-    return data.Batch(tokens, segments, positions, masked_positions, tokens[masked_positions],
-                      bounds, torch.randint(0, 2, (examples,)), bounds.diff())
-
 
 class Method:
     """A model of its own, its way of averaging gradients, its optimizer."""
@@ -126,7 +115,6 @@ def worker(args):
     torch.set_num_threads(1)
     with contextlib.closing(dist.init(300)) as world:
         methods = {name: Method(name, world, args.vocab[0]) for name in args.methods}
-        torch.manual_seed(1 + world.rank)
         batch = random_batch(args.vocab[0])
         for method in list(methods.values()) * args.warmup:
             measure_step(method, world, batch)

@@ -12,9 +12,9 @@ turns in one run; a time is the sum over batches of the median over rounds. With
 has batches of its own, dealt by length; theirs is in DistributedDataParallel; the figures are of
 one rank.
 
-The table "real" has text of prepared shards, "full" random tokens without any padding. TFLOP/s are
-those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two matrices
-of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
+The table "real" has text of prepared shards, "full" a batch of random tokens without any padding.
+TFLOP/s are those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two
+matrices of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
 packages take, in a process of each side's own. `work` is their operations over ours: their layers
 compute padding too, and their heads all tokens. At the same operations a second it is the ratio.
 """
@@ -38,6 +38,7 @@ import bert  # noqa: E402
 import data  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
+from tests.training import random_batch  # noqa: E402
 
 try:
     import transformers
@@ -74,8 +75,8 @@ class Ours:
         (losses.mlm_sum / masked + losses.nsp_sum / len(batch.pair_labels)).backward()
         self.reducer.finish()
         self.reducer.commit(True)
-        norm = float(optim.global_norm(self.reducer.buckets))
-        optim.unscale_and_clip_(self.reducer.buckets, norm, 1.0, 1.0)
+        norm = self.reducer.norm()
+        optim.unscale_and_clip_(self.reducer.flats, norm, 1.0, 1.0)
         self.optimizer.step()
         optim.copy_to_model(self.masters, self.model)
 
@@ -119,24 +120,20 @@ def padded(batch):
 
 
 def real_batches(world, folder, examples, length, count):
-    """Returns Batches of prepared shards, dealt to the ranks as train.py --balance does."""
-    dataset, total = data.PretrainingData(folder, length), examples * world.size
-    return [dataset.batch(data.micro_batches(step, total, examples, world.rank, world.size,
-                                             dataset.lengths)[0]) for step in range(count)]
-
-
-def full_batches(vocabulary, examples, length, count):
-    """Returns Batches of random tokens without padding, 15 % of them masked."""
-    rows, t = examples * length, torch.arange(length).repeat(examples)
-    bounds = torch.tensor([*range(0, rows + 1, length), rows], dtype=torch.int32)
+    """Returns Batches (on the CPU) of prepared shards, dealt as train.py --balance does."""
+    dataset = data.PretrainingData(folder, length)
     batches = []
-    for _ in range(count):
-        tokens = torch.randint(5, vocabulary, (rows,))
-        masked = torch.randperm(rows)[:rows * 3 // 20]
-        batches.append(data.Batch(tokens, (t >= length // 2).long(), t, masked.sort()[0],
-                                  tokens[masked.sort()[0]], bounds,
-                                  torch.randint(0, 2, (examples,)), bounds.diff()))
+    for step in range(count):
+        mine = data.micro_batches(step, examples * world.size, examples, world.rank, world.size,
+                                  dataset.lengths)
+        batches.append(dataset.batch(mine[0]).to("cpu"))
     return batches
+
+
+def on(device, batch):
+    """Returns a Batch of tensors on a device; `lengths`, which are shapes, stay on the CPU."""
+    moved = data.Batch(*(tensor.to(device) for tensor in batch))
+    return moved._replace(lengths=batch.lengths)
 
 
 def seconds(device, function, *arguments):
@@ -155,7 +152,7 @@ def peak(side, config, precision, batches):
     world, before = dist.init(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     model = side(world, config, precision)
     for batch in batches[:3]:
-        model.step(batch.to(world.device) if side is Ours else
+        model.step(on(world.device, batch) if side is Ours else
                    {key: value.to(world.device) for key, value in padded(batch).items()})
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
@@ -166,7 +163,7 @@ def compare(world, config, precision, batches, rounds):
     """Returns a row's text: both sides' rates and memory."""
     sides = [Ours, Theirs] if transformers else [Ours]
     models = [side(world, config, precision) for side in sides]
-    inputs = [[batch.to(world.device) for batch in batches],
+    inputs = [[on(world.device, batch) for batch in batches],
               [{key: value.to(world.device) for key, value in padded(batch).items()}
                for batch in batches]]
     matrix = torch.randn(2048, 2048, dtype=optim.PRECISIONS[precision], device=world.device)
@@ -228,7 +225,7 @@ def main():
                         vocabulary = data.load_manifest(args.data)["vocab_size"]
                         batches = real_batches(world, args.data, examples, length, args.batches)
                     else:
-                        batches = full_batches(vocabulary, examples, length, args.batches)
+                        batches = [random_batch(vocabulary, examples, length)] * args.batches
                     config = bert.BertConfig.preset(model, vocabulary, dropout=dropout)
                     row = compare(world, config, precision, batches, args.rounds)
                     say(f"{f'{model}, {examples} x {length}':<18}{precision:>8}{dropout:>9g}{row}",

@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import optim  # noqa: E402
+import train  # noqa: E402
 from tests.bench import bench_network as network  # noqa: E402
 from tests.training import assert_same  # noqa: E402
 
@@ -41,6 +41,10 @@ RUNS = {         # name: (its baseline, program, flags)
     "local_steps": ("lamb", "local_steps", []),
     "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.4"]),
     "bucket_clipping": ("lamb", "bucket_clipping", []),
+    "gradientflow": ("lamb", "gradientflow", []),
+    "onebit_adam": ("adamw", "onebit_adam", ["--lr-scale", "0.1"]),
+    "onebit_lamb": ("lamb", "onebit_lamb", []),
+    "zeroone_adam": ("adamw", "zeroone_adam", ["--lr-scale", "0.05"]),
 }
 COLUMNS = "run", "baseline", "loss", "spread", "MB sent", "of base", "ms", "of base", "state MB"
 
@@ -63,7 +67,8 @@ def run(name, args, seed, hosts):
             print(f"{name}: stopped after step {args.stop} and resumed, the same bits at the end")
         lines = [json.loads(line) for line in open(f"{folder}/whole/metrics.jsonl")]
     steps = [line for line in lines if line["kind"] == "train"]
-    sizes = [x.nbytes for one in state["optimizer"]["state"].values() for x in one.values()]
+    sizes = [x.nbytes for one in state["optimizer"]["state"].values() for x in one.values()
+             if torch.is_tensor(x)]
     return {"loss": [line["mlm_loss"] for line in lines if line["kind"] == "eval"][-1],
             "ms": 1e3 * (steps[-1]["seconds"] - steps[4]["seconds"]) / (len(steps) - 5),
             "steps": [line["bytes_sent"] for line in steps], "state": 1e-6 * sum(sizes)}
@@ -91,7 +96,7 @@ def train_on_two_ranks(program, flags, hosts):
 
 def last_checkpoint(out):
     """Returns the state in the last checkpoint of a run."""
-    return optim.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
+    return train.read_checkpoint(max(Path(out).glob("checkpoints/step-*.pt")))
 
 
 def show(results):

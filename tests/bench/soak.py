@@ -16,11 +16,11 @@ import time
 
 import torch
 
-import optim
+import train
 from tests.bench.faulty import Run, fill_disk, lines_of, temporary_files
 
 ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "
-        "--eval-every 50 --log-every 10 --timeout 5").split()
+        "--eval-every 50 --timeout 5").split()
 STEPS, DISTURBANCES, LIMIT = 200, 20, 20
 FULL = "full disk"
 SIGNALS = {                      # name: (signal, kind of process, rank)
@@ -46,7 +46,7 @@ def fill_and_free(run):
 
 
 def newest_checkpoint(out):
-    return max(optim.checkpoints_in(out / "checkpoints"), default=0)
+    return max(train.checkpoints_in(out / "checkpoints"), default=0)
 
 
 def disturb(run, what, moment, rng):
@@ -92,7 +92,7 @@ def disturb(run, what, moment, rng):
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
     wrong = []
-    states = [optim.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
+    states = [train.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
               for folder in (whole, out)]
     if not all(torch.equal(states[0]["weights"][name], weight)
                for name, weight in states[1]["weights"].items()):

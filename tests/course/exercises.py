@@ -36,54 +36,58 @@ class Exercise(NamedTuple):
     functions: str       # that `start` blanks
     tests: str           # that `check` runs, all in the folder tests
     minutes: int
-    lines: int           # of our solution
+    lines: int           # of our solution, about
     learns: str
     hints: list
 
 
 EXERCISES = {
     "masking": Exercise(
-        "data.PretrainingData.mask",
+        "data.PretrainingData.mask data.PretrainingData.choose",
         "test_data.py::test_the_masks_of_an_array",
-        60, 18, "what a masked language model is asked, and why example i depends on i alone",
-        ["Draw `uniform(counters, self.keys[1])` for all of (B, T); a counter is index * seq_len + "
-         "t, whatever B and T are. The smallest draws of a row's text are its chosen tokens.",
-         "n tokens of text want mask_fraction * n: take the floor, and one more by the chance of "
-         "what is left (the draw of [CLS] is free). A word's tokens share its first one's draw.",
-         "Labels are read first. Then keys[2] says whether [MASK] (below 0.8), a random token by "
-         "keys[3] that is none of SPECIALS (below 0.9), or the token itself stands there."]),
+        60, 29, "what a masked language model is asked, and why example i depends on i alone",
+        ["`mask`: a counter is index * seq_len + t, whatever B and T are. `choose` takes them. "
+         "`uniform(counters, self.fate_key)` says what becomes of a chosen token: [MASK] below "
+         "0.8, a random token by self.token_key that is none of SPECIALS below 0.9, else itself.",
+         "`choose`: draw `uniform(counters, self.choice_key)` for all of (B, T). A word's tokens "
+         "share its first one's draw. The draw of [CLS] is free to decide about the bound.",
+         "A row of n tokens of text wants mask_fraction * n. Its bound is the sorted draw number "
+         "floor(mask_fraction * n); at the bound there may be several tokens, those of a word."]),
     "pairs": Exercise(
-        "data.PretrainingData.cut",
+        "data.PretrainingData.pair",
         "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere "
         "test_data.py::test_sentence_order_and_no_pairs "
         "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one",
-        45, 12, "how next-sentence pairs are made, and what a classifier could cheat by",
-        ["`self.halves` says where a window's text begins, is cut in two and ends, and in which "
-         "document it is: a true pair, the swapped one (\"sop\") and \"none\" need no more; "
-         "\"none\" has an empty B at the end, and the label IGNORED.",
-         "`self.shard(s)[-1]` says how many windows come before each document, and all together. "
-         "Draw one of those that are not A's document's, by the fraction `other`.",
-         "Halve its text too. B begins where its second part does, and goes on until the pair has "
-         "`length` tokens or its document ends."]),
+        45, 22, "how next-sentence pairs are made, and what a classifier could cheat by",
+        ["Example i is of shard i mod S; `order` says which window is its turn in an epoch. `text` "
+         "says where a window's text begins, is cut in two and ends: a true pair, the swapped one "
+         "(\"sop\") and \"none\" need no more; \"none\" has an empty B at the end.",
+         "`shard.windows` says how many windows come before each document, and all together. Draw "
+         "one of those that are not A's document's, by the number `other`.",
+         "Cut its text in two as well. B begins where its second part does, and goes on until the "
+         "pair has `length` tokens or its document ends."]),
     "attention": Exercise(
-        "bert.attention",
+        "bert.plain_attention bert.attention",
         "test_bert.py::test_losses_and_gradients_are_those_of_a_padded_model "
+        "test_bert.py::test_packed_attention_is_the_plain_one_of_each_example "
         "test_bert.py::test_a_block_is_torchs_encoder_layer "
         "test_bert.py::test_dropout_is_of_the_attention_weights",
-        45, 12, "attention over examples that stand one after another, without padding or a mask",
-        ["Loop over the examples first: `qkv.split(lengths.tolist())` are their rows.",
-         "F.scaled_dot_product_attention wants the heads before the tokens, (..., H, T, D/H), and "
-         "scales by itself; afterwards bring the heads back to their place.",
+        60, 23, "attention over examples that stand one after another, without padding or a mask",
+        ["`plain_attention`: bring the heads before the tokens, (H, T, D/H), and back at the end.",
+         "`attention`, at first: loop over the examples, `qkv.split(lengths.tolist())` are their "
+         "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
          "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). On a CPU "
          "16 bits are faster, and nearer to the exact result, computed in fp32."]),
     "schedule": Exercise(
         "optim.learning_rate",
         "test_optim.py::test_learning_rate_with_decay_from_0_is_nvidias "
         "test_optim.py::test_learning_rate_warms_up_holds_and_decays_to_zero",
-        15, 4, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
-        ["Draw the rates of the recipe nvlamb-64k by hand, at x near 0, near w and near 1.",
-         "phase_step counts from 0.",
-         "In the hold (1 - x) / (1 - d) is above 1: that is what the min is for."]),
+        15, 5, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
+        ["Draw the rates of the recipe nvlamb-64k by hand: as the phase begins, near the end of "
+         "the warm-up, as the phase ends.",
+         "phase_step counts from 0, and no step has a rate of 0.",
+         "Decay is ((1 - x) / (1 - d))^power times lr; in the hold, before d, it would be above "
+         "lr: take the minimum."]),
     "precision": Exercise(
         "optim.LossScaler.update optim.unscale_and_clip_ optim.master_weights optim.copy_to_model",
         "test_optim.py::test_loss_scaler_halves_doubles_and_is_bounded "
@@ -91,7 +95,7 @@ EXERCISES = {
         "test_optim.py::test_unscale_and_clip_is_torchs "
         "test_optim.py::test_master_weights_keep_what_16_bits_would_lose "
         "test_optim.py::test_master_weights_of_fp32_are_the_parameters",
-        60, 19, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
+        60, 27, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
         ["`update`: an overflow resets the count of good steps; each growth_interval of them "
          "doubles the scale. Look at the floor after that, and answer last.",
          "`unscale_and_clip_`: the unscaled norm is norm / scale; both divisions are one factor.",
@@ -99,7 +103,9 @@ EXERCISES = {
          "is done to the model, and `copy_to_model` has nothing to copy."]),
     "lamb": Exercise(
         "optim.LAMB._update",
-        "test_optim.py::test_lamb_is_its_equations test_optim.py::test_lamb_at_ratio_one_is_adamw "
+        "test_optim.py::test_lamb_is_its_equations "
+        "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does "
+        "test_optim.py::test_lamb_at_ratio_one_is_adamw "
         "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing",
         45, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
         ["Write it for one tensor in a loop and see it pass, then for lists by torch._foreach_*. "
@@ -113,17 +119,17 @@ EXERCISES = {
         "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "
         "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths "
         "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step",
-        45, 13, "the same step on any number of ranks: who takes which example, and the divisor",
+        45, 17, "the same step on any number of ranks: who takes which example, and the divisor",
         ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",
          "By length: sort the indices, and give them out from the longest on in rounds of `size`, "
          "every other round backwards. A rank's own stay in order of length, the longest last.",
-         "`step_totals` is one sum over the ranks of a list: own counts, and for the tokens of "
-         "each rank zeros but in the own place. See data.Batch for what is padding."]),
+         "`step_totals`: gather one row of five numbers from each rank, and add up the columns but "
+         "that of tokens. See data.Batch for what is padding."]),
     "buckets": Exercise(
         "dist.fill_buckets dist.dense dist.Bucket.average",
         "test_dist.py::test_embeddings_have_the_last_buckets_and_none_is_a_crumb "
         "test_dist.py::test_buckets_are_averaged_in_one_format_and_on_two_levels",
-        45, 21, "why gradients travel in buckets, how a mean stays in range, two levels of network",
+        45, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
         ["`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and with "
          "each list.",
          "`dense`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
@@ -137,9 +143,9 @@ EXERCISES = {
         "test_dist.py::test_an_unused_parameter_is_named "
         "test_dist.py::test_seconds_of_the_thread_are_counted "
         "test_dist.py::test_the_next_step_is_right_after_all_that_can_happen",
-        90, 24, "how an all-reduce hides behind backward, and why order is all that ranks share",
-        ["`_ready`: add, do not copy, since micro-batches add up. `self.sends` says that "
-         "this is the last one. An fp32 p.grad then is the view, a 16-bit one None.",
+        90, 33, "how an all-reduce hides behind backward, and why order is all that ranks share",
+        ["`_ready`: add, do not copy, since micro-batches add up. `self.sends` says that this is "
+         "the last one. Afterwards an fp32 p.grad is the view, a 16-bit one None.",
          "`_launch`: bucket k starts when its own and all before it are complete, whatever came "
          "first. len(self.jobs) have started. An event is torch.cuda.Event(blocking=True) if there "
          "is a `stream`, else torch.cpu.Event().",
@@ -149,7 +155,7 @@ EXERCISES = {
     "powersgd": Exercise(
         "dist.powersgd",
         "test_dist.py::test_powersgd_is_algorithm_1",
-        60, 17, "a compressor that is linear, so that an all-reduce can add what it sends",
+        60, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
         ["`split` cuts `value` and `mean` into views of state[\"shapes\"], `dense_list` averages a "
          "list of tensors by one all-reduce: one for P, one for Q and all that goes dense.",
          "All ranks have P and Q, so all have P Q^T: write it to `mean`. What is left of `value` "
@@ -170,20 +176,20 @@ EXERCISES = {
          "`commit` swaps `residual` and `pending` and takes the new state if one waits and the "
          "step is taken; in any case none waits afterwards."]),
     "resume": Exercise(
-        "optim.write_checkpoint train.save train.restore",
+        "train.write_checkpoint train.save train.restore",
         "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
         "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over "
         "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits "
         "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
         "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
-        90, 44, "all that the next step depends on, and a file that is whole or not there",
+        90, 53, "all that the next step depends on, and a file that is whole or not there",
         ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
          "leave no unfinished file. `read_checkpoint` says what is expected.",
-         "`save`: weights first become equal (`synchronise`, `copy_to_model`, `compare_weights`). "
-         "All ranks collect, since parts of it are collective; the one with an active log writes. "
-         "Masters are the weights: a 16-bit model has lost bits. \"run\" is plan.same_run.",
-         "`restore` loads all that `save` kept. Each rank finds the newest step in its own folder: "
-         "gather those first. `log.cut` forgets what the log has after the checkpoint."]),
+         "`save`: first `check_weights`. All ranks collect what the next step depends on, since "
+         "parts of it are collective; the one with an active log writes. Masters are the weights: "
+         "a 16-bit model has lost bits. \"run\" is plan.run.",
+         "`restore` loads all that `save` kept: `check_for_later_checkpoints`, then rank 0 finds "
+         "the checkpoint, `broadcast_checkpoint`. `log.cut` forgets what the log has after it."]),
 }
 
 

@@ -9,52 +9,57 @@ WRONG = {
     "masking": {
         "always [MASK]": (
             "data.PretrainingData.mask",
-            ("np.where(fate < 0.8, MASK, np.where(fate < 0.9, other, labels))", "MASK")),
+            ("np.where(fates < 0.8, MASK, not_masked)", "MASK")),
         "[CLS] and [SEP] are text": (
-            "data.PretrainingData.mask",
+            "data.PretrainingData.choose",
             ("(tokens != PAD) & (tokens != CLS) & (tokens != SEP)", "tokens != PAD")),
         "by the place in the batch": (
             "data.PretrainingData.mask",
             ("indices[:, None]", "np.arange(len(indices))[:, None]")),
         "padding counts": (
-            "data.PretrainingData.mask",
-            ("self.mask_fraction * text.sum(1)",
+            "data.PretrainingData.choose",
+            ("self.mask_fraction * is_text.sum(axis=1)",
              "self.mask_fraction * np.full(len(tokens), tokens.shape[1])")),
     },
     "pairs": {
         "B of the same document": (
-            "data.PretrainingData.cut",
-            ("(windows[-1] - after + own)", "windows[-1]")),
+            "data.PretrainingData.pair",
+            ("windows - (after - own)", "windows")),
         "labels the wrong way round": (
-            "data.PretrainingData.cut",
-            ("middle, middle, end, 0", "middle, middle, end, 1"),
-            ("last), 1", "last), 0")),
+            "data.PretrainingData.pair",
+            ("middle, middle, end, 0)", "middle, middle, end, 1)"),
+            ("b_end, 1)", "b_end, 0)")),
         "B from where its text begins": (
-            "data.PretrainingData.cut",
-            ("_, b, _, _, last", "b, _, _, _, last")),
+            "data.PretrainingData.pair",
+            ("text.middle, b_end", "text.start, b_end"),
+            ("min(text.middle + length", "min(text.start + length")),
         "B as long as its document": (
-            "data.PretrainingData.cut",
-            ("min(b + length - (middle - start), last)", "last")),
+            "data.PretrainingData.pair",
+            ("min(text.middle + length - (middle - start), text.document_end)",
+             "text.document_end")),
     },
     "attention": {
+        "over the queries": (
+            "bert.plain_attention",
+            ("softmax(-1)", "softmax(-2)")),
         "to all examples": (
             "bert.attention",
-            ("[(len([*run]), T) for T, run in itertools.groupby(lengths.tolist()) if T]",
-             "[(1, len(qkv))]")),
+            ("torch.unique_consecutive(lengths, return_counts=True)",
+             "lengths.sum()[None], torch.ones(1, dtype=torch.int64)")),
         "over heads": (
             "bert.attention",
             (".permute(2, 0, 3, 1, 4)", ".permute(2, 0, 1, 3, 4)"),
-            ("out.transpose(1, 2).flatten(0, 1)", "out.flatten(0, 1)")),
+            ("output.transpose(1, 2).flatten(0, 1)", "output.flatten(0, 1)")),
         "no dropout": (
             "bert.attention",
-            ("dropout_p=dropout", "")),
+            (", dropout_p=dropout", "")),
         "no scale": (
             "bert.attention",
             ("dropout_p=dropout", "dropout_p=dropout, scale=1.0")),
         "heads not brought back": (
             "bert.attention",
-            ("out.transpose(1, 2).flatten(0, 1)",
-             "out.flatten(0, 2).view(-1, *out.shape[1:3:2], out.shape[3])")),
+            ("output.transpose(1, 2).flatten(0, 1)",
+             "output.flatten(0, 2).view(-1, *output.shape[1:3:2], output.shape[3])")),
     },
     "schedule": {
         "begins at 0": (
@@ -65,21 +70,21 @@ WRONG = {
             ("(1 - phase.decay_from)", "(1 - phase.warmup)")),
         "above the peak": (
             "optim.learning_rate",
-            ("min(1.0, (1 - x) / (1 - phase.decay_from))", "((1 - x) / (1 - phase.decay_from))")),
+            ("min(1.0, left)", "left")),
     },
     "precision": {
         "takes an overflowed step": (
             "optim.LossScaler.update",
-            ("return not overflow", "return True")),
+            ("return False", "return True")),
         "good steps not in a row": (
             "optim.LossScaler.update",
-            ("0 if overflow else self.good_steps + 1", "self.good_steps + (not overflow)")),
+            ("        self.good_steps = 0\n", "")),
         "clips scaled gradients": (
             "optim.unscale_and_clip_",
-            ("max_norm * scale / max", "max_norm / max")),
+            ("norm * factor > max_norm", "norm > max_norm")),
         "masters of 16 bits": (
             "optim.master_weights",
-            ("p.detach().float()", "p.detach().clone()")),
+            ("parameter.detach().float()", "parameter.detach().clone()")),
     },
     "lamb": {
         "no bias correction": (
@@ -90,11 +95,11 @@ WRONG = {
             "optim.LAMB._update",
             ("torch._foreach_add_(u, w, alpha=decay / k)", "pass"),
             ("torch._foreach_add_(w, u)",
-             'torch._foreach_add_(w, u, alpha=1.0)\n'
+             'torch._foreach_add_(w, u)\n'
              '        torch._foreach_mul_(w, 1 - group["lr"] * decay)')),
         "ratio without decay": (
             "optim.LAMB._update",
-            ('decay or group["adapt_all"]', "True")),
+            ('not decay and not group["adapt_all"]', "False")),
         "zero weights stay zero": (
             "optim.LAMB._update",
             ("safe_ratios(norms(w), norms(u), otherwise=k)",
@@ -103,18 +108,16 @@ WRONG = {
     "dealing": {
         "in blocks": (
             "data.micro_batches",
-            ("owner = indices % size",
-             "owner = (indices - indices[0]) * size // global_batch")),
+            ("owner = indices % size", "owner = (indices - first) * size // global_batch")),
         "the rest is dropped": (
             "data.micro_batches",
             ("len(mine), micro_batch)", "len(mine) - micro_batch + 1, micro_batch)")),
         "no snake": (
             "data.micro_batches",
-            ("np.where(turn % 2, size - 1 - place, place)", "place")),
+            ("np.where(round_number % 2 == 1, size - 1 - place, place)", "place")),
         "each rank's own divisor": (
             "train.step_totals",
-            ("return world.sum([masked, rows, *wishes, *tokens])",
-             "return [masked * world.size, *world.sum([rows, *wishes, *tokens])]")),
+            ("StepTotals(int(masked),", "StepTotals(int(own[0]) * world.size,")),
     },
     "buckets": {
         "divides after the sum": (
@@ -129,8 +132,8 @@ WRONG = {
             ("if room <= 0:", "if True:")),
         "embeddings share a bucket": (
             "dist.fill_buckets",
-            ("    parts = []\n", "    parts, room = [], 0.0\n"),
-            ("        room = 0.0\n", "")),
+            ("contents = []", "contents, room = [], 0.0"),
+            ("        room = 0.0 ", "        #")),
         "a sum inside the node": (
             "dist.Bucket.average",
             ("self.flat.div_(self.inner.size)", "self.flat")),
@@ -138,22 +141,25 @@ WRONG = {
     "overlap": {
         "all at the end": (
             "dist.Reducer._ready",
-            ("            self._launch()\n",
-             '            self.count = vars(self).get("count", 0) + 1\n'
-             "            if self.count % len(self.gradients) == 0:\n"
-             "                self._launch()\n")),
+            ("        self._launch()\n",
+             '        self.count = vars(self).get("count", 0) + 1\n'
+             "        if self.count % len(self.gradients) == 0:\n"
+             "            self._launch()\n")),
         "in any order": (
             "dist.Reducer._launch",
-            ("itertools.takewhile(", "filter("),
-            ("self._buckets[len(self.jobs):]",
-             '[b for b in self._buckets if vars(b).get("begun") is not self.jobs]'),
+            ("while len(self.jobs) < len(self.buckets):\n"
+             "            bucket = self.buckets[len(self.jobs)]\n",
+             "for bucket in self.buckets:\n"
+             '            if vars(bucket).get("begun") is self.jobs:\n'
+             "                continue\n"),
+            ("                return\n", "                continue\n"),
             ("event.record()", "event.record()\n            bucket.begun = self.jobs")),
         "the last micro-batch alone": (
             "dist.Reducer._ready",
             ("view.add_(p.grad)", "view.copy_(p.grad)")),
         "in every micro-batch": (
             "dist.Reducer._ready",
-            ("if self.sends:", "if True:")),
+            ("if not self.sends:", "if False:")),
     },
     "powersgd": {
         "not orthonormal": (
@@ -164,7 +170,7 @@ WRONG = {
             ("manual_seed(0)", "manual_seed(world.rank)")),
         "a new Q in each step": (
             "dist.powersgd",
-            ('state.get("factors") or', "")),
+            ('state.get("factors")', "None")),
         "forgets the rest": (
             "dist.powersgd",
             ("value.sub_(mean)", "value.zero_()")),
@@ -183,21 +189,21 @@ WRONG = {
     },
     "resume": {
         "writes in place": (
-            "optim.write_checkpoint",
-            ('temporary, digest = folder / "unfinished",', "temporary, digest = path,"),
-            ("        os.replace(temporary, path)\n", ""),
+            "train.write_checkpoint",
+            ('folder / "unfinished"', "folder / f\"step-{checkpoint['step']:08d}.pt\""),
+            ("        os.replace(temporary, folder / f\"step-{checkpoint['step']:08d}.pt\")\n", ""),
             ("        temporary.unlink(missing_ok=True)\n", "        pass\n")),
         "weights in 16 bits": (
             "train.save",
-            ('"weights": masters,', '"weights": dict(model.named_parameters()),')),
+            ('"weights": state.masters,', '"weights": dict(state.model.named_parameters()),')),
         "forgets the residuals": (
             "train.restore",
-            ('    reducer.load_state_dict(state["residuals"])\n', "")),
+            ('    state.reducer.load_state_dict(checkpoint["residuals"])\n', "")),
         "forgets the moments": (
             "train.restore",
-            ('    optimizer.load_state_dict(state["optimizer"])\n', "")),
+            ('    state.optimizer.load_state_dict(checkpoint["optimizer"])\n', "")),
         "forgets the loss scale": (
             "train.restore",
-            ('    vars(scaler).update(state["scaler"])\n', "")),
+            ('    state.scaler = optim.LossScaler(**checkpoint["scaler"])\n', "")),
     },
 }
