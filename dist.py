@@ -530,20 +530,27 @@ class Bucket:
     steps: gradients are clipped after this, so most of it stays in e_r for a while.
 
     Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
-    4.1), but for dense sums on GPUs, where NCCL has its own: a node's ranks add up at one of them,
-    the bucket's leader; the leaders of all nodes exchange, compressed; each passes the mean on. So
-    a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory and
-    work over the node's GPUs.
+    4.1). One rank of each node is the bucket's leader, here 0 and 2:
+
+        node 0: ranks 0 1, node 1: ranks 2 3
+        1. reduce            1 -> 0    3 -> 2      a node's ranks add up at the leader
+        2. compressor        0 <-> 2               the leaders exchange
+        3. broadcast         0 -> 1    2 -> 3      and pass the mean on
+
+    So a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory
+    and work over the node's GPUs. Dense sums on GPUs go without: NCCL has levels of its own.
     """
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
         self.lossy = self.compressor is not dense
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        self.inner = World()                       # those that add up first: this rank alone, ...
-        self.outer = world                         # and those that exchange: all, ...
+        # The ranks of `inner` add up first, then those of `outer` exchange. Without levels `inner`
+        # is this rank alone, and `outer` all ranks.
+        self.inner = World()
+        self.outer = world
         if world.levels and (self.lossy or world.device.type == "cpu"):
-            self.inner, self.outer = world.levels  # ... or the ranks of a node, and the nodes
+            self.inner, self.outer = world.levels
         self.leader = number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
 
@@ -610,7 +617,7 @@ class Bucket:
                 parts = self.outer.all_gather(self.state["server"])
                 rest += parts.view(-1)[:n]
         self.inner.broadcast(rest, self.leader)
-        # Copies: to pickle a view is to pickle all that it is a view of.
+        # These are copies, since a view is pickled with all of the tensor that it is a view of.
         residual = {name: view.clone() for name, view in self.views(rest).items()}
         self.restart(residual)
         return residual
@@ -728,14 +735,7 @@ def powersgd(world, value, mean, state, rank):
             others.append(v)
             other_means.append(v_mean)
 
-    right = state.get("factors")                   # Q of each matrix
-    if right is None:
-        generator = torch.Generator().manual_seed(0)
-        right = []
-        for v in matrices:
-            q = torch.randn(rank, v.shape[1], generator=generator)
-            right.append(q.to(v.device))
-
+    right = state.get("factors") or first_factors(matrices, rank)
     sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
     left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
     right = [p @ v for v, p in zip(matrices, left)]
@@ -750,6 +750,16 @@ def powersgd(world, value, mean, state, rank):
         v_mean.copy_(exact)
     value.sub_(mean)
     return sent_left + sent_right
+
+
+def first_factors(matrices, rank):
+    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for v in matrices:
+        q = torch.randn(rank, v.shape[1], generator=generator)
+        factors.append(q.to(v.device))
+    return factors
 
 
 def two_phase(world, value, mean, state, quantiser):
