@@ -501,10 +501,10 @@ def fill_buckets(groups, bucket_mb, world, compression):
 def fold_buckets(buckets):
     """Returns what lossy compression of Buckets has not yet sent, {name: fp32 tensor}. Collective.
 
-    It averages residuals over the ranks, so that any number of ranks can take them up, and restarts
-    PowerSGD's factors, both also in the run that goes on. So with lossy compression the bits after
-    a save depend on which steps were saved; and what resumes from a save, on as many ranks, equals
-    the run that saved there, bit for bit.
+    It averages residuals over the ranks, so that any number of ranks can take them up, and drops
+    what else compressors keep, both also in the run that goes on. So with lossy compression the
+    bits after a save depend on which steps were saved; and what resumes from a save, on as many
+    ranks, equals the run that saved there, bit for bit.
     """
     state = {}
     for bucket in buckets:
@@ -563,7 +563,13 @@ class Bucket:
 
     def views(self, flat):
         """Returns {name: view} of a flat tensor (n + padding,) with the bucket's layout."""
-        return dict(zip(self.shapes, split(flat[:len(self.flat)], self.shapes.values())))
+        views = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            end = start + math.prod(shape)
+            views[name] = flat[start:end].view(shape)
+            start = end
+        return views
 
     def average(self, scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
@@ -591,9 +597,9 @@ class Bucket:
         value = self.pending                       # v, and after the compressor: rest
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])
         value[n:] = 0                              # padding, in which onebit leaves rounding errors
+        mean = self.padded                         # q goes here; `flat` is it without the padding
         state = dict(self.state)
-        # `padded` begins with `flat`, so that is where q goes.
-        sent = self.compressor(self.outer, value, self.padded, state, self.argument)
+        sent = self.compressor(self.outer, value, mean, state, self.argument)
         self.flat.mul_(scale)
         self.pending_state = state
         return sent
@@ -624,7 +630,7 @@ class Bucket:
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
-        self.state = {"shapes": list(self.shapes.values()), "n": len(self.flat)}
+        self.state = {"n": len(self.flat), "shapes": list(self.shapes.values())}
         self.pending_state = None                  # what `_send` left, until `commit`
         if not self.keeps_residual:
             return
@@ -633,12 +639,6 @@ class Bucket:
         if residual:
             for name, view in self.views(self.residual).items():
                 view.copy_(residual[name])
-
-
-def split(flat, shapes):
-    """Returns the tensors of these shapes that lie in a flat one (n,), as views."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 # ----- Compressors: what crosses the network, from simple to hard -----
@@ -678,15 +678,6 @@ def dense(world, value, dtype=torch.float32):
     return 2 * (world.size - 1) * wire.numel() * wire.element_size() // world.size
 
 
-def dense_list(world, tensors):
-    """Returns (bytes sent, the means over the ranks of a list of tensors), by one all-reduce."""
-    if not tensors:
-        return 0, []
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    sent = dense(world, flat)
-    return sent, split(flat, [tensor.shape for tensor in tensors])
-
-
 def topk(world, value, mean, state, fraction):
     """Sends each rank's largest elements, with their indices, by all_gather (Deep Gradient
     Compression, arXiv 1712.01887, without its momentum correction).
@@ -711,55 +702,6 @@ def topk(world, value, mean, state, fraction):
     for rank in range(world.size):
         mean.index_add_(0, all_indices[rank], all_elements[rank], alpha=1 / world.size)
     return (world.size - 1) * 8 * k
-
-
-def powersgd(world, value, mean, state, rank):
-    """Sends a rank-r factorisation of each matrix (PowerSGD, arXiv 1905.13727, algorithm 1).
-
-        P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
-
-    Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
-    matrices a x b with 2 r (a + b) >= a b, go dense and leave nothing. In the code p is P^T (r, a)
-    and q is Q^T (r, b): products with rows read the matrix once. Every rank computes the QR, whose
-    bits are equal on equal machines only.
-    """
-    matrices = []
-    matrix_means = []
-    others = []
-    other_means = []
-    for v, v_mean in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
-        if v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel():
-            matrices.append(v)
-            matrix_means.append(v_mean)
-        else:
-            others.append(v)
-            other_means.append(v_mean)
-
-    right = state.get("factors") or first_factors(matrices, rank)
-    sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
-    left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
-    right = [p @ v for v, p in zip(matrices, left)]
-    sent_right, averaged = dense_list(world, right + others)
-    right = averaged[:len(matrices)]
-    state["factors"] = right
-
-    for v_mean, p, q in zip(matrix_means, left, right):
-        torch.mm(p.T, q, out=v_mean)
-    for v, v_mean, exact in zip(others, other_means, averaged[len(matrices):]):
-        v.copy_(exact)                             # so that nothing is left of it below
-        v_mean.copy_(exact)
-    value.sub_(mean)
-    return sent_left + sent_right
-
-
-def first_factors(matrices, rank):
-    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    factors = []
-    for v in matrices:
-        q = torch.randn(rank, v.shape[1], generator=generator)
-        factors.append(q.to(v.device))
-    return factors
 
 
 def two_phase(world, value, mean, state, quantiser):
@@ -804,12 +746,12 @@ def two_phase(world, value, mean, state, quantiser):
     return 2 * (world.size - 1) * codes.numel()
 
 
-def encode(quantise, blocks, sizes, levels):
+def encode(quantise, blocks, sizes, out):
     """Returns the bytes of blocks (..., block), each an fp32 scale and a small level an element,
     and leaves the rounding error, x - scale * level, in the blocks. sizes (..., 1): how many
-    elements of a block are no padding. levels: memory of the blocks' size."""
-    packed, scales = quantise(blocks, sizes, levels)
-    blocks.addcmul_(levels, scales, value=-1)
+    elements of a block are no padding. As in torch, `out` is where the levels are written to."""
+    packed, scales = quantise(blocks, sizes, out)
+    blocks.addcmul_(out, scales, value=-1)
     return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
@@ -820,8 +762,8 @@ def decode(unpack, codes, out):
     return out.mul_(scales)
 
 
-def quantise_int8(blocks, sizes, levels):
-    """Writes the levels of blocks (..., 256); returns them as bytes, and the scales (..., 1).
+def quantise_int8(blocks, sizes, out):
+    """Writes the levels of blocks (..., 256) to `out`; returns them as bytes, and the scales.
 
     The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
     2110.02861, section 2.1, here linear):
@@ -832,17 +774,17 @@ def quantise_int8(blocks, sizes, levels):
     highest = blocks.amax(-1, keepdim=True)
     lowest = blocks.amin(-1, keepdim=True)
     scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
-    torch.mul(blocks, 1 / scales, out=levels).round_()
+    levels = torch.mul(blocks, 1 / scales, out=out).round_()
     return levels.to(torch.int8).view(torch.uint8), scales
 
 
-def unpack_int8(packed, levels):
-    """Writes the levels that are packed in bytes (..., 256)."""
-    levels.copy_(packed.view(torch.int8))
+def unpack_int8(packed, out):
+    """Writes the levels that are packed in bytes (..., 256) to `out`."""
+    out.copy_(packed.view(torch.int8))
 
 
-def quantise_onebit(blocks, sizes, levels):
-    """Writes the levels of blocks (..., 512); returns them as bits (..., 64), and the scales.
+def quantise_onebit(blocks, sizes, out):
+    """Writes the levels of blocks (..., 512) to `out`; returns them as bits, and the scales.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
@@ -852,14 +794,15 @@ def quantise_onebit(blocks, sizes, levels):
     embedding, that q is further from x than 0 is, and errors grow; mean |x| is the closest scale
     (Karimireddy et al., arXiv 1901.09847).
     """
-    scales = torch.abs(blocks, out=levels).sum(-1, keepdim=True).div_(sizes)
+    sums = torch.abs(blocks, out=out).sum(-1, keepdim=True)        # |x| is in `out` only for this
+    scales = sums.div_(sizes)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
         packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     else:
         eights = (blocks < 0).unflatten(-1, (-1, 8))
         powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
         packed = (eights * powers).sum(-1, dtype=torch.uint8)
-    unpack_onebit(packed, levels)
+    unpack_onebit(packed, out)
     return packed, scales
 
 
@@ -867,14 +810,14 @@ def quantise_onebit(blocks, sizes, levels):
 SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8))).view(256, 8)
 
 
-def unpack_onebit(packed, levels):
-    """Writes the signs that are packed in bits (..., 64)."""
+def unpack_onebit(packed, out):
+    """Writes the signs that are packed in bits (..., 64) to `out`."""
     signs = SIGNS.to(packed.device)
-    torch.index_select(signs, 0, packed.int().flatten(), out=levels.view(-1, 8))
+    torch.index_select(signs, 0, packed.int().flatten(), out=out.view(-1, 8))
 
 
-# name: (function, argument, padding). The argument can be set, as topk:0.1 or powersgd:8, where it
-# is a number. Padding makes `value` as long as a multiple of N times so many elements; 0: none.
+# name: (function, argument, padding). An argument that is a fraction can be set, as topk:0.1.
+# Padding makes `value` as long as a multiple of N times so many elements; 0: none.
 COMPRESSORS = {
     "none": (dense, torch.float32, 0),
     "fp16": (dense, torch.float16, 0),
@@ -882,7 +825,6 @@ COMPRESSORS = {
     "int8": (two_phase, (quantise_int8, unpack_int8, 256), 256),
     "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), 512),
     "topk": (topk, 0.01, 0),
-    "powersgd": (powersgd, 4, 0),
 }
 
 
@@ -896,10 +838,8 @@ def parse_compression(text):
     with contextlib.suppress(ValueError):          # of an option that is not a number
         if isinstance(argument, float) and 0 < float(option) <= 1:
             return compressor, float(option), padding
-        if isinstance(argument, int) and int(option) > 0:
-            return compressor, int(option), padding
     raise DistError(f"--compression {text} cannot work; known are {', '.join(COMPRESSORS)}; with a "
-                    "fraction in (0, 1], as topk:0.01, or a rank, as powersgd:4")
+                    "fraction in (0, 1], as topk:0.01")
 
 
 def is_lossy(compression):

@@ -126,7 +126,7 @@ def parse_arguments(argv=None):
              "memory holds, or 8,192 tokens on a CPU")
     add("--compression", default="none",
         help=f"send gradients as one of {', '.join(dist.COMPRESSORS)}; topk:0.05 sets its "
-             "fraction, powersgd:8 its rank (default: %(default)s)")
+             "fraction (default: %(default)s)")
     add("--bucket-mb", type=AMOUNT,
         help="average this many MB of gradients at a time; without it a twelfth of all, within 1 "
              "and 25 MB")

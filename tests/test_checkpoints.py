@@ -90,7 +90,7 @@ def test_a_run_with_lossy_compression_resumes_with_the_same_bits(shards, tmp_pat
         residuals = last_state(folder / "whole")["residuals"].values()
         assert any(residual.any() for residual in residuals)
 
-    together(lambda: killed_and_whole("onebit"), lambda: killed_and_whole("powersgd:2"))
+    together(lambda: killed_and_whole("onebit"), lambda: killed_and_whole("topk:0.1"))
 
 
 def test_a_run_resumes_on_other_ranks(shards, tmp_path):

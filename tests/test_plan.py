@@ -23,7 +23,7 @@ WRONG = [
     ("--model huge", 2, "--model: invalid choice: 'huge' (choose from .*tiny.*large"),
     ("--recipe x", 2, "--recipe: invalid choice: 'x' (choose from .*demo.*nvlamb-64k"),
     ("--optimizer sgd", 2, "--optimizer: invalid choice: 'sgd' (choose from .*lamb"),
-    ("--compression zip", 1, "zip.*none, fp16, bf16, int8, onebit, topk, .*powersgd"),
+    ("--compression zip", 1, "zip.*none, fp16, bf16, int8, onebit, topk"),
     ("--compression topk:2", 1, "topk"),
     ("--no-such-flag", 2, "unrecognized arguments: --no-such-flag"),
     ("--eval-every 0", 2, "--eval-every: must be in .1, inf)"),

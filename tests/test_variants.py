@@ -17,16 +17,16 @@ import data
 import dist
 import optim
 import train
-from tests.bench.bench_network import random_batch
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, parameters, problem
-from tests.training import assert_same, last_state, metrics, plan_of, shrink
+from tests.training import assert_same, last_state, metrics, plan_of, random_batch, shrink
 from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit,
-                            onebit_adam, onebit_lamb, slow_momentum, stacking, zeroone_adam)
+                            onebit_adam, onebit_lamb, powersgd, slow_momentum, stacking,
+                            zeroone_adam)
 from tests.variants.synchronised import LocalReducer
 
 VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, onebit_adam,
-            onebit_lamb, slow_momentum, stacking, zeroone_adam)
+            onebit_lamb, powersgd, slow_momentum, stacking, zeroone_adam)
 
 
 # ----- Optimizers: one tensor at a time, in float64 -----
@@ -486,6 +486,7 @@ def test_variants_are_programs(shards, tmp_path, variant):
 def test_every_variant_is_in_the_readme():
     folder = Path(__file__).parent / "variants"
     readme = (folder / "README.md").read_text()
-    files = {path.name for path in folder.glob("*.py")} - {"__init__.py", "synchronised.py"}
+    shared = {"__init__.py", "compressors.py", "synchronised.py"}
+    files = {path.name for path in folder.glob("*.py")} - shared
     assert files == {f"{variant.__name__.rpartition('.')[2]}.py" for variant in VARIANTS}
     assert all(f"`{name}`" in readme for name in files)

@@ -32,6 +32,9 @@ import bert  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
 from tests.training import random_batch  # noqa: E402
+from tests.variants import powersgd  # noqa: E402
+
+powersgd.register()
 
 
 def ddp_powersgd(model):

@@ -30,8 +30,9 @@ LARGE = "--model large --vocab-size 30522 --recipe nvlamb-64k --precision fp16".
 
 
 def plan(*flags):
-    """Returns what train.py --plan prints with these flags."""
-    return subprocess.run([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, check=True,
+    """Returns what train.py --plan prints with these flags, or a variant for its compression."""
+    program = "tests/variants/powersgd.py" if "powersgd" in flags else "train.py"
+    return subprocess.run([sys.executable, program, *map(str, flags)], cwd=ROOT, check=True,
                           capture_output=True, text=True).stdout
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
 import train  # noqa: E402
+from tests.variants.compressors import make_default  # noqa: E402
 
 CHUNK = 1024                 # elements
 FRACTION = 0.05              # of the chunks is sent
@@ -45,18 +46,15 @@ def chunk(world, value, mean, state, fraction):
     return sent_norms + sent_chunks
 
 
+def register():
+    """Lets dist.py know the compressor."""
+    dist.COMPRESSORS["chunk"] = (chunk, FRACTION, CHUNK)
+
+
 def install():
     """Makes train.py use it. Its checkpoints name the compression, so neither takes the other's."""
-    dist.COMPRESSORS["chunk"] = (chunk, FRACTION, CHUNK)
-    parse_arguments = train.parse_arguments
-
-    def parse_with_chunk(argv=None):
-        flags = parse_arguments(argv)
-        if flags.compression == "none":
-            flags.compression = "chunk"
-        return flags
-
-    train.parse_arguments = parse_with_chunk
+    register()
+    make_default("chunk")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
 import train  # noqa: E402
+from tests.variants.compressors import dense_list  # noqa: E402
 from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
 
 PERIOD = 16                  # H
@@ -56,7 +57,7 @@ class WeightReducer(LocalReducer):
             return 0
         weights = [self.weights[name].detach() for name in bucket.shapes]
         # Into new tensors: backward may not be done with the weights themselves.
-        sent, means = dist.dense_list(self.world, weights)
+        sent, means = dense_list(self.world, weights)
         self.means += zip(weights, means)
         return sent
 
@@ -86,7 +87,7 @@ class WeightReducer(LocalReducer):
         m = [moments["exp_avg"] for moments in optimizer.state.values()]
         v = [moments["exp_avg_sq"] for moments in optimizer.state.values()]
         for tensors in (weights, m, v):
-            sent, means = dist.dense_list(self.world, tensors)
+            sent, means = dense_list(self.world, tensors)
             torch._foreach_copy_(tensors, means)
             self.bytes_sent += sent
 

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants.compressors import dense_list  # noqa: E402
 from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
 
 PERIOD = 32                  # K
@@ -80,7 +81,7 @@ class SlowMomentum(optim.Optimizer):
 
     def average(self, tensors):
         """Replaces tensors by their means over the ranks. Collective."""
-        sent, means = dist.dense_list(self.world, tensors)
+        sent, means = dense_list(self.world, tensors)
         torch._foreach_copy_(tensors, means)
         self.reducer.bytes_sent += sent
 
