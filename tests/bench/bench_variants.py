@@ -42,6 +42,7 @@ RUNS = {         # name: (its baseline, program, flags)
     "slow_momentum": ("adamw", "slow_momentum", ["--lr-scale", "0.4"]),
     "bucket_clipping": ("lamb", "bucket_clipping", []),
     "gradientflow": ("lamb", "gradientflow", []),
+    "powersgd": ("lamb", "powersgd", []),
     "onebit_adam": ("adamw", "onebit_adam", ["--lr-scale", "0.1"]),
     "onebit_lamb": ("lamb", "onebit_lamb", []),
     "zeroone_adam": ("adamw", "zeroone_adam", ["--lr-scale", "0.05"]),
