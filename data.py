@@ -53,11 +53,11 @@ from tqdm import tqdm
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
-IGNORED = -100              # the label that torch's cross-entropy passes over
-SHORT_FRACTION = 0.10       # of the examples are short, so that pre-training sees short inputs too
-LONGEST_WORD = 8            # tokens, for whole-word masking: some scripts have no spaces
+IGNORED = -100              # torch's cross-entropy passes over this label
+SHORT_FRACTION = 0.10       # so many examples are short: pre-training shall see short inputs, too
+LONGEST_WORD = 8            # tokens; longer words are masked in parts: some scripts have no spaces
+VERSION = 4                 # the number of the folder's format
 ARRAYS = ("tokens", "sentences", "documents")
-VERSION = 4                 # of the folder's format
 
 
 class DataError(ValueError):
@@ -66,34 +66,8 @@ class DataError(ValueError):
 
 # ----- Examples: (seed, phase, i) -> a sentence pair with masks -----
 
-class Shard(NamedTuple):
-    """A shard, mapped from the disk. The fields are memoryviews, since these give Python's own
-    integers, which bisect compares faster than NumPy's."""
-    tokens: memoryview      # every token, uint16 or uint32
-    sentences: memoryview   # where each sentence begins in `tokens`, and where the last one ends
-    documents: memoryview   # where each document begins in `tokens`, and where the last one ends
-    windows: memoryview     # how many windows stand before each document, then how many in all
-
-
-class Text(NamedTuple):
-    """A piece of a document in two parts; all but `document` are offsets into a shard's tokens."""
-    start: int              # where the first part begins
-    middle: int             # where the first part ends and the second one begins
-    end: int                # where the second part ends
-    document: int           # the number of the document
-    document_end: int       # where the document ends
-
-
-class Spans(NamedTuple):
-    """What an example is made of; begins and ends are offsets into the shard's tokens."""
-    index: int              # i, the number of the example
-    shard: int              # the number of the shard
-    a: int                  # where segment A begins
-    a_end: int
-    b: int                  # where segment B begins
-    b_end: int              # equal to `b` without pairs
-    pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
-
+# The way to an example:  shard -> window of a document -> Text, a piece of it in two parts
+#                         -> Spans, which parts are A and B -> tokens -> masks -> Example or Batch
 
 class Example(NamedTuple):
     """One example with its masks, without padding:
@@ -149,14 +123,44 @@ class Batch(NamedTuple):
         return moved._replace(lengths=torch.from_numpy(self.lengths))
 
 
+class Shard(NamedTuple):
+    """A shard, mapped from the disk. Windows are explained at PretrainingData. The fields are
+    memoryviews, since these give Python's own integers, which bisect compares faster than NumPy's.
+    """
+    tokens: memoryview      # every token, uint16 or uint32
+    sentences: memoryview   # where each sentence begins in `tokens`, and where the last one ends
+    documents: memoryview   # where each document begins in `tokens`, and where the last one ends
+    windows: memoryview     # how many windows stand before each document, then how many in all
+
+
+class Text(NamedTuple):
+    """A piece of a document in two parts; all but `document` are offsets into a shard's tokens."""
+    start: int              # where the first part begins
+    middle: int             # where the first part ends and the second one begins
+    end: int                # where the second part ends
+    document: int           # the number of the document
+    document_end: int       # where the document ends
+
+
+class Spans(NamedTuple):
+    """What an example is made of; begins and ends are offsets into the shard's tokens."""
+    index: int              # i, the number of the example
+    shard: int              # the number of the shard
+    a: int                  # where segment A begins
+    a_end: int              # where A ends
+    b: int                  # where segment B begins
+    b_end: int              # where B ends; `b` without pairs
+    pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
+
+
 class PretrainingData:
     """The examples of a phase; number i is a pure function of (seed, phase, i), i = 0, 1, 2 ...
 
-    Example i comes from shard i mod S. Each document of a shard is covered by windows, which have
-    as many tokens as an example has room for text. An epoch of a shard takes all its windows in an
-    order of its own, one for each example. Windows move from epoch to epoch, so that examples begin
-    at other tokens, and the last one moves back to end with its document. Of a document of 26
-    tokens and its windows of 8 tokens, these are the places where windows 0 to 3 begin:
+    Example i comes from shard i mod S, where S is the number of shards. Each document of a shard is
+    covered by windows, each as many tokens as an example has room for text. An epoch of a shard
+    takes all its windows in an order of its own, one for each example. Windows shift from epoch to
+    epoch, so that examples begin at other tokens, but none reaches over the end of its document.
+    Where the windows 0 to 3 of 8 tokens begin in a document of 26 tokens:
 
         token          0       8       16        26
         epoch 0        0.......1.......2.3.......    shift  0.00 windows
@@ -562,10 +566,10 @@ def receive(pipe):
 
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
 
-BLOCK = 1 << 20             # characters: of text that is encoded at a time, of a document at most
-SAMPLE = 32                 # blocks that a tokenizer is trained on, at most: of a small part of a
-                            # large corpus, such as another script, it may see nothing
-GROUP = 32                  # blocks that are written at a time
+BLOCK = 1 << 20             # characters; text is encoded block by block, longer documents are cut
+SAMPLE = 32                 # so many blocks train the tokenizer: of a small part of a large corpus,
+                            # such as another script, it may see nothing
+GROUP = 16                  # so many blocks are written at a time
 LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proportion to the longest
 
 
@@ -594,10 +598,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,
                 "shards": shards, "held_out": held_out, "prose": prose, "tokenizer": digest}
     if found:
-        differ = [key for key in settings if found[key] != settings[key]]
+        differ = ", ".join(key for key in settings if found[key] != settings[key])
         if differ:
-            names = ", ".join(differ)
-            raise DataError(f"{folder} was prepared with another {names}; remove it first")
+            raise DataError(f"{folder} was prepared with another {differ}; remove it first")
         return found
 
     if tokenizer:
@@ -679,8 +682,7 @@ def write_folder(corpus, folder, settings, model, workers):
     They are written beside the folder and moved there in the end: nobody finds half of them.
     """
     identity = settings["corpus"]
-    enough = enough_to_measure(identity["documents"], identity["bytes"])
-    held_out = max(settings["held_out"], enough)
+    held_out = max(settings["held_out"], enough_to_measure(identity))
     if workers is None:                 # to start them takes seconds
         workers = os.cpu_count() if identity["bytes"] > 32 * BLOCK else 0
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -705,10 +707,11 @@ def write_folder(corpus, folder, settings, model, workers):
     return manifest
 
 
-def enough_to_measure(documents, size):
+def enough_to_measure(identity):
     """Returns the fraction of a corpus's documents on which one can measure: about 100 documents,
-    or half a megabyte if that is fewer, at least 8, at most half. size: bytes."""
-    half_a_megabyte = documents * 5e5 / size            # in documents
+    or half a megabyte if that is fewer, at least 8, at most half."""
+    documents = identity["documents"]
+    half_a_megabyte = documents * 5e5 / identity["bytes"]       # in documents
     enough = min(100, max(8, half_a_megabyte))
     return min(enough / documents, 0.5)
 
@@ -819,14 +822,15 @@ ABBREVIATIONS = [
     "Jan Feb Mar Apr Jun Jul Aug Sep Oct Nov Dec",
     "Prof Capt Pres Ph.D Vols Figs figs Corp Bros Sept"]
 
-# A sentence ends at a full stop, its closing quotes, white space and something that can open a
-# sentence; but not after an abbreviation, nor after one letter: "J. Smith", "the U.S. Army"
+
 def not_after(words):
     """Returns a regular expression that matches where none of these words and a full stop end."""
     any_of_them = "|".join(map(re.escape, words.split()))
     return rf"(?<!\b(?:{any_of_them})\.)"
 
 
+# A sentence ends at a full stop, its closing quotes, white space and something that can open a
+# sentence; but not after one letter ("J. Smith", "the U.S. Army"), nor after an abbreviation
 SENTENCE_END = re.compile(
     r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
     r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
@@ -865,21 +869,15 @@ def is_prose(corpus):
 
 # ----- Sentences -> tokens -> shards -----
 
-def token_type(vocab_size):
-    """Returns the smallest type (numpy.dtype) that holds the tokens of a vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 def encode(tokenizer, prose, held_out, shards, documents):
-    """Returns what a block of documents adds to each shard: {number of the shard: {"tokens": their
-    tokens, "sentences": how many tokens each sentence has, "documents": each document}}.
+    """Returns what a block of documents adds to the shards, {number of the shard: {"tokens": ids,
+    "sentences": how many tokens each sentence has, "documents": the same of each document}}.
 
     Shard 0 is the held-out one. Documents of less than two tokens are left out.
     """
     texts = [sentences_in(document, prose) for document in documents]
     # All at once: sentence by sentence would take two to four times as long
     encoded = iter(tokenizer.encode(list(itertools.chain(*texts)), num_threads=1))
-    typecode = token_type(tokenizer.get_piece_size()).char
     parts = {}
     for document, text in zip(documents, texts):
         sentences = list(filter(None, itertools.islice(encoded, len(text))))
@@ -889,8 +887,7 @@ def encode(tokenizer, prose, held_out, shards, documents):
         # Dealt by content: the same document twice is never both trained on and held out
         draw = zlib.crc32(document.encode())
         shard = 0 if draw < held_out * 2 ** 32 else 1 + draw % shards
-        empty = {"tokens": array(typecode), "sentences": array("q"), "documents": array("q")}
-        part = parts.setdefault(shard, empty)
+        part = parts.setdefault(shard, {kind: array("I") for kind in ARRAYS})
         part["tokens"].extend(tokens)
         part["sentences"].extend(map(len, sentences))
         part["documents"].append(len(tokens))
@@ -901,6 +898,8 @@ def write_shards(encoded, folder, settings):
     """Writes the arrays of all shards from what `encode` returns, block after block; returns what
     the manifest says of them."""
     names = shard_names(settings["shards"])
+    token_type = "uint16" if settings["vocab_size"] <= 1 << 16 else "uint32"
+    types = {"tokens": token_type, "sentences": "int64", "documents": "int64"}
     unigrams = np.zeros(settings["vocab_size"], np.int64)
     for name in names:
         np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")
@@ -915,7 +914,7 @@ def write_shards(encoded, folder, settings):
             for kind in ARRAYS:
                 with open(folder / f"{name}.{kind}", "ab") as file:
                     for part in parts:
-                        part[kind].tofile(file)
+                        np.asarray(part[kind], types[kind]).tofile(file)
             if name != "heldout":
                 for part in parts:
                     np.add.at(unigrams, part["tokens"], 1)
@@ -929,8 +928,7 @@ def write_shards(encoded, folder, settings):
     if min(documents for _, _, documents in counts) < 2:
         raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
     train = np.sum(counts[1:], axis=0).tolist()
-    return {"token_type": token_type(settings["vocab_size"]).name,
-            "unknown_tokens": int(unigrams[UNK]),
+    return {"token_type": token_type, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
 

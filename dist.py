@@ -2,12 +2,12 @@
 
     torchrun --nproc_per_node=2 dist.py          # what averaging costs with each compressor
 
-A rank is one process of the training. Each has the whole model and computes the gradients of its
-own examples; their mean over all ranks is what every rank then steps with. `average_gradients` is
-the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed", arXiv 2006.15704, section
-3.2). Of the compressors, `dense` is enough at first; each of the others can be read alone.
-
-Only this file imports torch.distributed. With one rank every collective does nothing.
+A rank is one process of the training, a node a machine with some of them. Each rank has the whole
+model and computes the gradients of its own examples; all ranks then step with the mean of these.
+`average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
+arXiv 2006.15704, section 3.2). Of the compressors, `dense` is enough at first; each of the others
+can be read alone. The network is reached through two libraries: NCCL for tensors on GPUs, Gloo for
+all else. Only this file imports torch.distributed. With one rank every collective does nothing.
 
 In comments on shapes: N ranks, n elements of a bucket.
 """
@@ -49,8 +49,8 @@ class RankLost(DistError):
 class World:
     """This process among all of them, and the collectives: calls that every rank makes together.
 
-    Tensors on a GPU go over NCCL; numbers and objects go over Gloo also there, so that a rank that
-    died is an exception in the training loop and not an aborted process.
+    Numbers and objects go over Gloo even where there are GPUs: a rank that died is then an
+    exception in the training loop, while NCCL would abort the process.
     """
     rank: int = 0            # among all processes
     size: int = 1
@@ -82,15 +82,14 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        gathered = torch.stack([tensor] * self.size)
-        self._run(distributed.all_gather, list(gathered.unbind()), tensor)
+        gathered = torch.stack([tensor] * self.size)         # of one rank the answer
+        rows = list(gathered.unbind())
+        self._run(distributed.all_gather, rows, tensor)
         return gathered
 
     def all_to_all(self, rows):
         """Returns (size, ...): row i is row `rank` of rank i's rows (size, ...)."""
-        if self.size == 1:
-            return rows
-        received = torch.empty_like(rows)
+        received = rows.clone()                                  # of one rank the answer
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
@@ -133,7 +132,7 @@ class World:
 
     def _run(self, collective, *arguments, **options):
         """Calls a collective of torch; raises RankLost if a rank does not take part."""
-        if self.size == 1 or self.device.type == "meta":         # meta: see `wire_bytes`
+        if self.size == 1 or self.device.type == "meta":         # "meta": see `wire_bytes`
             return
         try:
             collective(*arguments, group=self.group, **options)
@@ -220,7 +219,7 @@ def interface_towards(address):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo for the CPU and NCCL for GPUs, and this rank's `answer`."""
+    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `answer`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
     # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
@@ -278,7 +277,7 @@ def average_gradients(module, world):
 
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
-    has 200); and all are sent in full, without compression. `Reducer` mends all three.
+    has 158); and all are sent in full, without compression. `Reducer` mends all three.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -531,20 +530,27 @@ class Bucket:
     steps: gradients are clipped after this, so most of it stays in e_r for a while.
 
     Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
-    4.1), but for dense sums on GPUs, where NCCL has its own: a node's ranks add up at one of them,
-    the bucket's leader; the leaders of all nodes exchange, compressed; each passes the mean on. So
-    a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory and
-    work over the node's GPUs.
+    4.1). One rank of each node is the bucket's leader, here 0 and 2:
+
+        node 0: ranks 0 1, node 1: ranks 2 3
+        1. reduce            1 -> 0    3 -> 2      a node's ranks add up at the leader
+        2. compressor        0 <-> 2               the leaders exchange
+        3. broadcast         0 -> 1    2 -> 3      and pass the mean on
+
+    So a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory
+    and work over the node's GPUs. Dense sums on GPUs go without: NCCL has levels of its own.
     """
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
         self.lossy = self.compressor is not dense
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        self.inner = World()                       # those that add up first: this rank alone, ...
-        self.outer = world                         # and those that exchange: all, ...
+        # The ranks of `inner` add up first, then those of `outer` exchange. Without levels `inner`
+        # is this rank alone, and `outer` all ranks.
+        self.inner = World()
+        self.outer = world
         if world.levels and (self.lossy or world.device.type == "cpu"):
-            self.inner, self.outer = world.levels  # ... or the ranks of a node, and the nodes
+            self.inner, self.outer = world.levels
         self.leader = number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
 
@@ -611,7 +617,7 @@ class Bucket:
                 parts = self.outer.all_gather(self.state["server"])
                 rest += parts.view(-1)[:n]
         self.inner.broadcast(rest, self.leader)
-        # Copies: to pickle a view is to pickle all that it is a view of.
+        # These are copies, since a view is pickled with all of the tensor that it is a view of.
         residual = {name: view.clone() for name, view in self.views(rest).items()}
         self.restart(residual)
         return residual
@@ -687,7 +693,8 @@ def topk(world, value, mean, state, fraction):
 
         S_r = the k = fraction * n largest |v_r|         q = mean_r (v_r on S_r, 0 elsewhere)
 
-    8 bytes an element go to each other rank: from N = 1 / fraction ranks on, fp32 sends less.
+    8 bytes an element go to each other rank: from N = 1 / fraction ranks on, fp32 sends less. An
+    inf or NaN is always among the largest, as rule 2 asks.
     """
     sizes = value.abs()
     k = max(1, int(fraction * len(value)))
@@ -697,8 +704,6 @@ def topk(world, value, mean, state, fraction):
     else:
         indices = sizes.topk(k, sorted=False).indices
     elements = value[indices]                                                            # (k,)
-    # Rule 2: 0 times an inf or NaN is NaN, also where that is not among the largest.
-    elements[0] += 0 * value.dot(value)
     value.index_fill_(0, indices, 0)
     mean.zero_()
     all_indices = world.all_gather(indices.int())                                        # (N, k)
@@ -730,14 +735,7 @@ def powersgd(world, value, mean, state, rank):
             others.append(v)
             other_means.append(v_mean)
 
-    right = state.get("factors")                   # Q of each matrix
-    if right is None:
-        generator = torch.Generator().manual_seed(0)
-        right = []
-        for v in matrices:
-            q = torch.randn(rank, v.shape[1], generator=generator)
-            right.append(q.to(v.device))
-
+    right = state.get("factors") or first_factors(matrices, rank)
     sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
     left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
     right = [p @ v for v, p in zip(matrices, left)]
@@ -752,6 +750,16 @@ def powersgd(world, value, mean, state, rank):
         v_mean.copy_(exact)
     value.sub_(mean)
     return sent_left + sent_right
+
+
+def first_factors(matrices, rank):
+    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for v in matrices:
+        q = torch.randn(rank, v.shape[1], generator=generator)
+        factors.append(q.to(v.device))
+    return factors
 
 
 def two_phase(world, value, mean, state, quantiser):
@@ -783,8 +791,7 @@ def two_phase(world, value, mean, state, quantiser):
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server: averages its part.
-    server = torch.zeros_like(parts[0])
-    server.add_(state.get("server", 0))                    # a new tensor, as rule 3 asks
+    server = torch.zeros_like(parts[0]) + state.get("server", 0)         # new, as rule 3 asks
     for part in decode(unpack, received, decoded):
         server.add_(part, alpha=1 / world.size)
     first_padding = max(0, state["n"] - world.rank * server.numel())
@@ -821,8 +828,10 @@ def quantise_int8(blocks, sizes, levels):
 
         scale = max |x| / 127            level = round(x / scale)
     """
-    peaks = torch.abs(blocks, out=levels).amax(-1, keepdim=True)
-    scales = peaks.div_(127).clamp_(min=1e-30)
+    # Faster than abs(), which would write as much as it reads.
+    highest = blocks.amax(-1, keepdim=True)
+    lowest = blocks.amin(-1, keepdim=True)
+    scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
     torch.mul(blocks, 1 / scales, out=levels).round_()
     return levels.to(torch.int8).view(torch.uint8), scales
 
@@ -864,14 +873,16 @@ def unpack_onebit(packed, levels):
     torch.index_select(signs, 0, packed.int().flatten(), out=levels.view(-1, 8))
 
 
-COMPRESSORS = {          # name: (function, argument, padding); 0: none, else to a multiple of N times it
+# name: (function, argument, padding). The argument can be set, as topk:0.1 or powersgd:8, where it
+# is a number. Padding makes `value` as long as a multiple of N times so many elements; 0: none.
+COMPRESSORS = {
     "none": (dense, torch.float32, 0),
     "fp16": (dense, torch.float16, 0),
     "bf16": (dense, torch.bfloat16, 0),
     "int8": (two_phase, (quantise_int8, unpack_int8, 256), 256),
     "onebit": (two_phase, (quantise_onebit, unpack_onebit, 512), 512),
-    "topk": (topk, 0.01, 0),                       # topk:0.1 sends another fraction
-    "powersgd": (powersgd, 4, 0),                  # powersgd:8 has another rank
+    "topk": (topk, 0.01, 0),
+    "powersgd": (powersgd, 4, 0),
 }
 
 
@@ -964,8 +975,9 @@ def asked_to_stop(requests):
 # A rank that raises an exception of its own is the first to fail, and prints that.
 
 def answer():
-    """Waits, in a thread, until a rank fails; tells that this process is alive, and a second later
-    that all have told. Ends the process if it has not ended a minute later."""
+    """Waits, in a thread, until a rank has failed. Then says in the store that this process is
+    alive, and a second later that all have answered. Ends the process if it lives a minute later.
+    """
     store = distributed.group.WORLD.get_group_store()
     rank = distributed.get_rank()
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
@@ -975,8 +987,8 @@ def answer():
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                      # each thread looks five times a second
                 store.set("answered", "")
-                # The program may be saving. Or it waits in NCCL, where it would wait for a dead
-                # rank until twice the timeout.
+                # A minute is for a program that is saving. One that waits for a dead rank in NCCL
+                # would wait for twice the timeout.
                 faulthandler.dump_traceback_later(60, exit=True)
                 return
             time.sleep(0.2)
@@ -1000,7 +1012,8 @@ def first_to_fail():
 
 def silent_ranks(store):
     """Returns the ranks that have not answered when there was time to, as "3, 5"."""
-    while not store.check(["answered"]):           # to wait in it would keep `answer` from the store
+    # To wait for the key with get() would keep `answer`, in its thread, from the store.
+    while not store.check(["answered"]):
         time.sleep(0.1)
     return ranks_without(store, "alive", distributed.get_world_size())
 
@@ -1041,17 +1054,17 @@ def meet(world, init_method, limit):
 
     When torchrun starts ranks again its store still holds the addresses of the dead ones, and its
     count of restarts differs between nodes. So each process adds one to a count in the store when
-    it comes, and the ranks meet under the number that it then has. Two ranks, of which rank 1 dies
-    while they meet, and is started again with rank 0 a moment later:
+    it comes, and the ranks meet under the number that it then has:
 
-        count                        1           2           3           4
-        comes                     rank 0      rank 1      rank 1'     rank 0'
-        rank 0 waits under           1           2       (is ended)
-        rank 1 waits under                       2 (dies)
-        rank 1' waits under                                  3           4
-        rank 0' waits under                                              4     both: they meet
+        rank 0 comes                           count 1     0 waits under 1
+        rank 1 comes                           count 2     0 and 1 are under 2: they meet, and train
+        rank 1 is killed: both start again
+        rank 0 comes                           count 3     0 waits under 3
+        rank 0 is killed: both start again
+        rank 1 comes                           count 4     1 waits under 4, not under 3
+        rank 0 comes                           count 5     0 and 1 are under 5: they meet
 
-    Any later process changes the number, so those that meet are the latest of each rank.
+    Whoever comes changes the number, so no process meets one that was there before a restart.
     """
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))

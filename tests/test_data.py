@@ -893,7 +893,7 @@ def test_an_empty_folder_is_filled(documents, shards, tmp_path):
 
 def test_a_shard_of_one_document_is_too_small(tmp_path):
     """The second part of a false pair has to come from another one."""
-    part = dict(zip(data.ARRAYS, (array("H", [7, 8]), array("q", [2]), array("q", [2]))))
+    part = dict(zip(data.ARRAYS, (array("I", [7, 8]), array("I", [2]), array("I", [2]))))
     block = {0: part, 1: part}
     with pytest.raises(data.DataError, match="too few documents"):
         data.write_shards(iter([block]), tmp_path, {"shards": 1, "vocab_size": 320})

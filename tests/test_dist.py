@@ -204,12 +204,19 @@ def test_16_bits_neither_overflow_nor_swallow_small_gradients(tmp_path):
 def overlap(world):
     """Events of one backward, in their real order: numbers of gradients, and ends of buckets."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
-    reducer, events = dist.Reducer(model, world, bucket_mb=0.004), []
+    reducer = dist.Reducer(model, world, bucket_mb=0.004)
+    events = []
     model[0].weight.register_hook(lambda gradient: time.sleep(0.3))      # the last to be ready
     for p in model.parameters():
         p.register_hook(lambda gradient: events.append("gradient"))
     average = dist.Bucket.average
-    dist.Bucket.average = lambda self, scale: average(self, scale) + 0 * bool(events.append("end"))
+
+    def average_and_note(bucket, scale):
+        sent = average(bucket, scale)
+        events.append("end")
+        return sent
+
+    dist.Bucket.average = average_and_note
     model(torch.randn(8, 32)).sum().backward()
     reducer.finish()
     reducer.close()
@@ -218,9 +225,15 @@ def overlap(world):
 
 def launch_order(world):
     """Ranks whose gradients become ready in different orders; returns the sizes sent, in order."""
-    model, sizes = nn.ModuleList(nn.Linear(k, 1, bias=False) for k in (3, 5, 7)), []
+    model = nn.ModuleList(nn.Linear(k, 1, bias=False) for k in (3, 5, 7))
     reducer = dist.Reducer(model, world, bucket_mb=1e-9)
-    dist.Bucket.average = lambda self, scale: sizes.append(len(self.flat)) or 0
+    sizes = []
+
+    def note_size(bucket, scale):
+        sizes.append(len(bucket.flat))
+        return 0
+
+    dist.Bucket.average = note_size
     for layer in list(model) if world.rank == 0 else reversed(model):    # one after the other
         layer(torch.ones(1, layer.in_features)).sum().backward()
     reducer.finish()
@@ -265,7 +278,12 @@ def alone():
 def test_seconds_of_the_thread_are_counted(alone):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     reducer = alone(model, 1e-9)
-    reducer.buckets[0].average = lambda scale: time.sleep(0.2) or 0
+
+    def slow(scale):
+        time.sleep(0.2)
+        return 0
+
+    reducer.buckets[0].average = slow
     model(torch.ones(1, 4)).sum().backward()
     reducer.finish()
     assert len(reducer.bucket_seconds) == 4 and 0.2 <= reducer.bucket_seconds[0] < 2
@@ -329,13 +347,23 @@ def test_the_next_step_is_right_after_all_that_can_happen(alone):
     reducer.sends = False
     model(batch()).backward()                                  # and no last micro-batch
     step()
-    reducer.buckets[0].average = lambda scale: time.sleep(0.5) or reducer.flats[0].fill_(9.0)
+
+    def late_and_wrong(scale):
+        time.sleep(0.5)
+        reducer.flats[0].fill_(9.0)
+
+    reducer.buckets[0].average = late_and_wrong
     reducer.zero_grad()
     model(batch()).backward()                                  # and no finish: a job still runs
     del reducer.buckets[0].average
     step()
     averaged = []
-    reducer.buckets[1].average = lambda scale: time.sleep(0.1) or 1 / 0
+
+    def fails(scale):
+        time.sleep(0.1)
+        raise ZeroDivisionError
+
+    reducer.buckets[1].average = fails
     reducer.buckets[2].average = averaged.append
     reducer.zero_grad()
     model(batch()).backward()                                  # no exception inside backward
@@ -629,7 +657,8 @@ def fifty_steps(world, name, number=0):
         assert not bucket.views(bucket.residual[:COUNT])["vector"].any()
     rest = torch.cat([part.flatten() for part in bucket.fold().values()]).double()
     if bucket.keeps_residual:                                  # the run goes on from the mean
-        assert torch.equal(bucket.residual[:COUNT].double(), rest) and [*bucket.state] == ["shapes", "n"]
+        assert torch.equal(bucket.residual[:COUNT].double(), rest)
+        assert bucket.state.keys() == {"shapes", "n"}
     difference = (went_in - went_out - rest).abs().max().item()
     return difference, mean, sent, rest.norm().item() / went_in.norm().item()
 

@@ -1,4 +1,4 @@
-"""tests/variants/gradientflow.py: its chunks against their definition, and a compressor's invariants."""
+"""tests/variants/gradientflow.py: its chunks against their definition, and invariants."""
 
 import pytest
 import torch
