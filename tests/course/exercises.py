@@ -153,7 +153,7 @@ EXERCISES = {
          "looks for what is missing first, or it would wait for ever; job.result() waits, raises "
          "what the thread raised, and else is (bytes, seconds)."]),
     "powersgd": Exercise(
-        "dist.powersgd",
+        "dist.powersgd dist.first_factors",
         "test_dist.py::test_powersgd_is_algorithm_1",
         60, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
         ["`split` cuts `value` and `mean` into views of state[\"shapes\"], `dense_list` averages a "

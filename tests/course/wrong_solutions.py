@@ -166,11 +166,11 @@ WRONG = {
             "dist.powersgd",
             ("torch.linalg.qr(p.T).Q.T.contiguous()", "(p / p.norm(dim=1, keepdim=True))")),
         "another Q on each rank": (
-            "dist.powersgd",
-            ("manual_seed(0)", "manual_seed(world.rank)")),
+            "dist.first_factors",
+            ("manual_seed(0)", 'manual_seed(int(os.environ["RANK"]))')),
         "a new Q in each step": (
             "dist.powersgd",
-            ('state.get("factors")', "None")),
+            ('state.get("factors") or ', "")),
         "forgets the rest": (
             "dist.powersgd",
             ("value.sub_(mean)", "value.zero_()")),
