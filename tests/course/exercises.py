@@ -32,7 +32,8 @@ SOLUTIONS = COURSE / "wrong_solutions.py", COURSE / "test_exercises.py"      # n
 
 
 class Exercise(NamedTuple):
-    """An exercise. Functions are named as data.PretrainingData.mask, tests as pytest does it."""
+    """An exercise. Functions are named as data.PretrainingData.mask (of a file in a folder, as
+    tests/variants/powersgd.powersgd), tests as pytest does it."""
     functions: str       # that `start` blanks
     tests: str           # that `check` runs, all in the folder tests
     minutes: int
@@ -153,8 +154,8 @@ EXERCISES = {
          "looks for what is missing first, or it would wait for ever; job.result() waits, raises "
          "what the thread raised, and else is (bytes, seconds)."]),
     "powersgd": Exercise(
-        "dist.powersgd dist.first_factors",
-        "test_dist.py::test_powersgd_is_algorithm_1",
+        "tests/variants/powersgd.powersgd tests/variants/powersgd.first_factors",
+        "test_compressor_variants.py::test_powersgd_is_algorithm_1",
         60, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
         ["`split` cuts `value` and `mean` into views of state[\"shapes\"], `dense_list` averages a "
          "list of tensors by one all-reduce: one for P, one for Q and all that goes dense.",
@@ -162,7 +163,7 @@ EXERCISES = {
          "is value - mean, and zeros where it went dense.",
          "Put a new list into `state`, never change tensors that are there: after a skipped step "
          "the old state counts. The first Q, the same on all ranks, is torch.randn of a generator "
-         "with the seed 0, (r, b) a matrix."]),
+         "with the seed 0, (rank, b) a matrix."]),
     "feedback": Exercise(
         "dist.Bucket._send dist.Bucket.commit",
         "test_dist.py::test_what_went_out_and_the_residual_are_what_came_in[2-2] "

@@ -163,16 +163,16 @@ WRONG = {
     },
     "powersgd": {
         "not orthonormal": (
-            "dist.powersgd",
+            "tests/variants/powersgd.powersgd",
             ("torch.linalg.qr(p.T).Q.T.contiguous()", "(p / p.norm(dim=1, keepdim=True))")),
         "another Q on each rank": (
-            "dist.first_factors",
-            ("manual_seed(0)", 'manual_seed(int(os.environ["RANK"]))')),
+            "tests/variants/powersgd.first_factors",
+            ("manual_seed(0)", "manual_seed(torch.distributed.get_rank())")),
         "a new Q in each step": (
-            "dist.powersgd",
+            "tests/variants/powersgd.powersgd",
             ('state.get("factors") or ', "")),
         "forgets the rest": (
-            "dist.powersgd",
+            "tests/variants/powersgd.powersgd",
             ("value.sub_(mean)", "value.zero_()")),
     },
     "feedback": {
