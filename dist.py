@@ -325,8 +325,6 @@ class Reducer:
             world.broadcast(tensor.detach())
         self.world = world
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if any(p._post_accumulate_grad_hooks for p in self.parameters.values()):
-            raise DistError("this model has a Reducer already: close() that one first")
         if bucket_mb is None:
             megabytes = 4e-6 * sum(p.numel() for p in self.parameters.values())
             bucket_mb = min(25.0, max(1.0, megabytes / 12))

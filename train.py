@@ -914,6 +914,7 @@ def train(plan, world):
     restore(plan, world, log, state)
     log_start(plan, world, log, state)
 
+    reducer = state.reducer
     phase_index = None
     stop = 0
     saved_step = state.step
@@ -945,7 +946,7 @@ def train(plan, world):
         scale = state.scaler.scale
         loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         all_have = ceil_div(phase.global_batch // world.size, phase.micro_batch)
-        state.reducer.zero_grad(scale)
+        reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks ask again
             # before each micro-batch that all of them have, and leave the step undone.
@@ -956,7 +957,7 @@ def train(plan, world):
             # Dropout's seed is a function of the step, so that no generator has to be saved.
             # Python's hash of numbers is the same in every process.
             torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
-            state.reducer.sends = number + 1 == len(micro_batches)
+            reducer.sends = number + 1 == len(micro_batches)
             losses = state.model(batch.to(world.device))
             loss = losses.mlm_sum / totals.masked + losses.nsp_sum / phase.global_batch
             # Averaging will divide by the number of ranks. Gradients in fp16 need the scale.
@@ -966,20 +967,20 @@ def train(plan, world):
             break
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
-        state.reducer.finish()
-        norm = state.reducer.norm()
+        reducer.finish()
+        norm = reducer.norm()
 
         # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all.
         mlm_sum, nsp_sum, norm_sum = world.sum([*loss_sums.tolist(), norm])
         norm = norm_sum / world.size
-        step_taken = state.scaler.update(not math.isfinite(norm), state.step + 1,
-                                         state.reducer.gradients)
-        state.reducer.commit(step_taken)
+        overflow = not math.isfinite(norm)
+        step_taken = state.scaler.update(overflow, state.step + 1, reducer.gradients)
+        reducer.commit(step_taken)
 
         # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
         lr = optim.learning_rate(state.step - phase_begin, phase)
         if step_taken:
-            optim.unscale_and_clip_(state.reducer.flats, norm, scale, CLIP)
+            optim.unscale_and_clip_(reducer.flats, norm, scale, CLIP)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             state.optimizer.step()
@@ -994,9 +995,9 @@ def train(plan, world):
             "step": state.step, "phase": phase_index + 1, "seq_len": phase.seq_len, "lr": lr,
             "grad_norm": norm / scale, "loss_scale": scale, "skipped": state.scaler.skipped,
             "examples": state.examples, "seconds": state.seconds,
-            "data_share": data_seconds / duration, "bytes_sent": state.reducer.bytes_sent,
-            "wait_seconds": state.reducer.wait_seconds,
-            "bucket_seconds": state.reducer.bucket_seconds,
+            "data_share": data_seconds / duration, "bytes_sent": reducer.bytes_sent,
+            "wait_seconds": reducer.wait_seconds,
+            "bucket_seconds": reducer.bucket_seconds,
             "memory_gb": memory_gigabytes(), "minutes_left": minutes_left(plan, state),
             **step_figures(plan, phase, totals, mlm_sum, nsp_sum, duration)})
         bar.update()
@@ -1012,7 +1013,7 @@ def train(plan, world):
     bar.close()
     if state.step > saved_step:
         save(plan, world, log, state)
-    state.reducer.close()
+    reducer.close()
     if log.active:
         bert.save_huggingface(state.model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, state, stop_requests)
@@ -1020,12 +1021,7 @@ def train(plan, world):
 
 
 def report(plan, log, state, stop_requests):
-    """Says what came out: a drawing of the held-out losses, and for the demo its sentences."""
-    # A metrics.jsonl that somebody has damaged must not end the program here.
-    with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
-        bars = loss_bars(log.metrics)
-        if bars:
-            log.say(f"\nPhase, step, held-out MLM loss; | is the loss by word frequency\n{bars}")
+    """Says how the run ended, and for the demo how the model fills in its sentences."""
     if plan.reads_docs:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
         for sentence in DEMO_SENTENCES:
@@ -1038,20 +1034,6 @@ def report(plan, log, state, stop_requests):
     log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
             f"{plan.out}. Fill in your own:\n"
             f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
-
-
-def loss_bars(metrics, width=60, most=20):
-    """Returns a drawing of the evaluations in a metrics.jsonl (Path), a line of text for each: the
-    longer the bar, the larger the loss. Of more than `most` it draws every second, third ..."""
-    with open(metrics) as file:
-        evaluations = [json.loads(line) for line in file if line.startswith('{"kind": "eval"')]
-    bars = []
-    every = max(1, ceil_div(len(evaluations), most))
-    for line in evaluations[::every]:
-        part = line["mlm_loss"] / line["unigram_entropy"]
-        bar = ("=" * round(part * width)).ljust(width)
-        bars.append(f"{line['phase']}{line['step']:>8}{line['mlm_loss']:8.3f} {bar}|")
-    return "\n".join(bars)
 
 
 def leave_after_signal(world, state, stop):
