@@ -1,6 +1,5 @@
-"""What a run of train.py says and writes: the log, metrics.jsonl, the report, README's words."""
+"""What a run of train.py says and writes: the log, metrics.jsonl, the end; the README's words."""
 import errno
-import json
 import math
 import re
 import sys
@@ -60,19 +59,17 @@ def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):
     assert metrics(out, "run") == [header]
 
 
-def test_the_demo_draws_its_losses_and_fills_in_its_sentences(
-        shards, tmp_path, monkeypatch, capsys):
+def test_the_demo_fills_in_its_sentences(shards, tmp_path, monkeypatch, capsys):
     shrink(monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "docs").symlink_to(shards)
-    argv = "--steps 2 2 --batch 4 --workers 0 --precision fp32 --eval-every 1".split()
+    argv = "--steps 2 2 --batch 4 --workers 0 --precision fp32".split()
     train.train(train.make_plan(train.parse_arguments(argv), dist.World()), dist.World())
     printed = capsys.readouterr().out
     for sentence in train.DEMO_SENTENCES:
         answer = printed.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
         assert answer.count("%") == 3
-    assert len(re.findall(r"^[12] +\d+ +\d\.\d{3} =+ *\|$", printed, re.M)) == 4
 
 
 def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypatch):
@@ -88,35 +85,6 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypa
     monkeypatch.chdir(tmp_path)
     code, line = refused(*arguments)
     assert code == 1 and "shards/my was prepared with another corpus" in line
-
-
-# ----- The report -----
-
-def evaluation(step, **fields):
-    """Returns the line of an evaluation in metrics.jsonl."""
-    known = {"kind": "eval", "step": step, "phase": 1, "mlm_loss": 5.0, "unigram_entropy": 6.0}
-    return json.dumps(known | fields) + "\n"
-
-
-def test_a_bar_is_as_long_as_the_loss_is_part_of_the_unigram_loss(tmp_path):
-    lines = [evaluation(10, mlm_loss=6.0), '{"kind": "train", "step": 11}\n',
-             evaluation(20, mlm_loss=3.0), evaluation(30, phase=2, mlm_loss=4.5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert train.loss_bars(tmp_path / "metrics.jsonl", width=4).splitlines() == [
-        "1      10   6.000 ====|", "1      20   3.000 ==  |", "2      30   4.500 === |"]
-    (tmp_path / "metrics.jsonl").write_text("".join(map(evaluation, range(100))))
-    assert 10 <= len(train.loss_bars(tmp_path / "metrics.jsonl").splitlines()) <= 20
-
-
-@pytest.mark.parametrize("damage", ['{"kind": "eval", ', "", evaluation(3, mlm_loss=None),
-                                    evaluation(3, mlm_loss=math.inf),
-                                    evaluation(3, unigram_entropy=0)])
-def test_a_damaged_log_does_not_stop_the_end_of_a_run(tmp_path, shards, damage):
-    (tmp_path / "metrics.jsonl").write_text(damage)
-    plan = plan_of("--data", shards, "--out", tmp_path, "--steps", 3, 5)
-    log = train.Log(plan, True)
-    train.report(plan, log, SimpleNamespace(step=8), [])
-    assert "Done after step 8 of 8" in (tmp_path / "log.txt").read_text()
 
 
 # ----- The log -----

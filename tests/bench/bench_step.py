@@ -14,9 +14,10 @@ one rank.
 
 The table "real" has text of prepared shards, "full" a batch of random tokens without any padding.
 TFLOP/s are those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two
-matrices of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the imported
-packages take, in a process of each side's own. `work` is their operations over ours: their layers
-compute padding too, and their heads all tokens. At the same operations a second it is the ratio.
+matrices of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the
+imported packages take, in a process of each side's own. `work` is their operations over ours: their
+layers compute padding too, and their heads all tokens. At the same operations a second it is the
+ratio.
 """
 import argparse
 import contextlib
