@@ -64,7 +64,8 @@ class CheckpointError(ValueError):
     """A file that is not the checkpoint that its name says; the message says which file."""
 
 
-# Errors that a user can mend. They are told in one line, all others with a traceback.
+# Errors that a user can mend, such as a missing tensorboard (ModuleNotFoundError). They are told in
+# one line, all others with a traceback.
 EXPECTED = (ConfigError, CheckpointError, data.DataError, bert.ModelError, dist.DistError,
             optim.TrainingStopped, ModuleNotFoundError, OSError)
 
@@ -76,6 +77,7 @@ def ceil_div(a, b):
 
 # ----- Flags -----
 
+# The kinds of numbers that flags take; data.py has `number` and `Parser` for both programs.
 COUNT = data.number(int, 1)                  # 1, 2, 3 ...
 COUNT_OR_0 = data.number(int, 0)
 FRACTION = data.number(float, 0, 1)
@@ -185,8 +187,104 @@ class Plan:
     run: dict = None             # what the results depend on; known when the shards are there
 
     def phase_at(self, step):
-        """Returns the index of the phase of the step that follows `step` finished ones."""
+        """Returns the index of the phase that the next step is in when `step` steps are done."""
         return bisect.bisect_right(self.ends, step)
+
+
+def given_or(value, otherwise):
+    """Returns a flag's value if it was given, else `otherwise`."""
+    return otherwise if value is None else value
+
+
+def planned_vocab_size(flags, shards):
+    """Returns the number of the tokenizer's pieces: that of the shards, if they are there."""
+    asked = flags.vocab_size
+    if not (shards / "manifest.json").exists():
+        return asked or 8192
+    if flags.plan and asked:
+        return asked                             # for a text that is not on this machine
+    found = data.load_manifest(shards)["vocab_size"]
+    if asked not in (None, found):
+        raise ConfigError(f"{shards} has {found} pieces: remove it, or leave out --vocab-size")
+    return found
+
+
+def smallest_gpu_memory(flags, world):
+    """Returns the GB of the smallest GPU of all ranks, which decides for all; None on CPUs."""
+    if flags.gpu_memory:
+        return flags.gpu_memory
+    if world.device.type != "cuda":
+        return 16.0 if flags.plan else None
+    own = 1e-9 * torch.cuda.get_device_properties(world.device).total_memory
+    if flags.plan:
+        return own                               # the ranks of a plan do not exist
+    return min(world.all_gather_object(own))
+
+
+def one_for_each(flag, numbers, count):
+    """Returns the numbers of a flag as one for each of `count` phases; None if it was not given."""
+    if numbers is None:
+        return [None] * count
+    if len(numbers) == 1:
+        return numbers * count
+    if len(numbers) != count:
+        raise ConfigError(f"{flag} takes one number, or one for each of the {count} phases")
+    return numbers
+
+
+def state_gigabytes(plan):
+    """Returns {part: GB} of what a rank holds besides activations."""
+    itemsize = optim.PRECISIONS[plan.precision].itemsize
+    return bert.state_gigabytes(plan.config, itemsize, dist.is_lossy(plan.flags.compression))
+
+
+def example_gigabytes(plan, phase):
+    """Returns the GB of activations that an example leaves for backward."""
+    itemsize = optim.PRECISIONS[plan.precision].itemsize
+    masked = plan.mask_fraction * phase.seq_len
+    return 1e-9 * bert.activation_bytes(plan.config, phase.seq_len, masked, itemsize,
+                                        plan.flags.recompute)
+
+
+def examples_that_fit(plan, phase):
+    """Returns how many examples fit in 80 % of a GPU's memory: the formulas leave out a little."""
+    free = 0.8 * plan.gpu_memory - sum(state_gigabytes(plan).values())
+    return max(0, int(free / example_gigabytes(plan, phase)))
+
+
+def plan_micro_batch(plan, phase, share, given):
+    """Returns how many examples a rank computes at a time, of the `share` it has in a step."""
+    if given:
+        return min(given, share)
+    if plan.gpu_memory:
+        most = max(1, examples_that_fit(plan, phase))
+    else:
+        most = max(1, CPU_TOKENS // phase.seq_len)
+    # Equal parts: 100 examples, at most 64 at a time, are two micro-batches of 50.
+    parts = ceil_div(share, most)
+    return ceil_div(share, parts)
+
+
+def plan_phases(plan, phases, world):
+    """Returns a recipe's phases (list of optim.Phase) with the numbers that the flags give."""
+    steps = one_for_each("--steps", plan.flags.steps, len(phases))
+    batches = one_for_each("--batch", plan.flags.batch, len(phases))
+    micro_batches = one_for_each("--micro-batch", plan.flags.micro_batch, len(phases))
+
+    planned = []
+    for index, phase in enumerate(phases):
+        batch = given_or(batches[index], phase.global_batch)
+        if batch < world.size:
+            raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise "
+                              "--batch")
+        planned.append(dataclasses.replace(
+            phase,
+            steps=given_or(steps[index], phase.steps),
+            global_batch=batch,
+            lr=phase.lr * plan.flags.lr_scale,
+            micro_batch=plan_micro_batch(plan, phase, ceil_div(batch, world.size),
+                                         micro_batches[index])))
+    return planned
 
 
 def make_plan(flags, world):
@@ -214,109 +312,18 @@ def make_plan(flags, world):
         precision=optim.choose_precision(flags.precision, world.device),
         gpu_memory=smallest_gpu_memory(flags, world),
         config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout))
+    # A micro-batch depends on the memory of an example, and so on the plan until here.
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
     return plan
 
 
-def given_or(value, otherwise):
-    """Returns a flag's value if it was given, else `otherwise`."""
-    return otherwise if value is None else value
-
-
-def planned_vocab_size(flags, shards):
-    """Returns the number of the tokenizer's pieces: that of the shards, if they are there."""
-    asked = flags.vocab_size
-    # A plan may be for a text that is not on this machine.
-    if not (shards / "manifest.json").exists() or (flags.plan and asked):
-        return asked or 8192
-    found = data.load_manifest(shards)["vocab_size"]
-    if asked not in (None, found):
-        raise ConfigError(f"{shards} has {found} pieces: remove it, or leave out --vocab-size")
-    return found
-
-
-def smallest_gpu_memory(flags, world):
-    """Returns the GB of the smallest GPU of all ranks, which decides for all; None on CPUs."""
-    if flags.gpu_memory:
-        return flags.gpu_memory
-    if world.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        return min(world.all_gather_object(1e-9 * properties.total_memory))
-    return 16.0 if flags.plan else None
-
-
-def plan_phases(plan, phases, world):
-    """Returns a recipe's phases (list of optim.Phase) with the numbers that the flags give."""
-    steps = one_for_each("--steps", plan.flags.steps, len(phases))
-    batches = one_for_each("--batch", plan.flags.batch, len(phases))
-    micro_batches = one_for_each("--micro-batch", plan.flags.micro_batch, len(phases))
-
-    planned = []
-    for index, phase in enumerate(phases):
-        batch = given_or(batches[index], phase.global_batch)
-        if batch < world.size:
-            raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise "
-                              "--batch")
-        planned.append(dataclasses.replace(
-            phase,
-            steps=given_or(steps[index], phase.steps),
-            global_batch=batch,
-            lr=phase.lr * plan.flags.lr_scale,
-            micro_batch=plan_micro_batch(plan, phase, ceil_div(batch, world.size),
-                                         micro_batches[index])))
-    return planned
-
-
-def one_for_each(flag, numbers, count):
-    """Returns the numbers of a flag as one for each of `count` phases; None if it was not given."""
-    if numbers is None:
-        return [None] * count
-    if len(numbers) == 1:
-        return numbers * count
-    if len(numbers) != count:
-        raise ConfigError(f"{flag} takes one number, or one for each of the {count} phases")
-    return numbers
-
-
-def plan_micro_batch(plan, phase, share, given):
-    """Returns how many examples a rank computes at a time, of the `share` it has in a step."""
-    if given:
-        return min(given, share)
-    if plan.gpu_memory:
-        most = max(1, examples_that_fit(plan, phase))
-    else:
-        most = max(1, CPU_TOKENS // phase.seq_len)
-    # Equal parts: 100 examples, at most 64 at a time, are two micro-batches of 50.
-    return ceil_div(share, ceil_div(share, most))
-
-
-def state_gigabytes(plan):
-    """Returns {part: GB} of what a rank holds besides activations."""
-    itemsize = optim.PRECISIONS[plan.precision].itemsize
-    return bert.state_gigabytes(plan.config, itemsize, dist.is_lossy(plan.flags.compression))
-
-
-def example_gigabytes(plan, phase):
-    """Returns the GB of activations that an example leaves for backward."""
-    itemsize = optim.PRECISIONS[plan.precision].itemsize
-    masked = plan.mask_fraction * phase.seq_len
-    return 1e-9 * bert.activation_bytes(plan.config, phase.seq_len, masked, itemsize,
-                                        plan.flags.recompute)
-
-
-def examples_that_fit(plan, phase):
-    """Returns how many examples fit in 80 % of a GPU's memory: the formulas leave out a little."""
-    free = 0.8 * plan.gpu_memory - sum(state_gigabytes(plan).values())
-    return max(0, int(free / example_gigabytes(plan, phase)))
-
-
 def same_run(plan, manifest):
     """Returns what the results of a run depend on (flat dict of numbers and text).
 
-    It is equal on all ranks, and a checkpoint with another one is refused. How many ranks,
-    micro-batches and buckets share the work is not in it: that changes the order of sums, the masks
-    of dropout, and what lossy compression leaves over.
+    It is equal on all ranks, and a checkpoint with another one is refused. A run may resume with
+    other ranks, micro-batches and buckets, so these are not in it, though they change how sums are
+    rounded, which activations dropout drops, and what lossy compression leaves over.
     """
     run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
            "mask_fraction": plan.mask_fraction, "precision": plan.precision}
@@ -331,14 +338,29 @@ def same_run(plan, manifest):
     return run
 
 
+def check_ranks(plan, world):
+    """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
+    the ranks would call other collectives, or other results would be averaged."""
+    told = dict(plan.run, torch=torch.__version__)
+    for flag, value in vars(plan.flags).items():
+        if flag not in LOCAL_FLAGS:
+            told[flag] = value
+    digest = hashlib.sha256()
+    for module in (bert, data, dist, optim, sys.modules[__name__]):
+        digest.update(Path(module.__file__).read_bytes())
+    told["code"] = digest.hexdigest()[:16]
+    world.check_same(told, "was started differently")
+
+
 def prepare(plan, world):
     """Makes the shards if they are not there, and has every rank check those that it reads. Returns
     the plan with its field `run`. Collective; raises one of EXPECTED on all ranks."""
-    prepared = plan.flags.data or (plan.data / "manifest.json").exists()
+    shards_given = plan.flags.data or (plan.data / "manifest.json").exists()
 
     def make_shards():
-        # One process of each node prepares. The others wait for it in on_all_ranks.
-        if world.local_rank == 0 and (plan.flags.corpus or not prepared):
+        # One process of each node prepares. The others wait for it in on_all_ranks. Shards of the
+        # same --corpus that are there already are left as they are.
+        if world.local_rank == 0 and (plan.flags.corpus or not shards_given):
             corpus = data.open_corpus(plan.flags.corpus)
             manifest = data.prepare(corpus, plan.data, plan.vocab_size)
             print(data.describe(manifest), flush=True)
@@ -355,20 +377,6 @@ def prepare(plan, world):
     plan = dataclasses.replace(plan, run=same_run(plan, manifest))
     check_ranks(plan, world)
     return plan
-
-
-def check_ranks(plan, world):
-    """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
-    the ranks would call other collectives, or other results would be averaged."""
-    told = dict(plan.run, torch=torch.__version__)
-    for flag, value in vars(plan.flags).items():
-        if flag not in LOCAL_FLAGS:
-            told[flag] = value
-    digest = hashlib.sha256()
-    for module in (bert, data, dist, optim, sys.modules[__name__]):
-        digest.update(Path(module.__file__).read_bytes())
-    told["code"] = digest.hexdigest()[:16]
-    world.check_same(told, "was started differently")
 
 
 # ----- The log -----
@@ -444,28 +452,29 @@ class Log:
         rest = self.unwritten.pop(path, b"") + f"{line}\n".encode()
         try:
             with open(path, "ab", buffering=0) as file:
-                while rest:                  # a disk that fills up takes a part first
-                    rest = rest[file.write(rest):]
+                while rest:
+                    written = file.write(rest)       # a disk that fills up takes a part first
+                    rest = rest[written:]
         except OSError as error:
             self._print(f"warning: {path}: {error.strerror}")
             self.unwritten[path] = rest
 
-    def bytes(self):
+    def metrics_length(self):
         """Returns the length of metrics.jsonl, which a checkpoint keeps."""
         if self.active and self.metrics.exists():
             return self.metrics.stat().st_size
         return 0
 
-    def cut(self, length):
+    def cut_metrics(self, length):
         """Cuts metrics.jsonl to the length it had at a checkpoint: later steps are done again."""
-        if self.bytes() > length:
+        if self.metrics_length() > length:
             os.truncate(self.metrics, length)
 
 
 def log_start(plan, world, log, state):
     """Says what is about to run, and writes it as the first line of metrics.jsonl."""
     parameters = sum(p.numel() for p in state.model.parameters())
-    if log.active and log.bytes() == 0:
+    if log.active and log.metrics_length() == 0:
         folder = shlex.quote(str(Path(__file__).parent))
         commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty")
         log.metric("run", arguments=vars(plan.flags), run=plan.run, commit=commit,
@@ -501,20 +510,16 @@ class State:
     seconds: float = 0.0             # of these steps, without evaluation and saving
 
 
-def build(plan, world):
-    """Returns the State before the first step, the same weights on all ranks."""
-    model = build_model(plan, world)
-    reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
-    masters = optim.master_weights(model)
-    for name, master in masters.items():
-        master.grad = reducer.gradients[name]        # a view of the bucket: nothing is copied
-    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas)
-
-    scaler = optim.LossScaler()
-    if "fp16" not in (plan.precision, plan.flags.compression):
-        # bf16 has the range of fp32: no gradient becomes 0, so no loss has to be scaled.
-        scaler = optim.LossScaler(scale=1.0, largest=1.0)
-    return State(model, reducer, masters, optimizer, scaler)
+def set_bias_to_frequencies(model, shards):
+    """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
+    the demo some 300 steps."""
+    rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
+    # Subtracting the mean changes no probability, and makes the numbers small: bf16 rounds less,
+    # and the steps of LANS, which are as long as the tensor is large, are an eighth.
+    bias = rarity.mean() - rarity
+    # The rows that only pad the vocabulary become as rare as the rarest token.
+    model.mlm_bias.data.fill_(bias.min())
+    model.mlm_bias.data[:len(bias)] = bias
 
 
 def build_model(plan, world):
@@ -536,7 +541,8 @@ def build_model(plan, world):
     model.to(world.device, optim.PRECISIONS[plan.precision])
     model.recompute = plan.flags.recompute
     if plan.flags.compile:
-        # Attention depends on the lengths of a batch, so it would be compiled again and again.
+        # Attention depends on the lengths of a batch, so it would be compiled again and again. It
+        # is replaced here, since a decorator in bert.py would import the compiler in every run.
         bert.attention = torch.compiler.disable(bert.attention)
         # Blocks one by one: so backward still completes their gradients one after another.
         for block in model.blocks:
@@ -544,46 +550,26 @@ def build_model(plan, world):
     return model
 
 
-def set_bias_to_frequencies(model, shards):
-    """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
-    the demo some 300 steps."""
-    rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
-    # Subtracting the mean changes no probability. Without it LANS takes steps eight times as long,
-    # and bf16 rounds more.
-    bias = rarity.mean() - rarity
-    # The rows that only pad the vocabulary become as rare as the rarest token.
-    model.mlm_bias.data.fill_(bias.min())
-    model.mlm_bias.data[:len(bias)] = bias
+def build(plan, world):
+    """Returns the State before the first step, the same weights on all ranks."""
+    model = build_model(plan, world)
+    reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
+    masters = optim.master_weights(model)
+    for name, master in masters.items():
+        # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied.
+        master.grad = reducer.gradients[name]
+    optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas)
+
+    scaler = optim.LossScaler()
+    if "fp16" not in (plan.precision, plan.flags.compression):
+        # bf16 has the range of fp32: no gradient becomes 0, so no loss has to be scaled.
+        scaler = optim.LossScaler(scale=1.0, largest=1.0)
+    return State(model, reducer, masters, optimizer, scaler)
 
 
 # ----- Checkpoints: one file each, what torch.save writes and then the digest of it -----
 
 DIGEST_LENGTH = 64           # hexadecimal digits of a SHA-256
-
-
-def save(plan, world, log, state):
-    """Saves a checkpoint of all that the next step depends on.
-
-    Collective: what lossy compression has not sent yet is averaged over the ranks. A full disk is a
-    warning: the older checkpoints are still whole. Raises what check_weights raises.
-    """
-    check_weights(world, state)
-    checkpoint = {
-        "run": plan.run,
-        "step": state.step,
-        "examples": state.examples,
-        "seconds": state.seconds,
-        "weights": state.masters,
-        "optimizer": state.optimizer.state_dict(),
-        "scaler": vars(state.scaler),
-        "residuals": state.reducer.state_dict(),
-        "log_bytes": log.bytes()}
-    if log.active:
-        try:
-            write_checkpoint(plan.out / "checkpoints", checkpoint, keep=plan.ends)
-        except OSError as error:
-            log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training "
-                    "goes on")
 
 
 @torch.no_grad()
@@ -600,11 +586,17 @@ def check_weights(world, state):
         raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
                                     "saved")
 
-    # The bits are added up as integers: no order of additions changes that sum.
+    # A checksum: the bits are added up as integers, whose sum no order of additions changes.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
                      f"has other weights after step {state.step} (bad memory?)")
+
+
+def checkpoints_in(folder):
+    """Returns {step: path} of the checkpoints in a folder; a file of any other name is not ours."""
+    paths = folder.glob(f"step-{'[0-9]' * 8}.pt")
+    return {int(path.stem.removeprefix("step-")): path for path in paths}
 
 
 def write_checkpoint(folder, checkpoint, keep):
@@ -630,7 +622,7 @@ def write_checkpoint(folder, checkpoint, keep):
     finally:
         temporary.unlink(missing_ok=True)
 
-    # Later ones go as well: they were damaged, or the user resumed from an earlier one.
+    # Later ones go as well: they were damaged, since a run resumes from the newest whole one.
     found = checkpoints_in(folder)
     older = [step for step in found if step < checkpoint["step"]]
     kept = {checkpoint["step"], max(older, default=0), *keep}
@@ -638,10 +630,29 @@ def write_checkpoint(folder, checkpoint, keep):
         found[step].unlink()
 
 
-def checkpoints_in(folder):
-    """Returns {step: path} of the checkpoints in a folder; a file of any other name is not ours."""
-    paths = folder.glob(f"step-{'[0-9]' * 8}.pt")
-    return {int(path.stem.removeprefix("step-")): path for path in paths}
+def save(plan, world, log, state):
+    """Saves a checkpoint of all that the next step depends on.
+
+    Collective: what lossy compression has not sent yet is averaged over the ranks. A full disk is a
+    warning: the older checkpoints are still whole. Raises what check_weights raises.
+    """
+    check_weights(world, state)
+    checkpoint = {
+        "run": plan.run,
+        "step": state.step,
+        "examples": state.examples,
+        "seconds": state.seconds,
+        "weights": state.masters,
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": vars(state.scaler),
+        "residuals": state.reducer.state_dict(),
+        "log_bytes": log.metrics_length()}
+    if log.active:
+        try:
+            write_checkpoint(plan.out / "checkpoints", checkpoint, keep=plan.ends)
+        except OSError as error:
+            log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training "
+                    "goes on")
 
 
 def read_checkpoint(path):
@@ -657,6 +668,17 @@ def read_checkpoint(path):
         return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):
         raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+
+
+def newest_whole_checkpoint(found, log):
+    """Returns the latest of the checkpoints {step: path} that can be read, or None. Each that is
+    damaged is a warning, and the one before is tried."""
+    for step in sorted(found, reverse=True):
+        try:
+            return read_checkpoint(found[step])
+        except (CheckpointError, OSError) as error:
+            log.say(f"warning: {error}; trying the one before")
+    return None
 
 
 def find_checkpoint(plan, log):
@@ -688,15 +710,43 @@ def find_checkpoint(plan, log):
     return checkpoint
 
 
-def newest_whole_checkpoint(found, log):
-    """Returns the latest of the checkpoints {step: path} that can be read, or None. Each that is
-    damaged is a warning, and the one before is tried."""
-    for step in sorted(found, reverse=True):
-        try:
-            return read_checkpoint(found[step])
-        except (CheckpointError, OSError) as error:
-            log.say(f"warning: {error}; trying the one before")
-    return None
+def check_for_later_checkpoints(plan, world):
+    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0: without a
+    shared disk, the node that was the first may have another rank now."""
+    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
+    place = f"{os.uname().nodename}:{plan.out.absolute()}"
+    places = world.all_gather_object((newest, place))
+    own_step, own_place = places[0]
+    latest_step, latest_place = max(places)
+    if latest_step > own_step:
+        raise ConfigError(f"{latest_place} holds step {latest_step}, and rank 0's {own_place} step "
+                          f"{own_step}; give the nodes the --node_rank of before, or put --out on "
+                          "a shared disk")
+
+
+def replace_tensors(value, function):
+    """Returns nested dicts and lists with function(tensor) in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: replace_tensors(part, function) for key, part in value.items()}
+    if isinstance(value, list):
+        return [replace_tensors(part, function) for part in value]
+    return value
+
+
+def broadcast_checkpoint(world, checkpoint):
+    """Returns rank 0's checkpoint, on every rank: first its outline, in which tensors have a shape
+    but no content, then one tensor after another."""
+    def receive(tensor):
+        world.broadcast(tensor)                      # overwrites it on all ranks but rank 0
+        return tensor
+
+    outline = replace_tensors(checkpoint, lambda tensor: tensor.to("meta"))
+    outline = world.broadcast_object(outline)
+    if world.rank > 0:
+        checkpoint = replace_tensors(outline, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    return replace_tensors(checkpoint, receive)
 
 
 def restore(plan, world, log, state):
@@ -713,10 +763,10 @@ def restore(plan, world, log, state):
     checkpoint = world.on_all_ranks(EXPECTED, read)
     checkpoint = broadcast_checkpoint(world, checkpoint)
     if checkpoint is None:
-        log.cut(0)
+        log.cut_metrics(0)                           # the lines of a run that saved nothing
         return
 
-    log.cut(checkpoint["log_bytes"])
+    log.cut_metrics(checkpoint["log_bytes"])
     for name, master in state.masters.items():
         master.data.copy_(checkpoint["weights"][name])
     optim.copy_to_model(state.masters, state.model)
@@ -726,42 +776,6 @@ def restore(plan, world, log, state):
     state.step = checkpoint["step"]
     state.examples = checkpoint["examples"]
     state.seconds = checkpoint["seconds"]
-
-
-def check_for_later_checkpoints(plan, world):
-    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0: without a
-    shared disk, the node that was the first may have another rank now."""
-    newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
-    place = f"{os.uname().nodename}:{plan.out.absolute()}"
-    places = world.all_gather_object((newest, place))
-    own_step, own_place = places[0]
-    latest_step, latest_place = max(places)
-    if latest_step > own_step:
-        raise ConfigError(f"{latest_place} holds step {latest_step}, and rank 0's {own_place} step "
-                          f"{own_step}; give the nodes the --node_rank of before, or put --out on "
-                          "a shared disk")
-
-
-def broadcast_checkpoint(world, checkpoint):
-    """Returns rank 0's checkpoint, on every rank: first its outline, in which tensors have a shape
-    but no content, then one tensor after another."""
-    outline = replace_tensors(checkpoint, lambda tensor: tensor.to("meta"))
-    outline = world.broadcast_object(outline)
-    if world.rank > 0:
-        checkpoint = replace_tensors(outline, lambda tensor: torch.empty_like(tensor, device="cpu"))
-    replace_tensors(checkpoint, world.broadcast)             # overwrites them, in the same order
-    return checkpoint
-
-
-def replace_tensors(value, function):
-    """Returns nested dicts and lists with function(tensor) in the place of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: replace_tensors(part, function) for key, part in value.items()}
-    if isinstance(value, list):
-        return [replace_tensors(part, function) for part in value]
-    return value
 
 
 # ----- The parts of a step -----
@@ -805,7 +819,7 @@ def step_totals(world, micro_batches, stop, save):
 
 def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
     """Returns the log's fields (dict) that follow from a step's sums over all ranks and its
-    seconds. tflops: 10^12 operations of the model, a second and rank."""
+    seconds. tflops: the TFLOP/s of one rank, as the model's formula counts them."""
     ranks = len(totals.tokens)
     tokens = sum(totals.tokens)
     mlm_loss = mlm_sum / totals.masked
@@ -823,11 +837,9 @@ def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
         "tflops": 1e-12 * examples_per_second * flops / ranks}
 
 
-def minutes_left(plan, state):
-    """Returns the minutes until the run's end, at the mean speed of the steps until now."""
-    done = tokens_until(plan, state.step)
-    last = tokens_until(plan, last_step(plan))
-    return state.seconds / 60 * (last - done) / done
+def last_step(plan):
+    """Returns the number of the step after which this program stops."""
+    return min(plan.ends[-1], given_or(plan.flags.max_steps, plan.ends[-1]))
 
 
 def tokens_until(plan, step):
@@ -839,9 +851,11 @@ def tokens_until(plan, step):
     return tokens
 
 
-def last_step(plan):
-    """Returns the number of the step after which this program stops."""
-    return min(plan.ends[-1], given_or(plan.flags.max_steps, plan.ends[-1]))
+def minutes_left(plan, state):
+    """Returns the minutes until the run's end, at the mean speed of the steps until now."""
+    done = tokens_until(plan, state.step)
+    last = tokens_until(plan, last_step(plan))
+    return state.seconds / 60 * (last - done) / done
 
 
 def memory_gigabytes():
@@ -862,7 +876,7 @@ def evaluate(plan, world, state, phase):
     Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
     training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
     how often the training text has each token: the loss to beat. nsp_accuracy is None without
-    pairs. Of 1,024 examples its standard error is about 2 %.
+    pairs. Of 1,024 examples its standard error is about 1.6 %.
     """
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True,
                                     pairs=plan.flags.pairs, whole_words=plan.flags.whole_words)
@@ -899,7 +913,35 @@ def log_evaluation(plan, log, state, phase_index, result):
     log.say(line)
 
 
-# ----- Training: the loop -----
+# ----- Training -----
+
+def report(plan, log, state, stop_requests):
+    """Says how the run ended, and for the demo how the model fills in its sentences."""
+    if plan.reads_docs:
+        tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
+        for sentence in DEMO_SENTENCES:
+            words = bert.fill_mask(state.model, tokenizer, sentence, 3)
+            log.say(f"\n{sentence}\n    {words[0]}")
+
+    ended = "Done"
+    if state.step < plan.ends[-1]:
+        ended = "Stopped"
+    if stop_requests:
+        ended = f"Stopped by {stop_requests[0]}"
+    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
+            f"{plan.out}. Fill in your own:\n"
+            f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
+
+
+def leave_after_signal(world, state, stop):
+    """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
+    would leave the torchrun of other nodes waiting. stop: as in StepTotals."""
+    if stop >= dist.SIGNALLED and dist.TORCHRUN:
+        world.sum([0])                   # wait for rank 0: a rank that leaves has the others killed
+        message = f"stopped after step {state.step}; the same command resumes"
+        # A stop of infinity says that a torchrun is dead. That counts as a lost rank.
+        raise dist.RankLost(message) if stop == math.inf else dist.DistError(message)
+
 
 def train(plan, world):
     """Trains as the plan says. Returns nothing: all results are in the folder plan.out.
@@ -919,9 +961,8 @@ def train(plan, world):
     stop = 0
     saved_step = state.step
     saved_at = time.monotonic()
-    # None: no bar where the output is not a terminal.
     bar = tqdm(total=plan.ends[-1], initial=state.step, unit="step", dynamic_ncols=True,
-               disable=not log.active or None)
+               disable=None if log.active else True)         # None: only on a terminal
 
     while state.step < last_step(plan):
         if plan.phase_at(state.step) != phase_index:
@@ -945,12 +986,12 @@ def train(plan, world):
         # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
         scale = state.scaler.scale
         loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        all_have = ceil_div(phase.global_batch // world.size, phase.micro_batch)
+        fewest = ceil_div(phase.global_batch // world.size, phase.micro_batch)
         reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks ask again
-            # before each micro-batch that all of them have, and leave the step undone.
-            if 0 < number < all_have:
+            # before each micro-batch that even the rank with the fewest has, and leave the step.
+            if 0 < number < fewest:
                 stop = world.sum([dist.asked_to_stop(stop_requests)])[0]
             if stop:
                 break
@@ -970,7 +1011,8 @@ def train(plan, world):
         reducer.finish()
         norm = reducer.norm()
 
-        # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all.
+        # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all. Their
+        #    norms are equal, but in variants that do not average gradients in each step.
         mlm_sum, nsp_sum, norm_sum = world.sum([*loss_sums.tolist(), norm])
         norm = norm_sum / world.size
         overflow = not math.isfinite(norm)
@@ -1020,33 +1062,41 @@ def train(plan, world):
     leave_after_signal(world, state, stop)
 
 
-def report(plan, log, state, stop_requests):
-    """Says how the run ended, and for the demo how the model fills in its sentences."""
-    if plan.reads_docs:
-        tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
-        for sentence in DEMO_SENTENCES:
-            words = bert.fill_mask(state.model, tokenizer, sentence, 3)
-            log.say(f"\n{sentence}\n    {words[0]}")
-
-    ended = "Done"
-    if state.step < plan.ends[-1]:
-        ended = " by ".join(["Stopped", *stop_requests[:1]])
-    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
-            f"{plan.out}. Fill in your own:\n"
-            f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
-
-
-def leave_after_signal(world, state, stop):
-    """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
-    would leave the torchrun of other nodes waiting."""
-    if stop >= dist.SIGNALLED and dist.TORCHRUN:
-        world.sum([0])                   # wait for rank 0: a rank that leaves has the others killed
-        message = f"stopped after step {state.step}; the same command resumes"
-        # A stop of infinity says that a torchrun is dead. That counts as a lost rank.
-        raise dist.RankLost(message) if stop == math.inf else dist.DistError(message)
-
-
 # ----- What a run would take: --plan -----
+
+def step_seconds(plan, world, phase, shapes):
+    """Returns the seconds of compute, of exchange, and of a step in which they overlap. shapes: of
+    the model's parameters.
+
+        step = compute + max(late, exchange - backward)
+
+    backward: of the last micro-batch, behind which the exchange between the nodes hides. late: the
+    part of the exchange that cannot hide, that of the embeddings, which are ready only when
+    backward ends. Not counted: to compress, what happens inside a node, the optimizer, that some
+    examples are shorter, loading and evaluation.
+    """
+    share = ceil_div(phase.global_batch, world.size)
+    masked = plan.mask_fraction * phase.seq_len
+    flops = share * bert.flops_per_example(plan.config, phase.seq_len, masked)
+    compute = 1e-12 * flops / plan.flags.tflops
+    backward = 2 / 3 * compute
+    if plan.flags.recompute:
+        # Backward computes the forward pass once more.
+        backward += compute / 3
+        compute += compute / 3
+    # Gradients are exchanged during the last micro-batch only.
+    backward *= min(1, phase.micro_batch / share)
+
+    # Dense sums go in a ring through all GPUs, lossy ones between nodes only; see dist.Bucket.
+    ring = world.nodes
+    if world.nodes > 1 and not dist.is_lossy(plan.flags.compression):
+        ring = world.size
+    sent = dist.wire_bytes(plan.flags.compression, shapes, ring)
+    exchange = 8e-9 * sent / plan.flags.gbps
+    elements = sum(math.prod(shape) for shape in shapes)
+    late = exchange * plan.config.vocab_size * plan.config.width / elements
+    return compute, exchange, compute + max(late, exchange - backward)
+
 
 def print_plan(flags):
     """Prints the memory, seconds and days that --plan nodes take with these flags. Raises
@@ -1074,40 +1124,20 @@ def print_plan(flags):
     print(f"GB of a rank in {plan.precision}:", *parts)
 
 
-def step_seconds(plan, world, phase, shapes):
-    """Returns the seconds of compute, of exchange, and of a step in which they overlap. shapes: of
-    the model's parameters.
-
-        step = compute + max(late, exchange - backward)
-
-    backward: of the last micro-batch, behind which the exchange between the nodes hides. late: the
-    part of the exchange that cannot hide, that of the embeddings, which are ready only when
-    backward ends. Not counted: to compress, what happens inside a node, the optimizer, that some
-    examples are shorter, loading and evaluation.
-    """
-    share = ceil_div(phase.global_batch, world.size)
-    masked = plan.mask_fraction * phase.seq_len
-    flops = share * bert.flops_per_example(plan.config, phase.seq_len, masked)
-    compute = 1e-12 * flops / plan.flags.tflops
-    backward = 2 / 3 * compute
-    if plan.flags.recompute:
-        # Backward computes the forward pass once more.
-        backward += compute / 3
-        compute += compute / 3
-    last_micro_batch = min(1, phase.micro_batch / share)
-
-    # Dense sums go in a ring through all GPUs, lossy ones between nodes only; see dist.Bucket.
-    ring = world.nodes
-    if world.nodes > 1 and not dist.is_lossy(plan.flags.compression):
-        ring = world.size
-    sent = dist.wire_bytes(plan.flags.compression, shapes, ring)
-    exchange = 8e-9 * sent / plan.flags.gbps
-    elements = sum(math.prod(shape) for shape in shapes)
-    late = exchange * plan.config.vocab_size * plan.config.width / elements
-    return compute, exchange, compute + max(late, exchange - last_micro_batch * backward)
-
-
 # ----- The program -----
+
+def explain(error):
+    """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
+    # Python, CUDA, torch on a CPU and cuBLAS say it in these words, by several exceptions.
+    for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
+        if words in repr(error):
+            return f"out of memory; set --micro-batch lower ({str(error):.160})"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped before training began; the same command starts again"
+    if isinstance(error, EXPECTED):
+        return str(error)
+    return traceback.format_exc()
+
 
 def main():
     """Runs the program. Whatever ends it early is said once, by the rank that fails first."""
@@ -1127,18 +1157,6 @@ def main():
         restart_helps = (not isinstance(error, EXPECTED)
                          or isinstance(error, (dist.RankLost, OSError)))
         dist.leave(f"train.py: {message}", restart_helps)
-
-
-def explain(error):
-    """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
-    for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
-        if words in repr(error):
-            return f"out of memory; set --micro-batch lower ({str(error):.160})"
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped before training began; the same command starts again"
-    if isinstance(error, EXPECTED):
-        return str(error)
-    return traceback.format_exc()
 
 
 if __name__ == "__main__":
