@@ -39,8 +39,7 @@ from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# cuDNN's attention is not used: it makes a new plan for each shape, and batches have many shapes.
-# It may also round the dropout to a multiple of 1/16.
+# cuDNN's attention is off: it prepares anew for every shape, which is slow here.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -135,11 +134,13 @@ def attention(qkv, bounds, lengths, dropout):
         lengths    5             | 3       | 3       | 5              |        (B + 1,)
         bounds     0             | 5       | 8       | 11             | 16     (B + 2,)
 
-    The rows that only fill up N are one more example, whose result nobody reads. lengths is on the
-    CPU always, since it decides shapes. dropout is that of the attention weights.
+    The rows that only fill up N are one more example, whose result nobody reads. Where there are
+    none, the last length and bound may be missing. lengths is on the CPU always, since it decides
+    shapes. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
-        # There is a kernel that takes examples of all lengths at once. Its import takes a second.
+        # This kernel takes examples of all lengths at once. It has no dropout, and GPUs that train
+        # in fp16 are too old for it. Its import takes a second, so it stands here.
         from torch.nn.attention.varlen import varlen_attn
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         longest = int(lengths.max())
@@ -151,14 +152,15 @@ def attention(qkv, bounds, lengths, dropout):
         qkv = qkv.float()
 
     # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
-    # padding nor a mask. The picture has three runs: 1 x 5, 2 x 3 and 1 x 5. The last length is 0
-    # if no rows had to fill up N.
+    # padding nor a mask. The picture has three runs: 1 x 5, 2 x 3 and 1 x 5. data.py sorts the
+    # examples of a batch by length, so runs are long. A length of 0 is that of no rows to fill up.
     lengths = lengths[lengths > 0]
     run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((run_lengths * run_counts).tolist())
     outputs = []
     for run, b, T in zip(runs, run_counts.tolist(), run_lengths.tolist()):
-        q, k, v = run.unflatten(0, (b, T)).permute(2, 0, 3, 1, 4)        # (b, H, T, D/H) each
+        rectangle = run.unflatten(0, (b, T))                             # (b, T, 3, H, D/H)
+        q, k, v = rectangle.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
         output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         outputs.append(output.transpose(1, 2).flatten(0, 1))             # (b T, H, D/H)
     return torch.cat(outputs).to(dtype)
@@ -191,7 +193,7 @@ class Block(nn.Module):
             x = x.index_select(0, rows)                          # (R, D)
             attended = attended.index_select(0, rows)            # (R, D)
 
-        # Later models normalise what goes into attention and feed-forward, in place of the sums.
+        # Later models normalise what goes into attention and feed-forward; BERT, the sums.
         x = self.attention_norm(x + self.dropout(self.attention_out(attended)))
         hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
         return self.norm(x + self.dropout(self.down(hidden)))
@@ -208,83 +210,13 @@ class Losses(NamedTuple):
     nsp_hits: torch.Tensor = None    # (), int64: pairs that are classified rightly
 
 
-class BertForPreTraining(nn.Module):
-    """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
-
-    # Activation checkpointing (Chen et al., arXiv 1604.06174): backward computes the activations of
-    # each block again, in place of keeping them. It takes less memory and a third more work.
-    recompute = False
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        width = config.width
-        self.embeddings = Embeddings(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-
-        self.pooler = nn.Linear(width, width)
-        self.nsp = nn.Linear(width, 2)
-
-        # The output matrix of the MLM head is the matrix of token embeddings.
-        self.mlm_transform = nn.Linear(width, width)
-        self.mlm_norm = nn.LayerNorm(width, config.layer_norm_eps)
-        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=config.init_std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,). The other arguments are those
-        fields of `data.Batch`."""
-        x = self.embeddings(tokens, segments, positions)         # (N, D)
-        for block in self.blocks[:-1]:
-            if self.recompute:
-                x = checkpoint(block, x, bounds, lengths, use_reentrant=False)
-            else:
-                x = block(x, bounds, lengths)
-        # No head reads the other rows, so the last block drops them after its attention.
-        return self.blocks[-1](x, bounds, lengths, rows)
-
-    def mlm_logits(self, hidden):
-        """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
-        hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
-        return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
-
-    def forward(self, batch):
-        """Returns the Losses of a batch, any object with the fields of `data.Batch`."""
-        # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
-        # exist, which is most of what makes small models fast.
-        examples = len(batch.pair_labels)
-        first_rows = batch.bounds[:examples]                     # (B,), the rows of [CLS]
-        rows = torch.cat([first_rows, batch.masked_positions])   # (R,), where R = B + M
-        hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
-                             batch.bounds, batch.lengths)        # (R, D)
-
-        pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
-        nsp_logits = self.nsp(pooled)                            # (B, 2)
-        mlm_logits = self.mlm_logits(hidden[examples:])          # (M, V)
-
-        nsp_hits = mlm_hits = None
-        if not self.training:
-            nsp_hits = (nsp_logits.argmax(1) == batch.pair_labels).sum()
-            mlm_hits = (mlm_logits.argmax(1) == batch.labels).sum()
-
-        # The losses come last, since CrossEntropy overwrites the logits.
-        mlm_sum = CrossEntropy.apply(mlm_logits, batch.labels)
-        nsp_sum = CrossEntropy.apply(nsp_logits, batch.pair_labels)
-        return Losses(mlm_sum, nsp_sum, mlm_hits, nsp_hits)
-
-
 class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,). A label of -100
-    does not count.
+    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,). A label of -100,
+    which pads a batch or says that there are no pairs, does not count.
 
-    F.cross_entropy computes the same, with more memory. Here the log-softmax overwrites the logits,
-    if these are not in 16 bits, and the gradient overwrites the log-softmax. An array of this size
-    is memory that the system would hand out and take back in every step.
+    F.cross_entropy computes the same, with three arrays of (M, V). Here the log-softmax overwrites
+    the logits, if these are not in 16 bits, and the gradient overwrites the log-softmax: large
+    arrays are slow to get from the system. So backward can be called only once.
     """
 
     @staticmethod
@@ -309,6 +241,79 @@ class CrossEntropy(torch.autograd.Function):
         gradient.scatter_add_(1, columns, -counts)
         gradient.mul_(loss_gradient * counts)
         return gradient, None
+
+
+class BertForPreTraining(nn.Module):
+    """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
+
+    # Activation checkpointing (Chen et al., arXiv 1604.06174): backward computes the activations of
+    # each block again instead of keeping them. It takes less memory and a third more work.
+    recompute = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.embeddings = Embeddings(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+
+        self.pooler = nn.Linear(width, width)
+        self.nsp = nn.Linear(width, 2)
+
+        # There is no output matrix here: `mlm_logits` uses the token embeddings.
+        self.mlm_transform = nn.Linear(width, width)
+        self.mlm_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=config.init_std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def encode(self, rows, tokens, segments, positions, bounds, lengths):
+        """Returns the last hidden states (R, D) of the rows (R,). tokens, segments and positions
+        are numbers (N,): a token's id, 0 or 1 for A or B, and its position in its example. bounds,
+        lengths: as in `attention`."""
+        x = self.embeddings(tokens, segments, positions)         # (N, D)
+        for block in self.blocks[:-1]:
+            if self.recompute:
+                x = checkpoint(block, x, bounds, lengths, use_reentrant=False)
+            else:
+                x = block(x, bounds, lengths)
+        # No head reads the other rows, so the last block drops them after its attention.
+        return self.blocks[-1](x, bounds, lengths, rows)
+
+    def mlm_logits(self, hidden):
+        """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
+        hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
+        return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
+
+    def forward(self, batch):
+        """Returns the Losses of a batch (data.Batch). Beside the arguments of `encode` it has
+        masked_positions (M,), rows of the batch; labels (M,), the tokens that stood there; and
+        pair_labels (B,), 0 where B follows A and 1 where not."""
+        # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
+        # exist, which is most of what makes small models fast.
+        examples = len(batch.pair_labels)
+        first_rows = batch.bounds[:examples]                     # (B,), the rows of [CLS]
+        rows = torch.cat([first_rows, batch.masked_positions])   # (R,), where R = B + M
+        hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
+                             batch.bounds, batch.lengths)        # (R, D)
+
+        pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
+        nsp_logits = self.nsp(pooled)                            # (B, 2)
+        mlm_logits = self.mlm_logits(hidden[examples:])          # (M, V)
+
+        nsp_hits = mlm_hits = None
+        if not self.training:
+            nsp_hits = (nsp_logits.argmax(1) == batch.pair_labels).sum()
+            mlm_hits = (mlm_logits.argmax(1) == batch.labels).sum()
+
+        # The losses come last, since CrossEntropy overwrites the logits.
+        mlm_sum = CrossEntropy.apply(mlm_logits, batch.labels)
+        nsp_sum = CrossEntropy.apply(nsp_logits, batch.pair_labels)
+        return Losses(mlm_sum, nsp_sum, mlm_hits, nsp_hits)
 
 
 # ----- Hugging Face folders: names -----
@@ -381,11 +386,14 @@ def safetensors(tensors):
     return b"".join([length, text] + elements)
 
 
+# A unigram model of SentencePiece has a score for each piece, and cuts a text so that the sum of
+# the scores is the highest. A "▁" stands for the space before a word.
+
 def is_plain_unigram(tokenizer, vocab):
     """Returns whether our tokenizer.json can do what a SentencePieceProcessor does. vocab: its
     pieces and their scores, [(piece, score)]."""
     try:
-        # Unigram models alone can tell the second-best way to cut a text; others raise.
+        # Other models cannot tell the second-best way to cut a text, and raise.
         tokenizer.nbest_encode("a", nbest_size=2)
     except RuntimeError:
         return False
@@ -408,8 +416,8 @@ def normalizer_steps(tokenizer_model):
     spec = normalizer.serialized_normalizer_spec()
     # The spec is a protobuf message of two fields, in bytes:
     #     tag, length of the name, the name, tag, length of the table (up to 4 bytes), the table
-    # All bytes of a length but its last are 128 or more.
-    at = 3 + spec[1]
+    # Of a length, each byte has 7 bits, and a highest bit that says whether another byte follows.
+    at = 3 + spec[1]                             # where the length of the table begins
     while spec[at] >= 128:
         at += 1
     table = spec[at + 1:]
@@ -427,8 +435,9 @@ def tokenizer_json(tokenizer_model):
     """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
     Three things differ in Hugging Face's `tokenizers`. Of two equally likely cuts it can take the
-    other one, since it adds the scores in fp64. It drops an accent that its letter cannot have. And
-    a text can spell [MASK]. Raises ModelError for a SentencePiece model of which more would differ.
+    other one, since it adds the scores in fp64. It drops an accent that Unicode cannot join with
+    its letter. And "[MASK]" in a text becomes the token [MASK], where data.py cuts it as ordinary
+    text. Raises ModelError for a SentencePiece model of which more would differ.
     """
     tokenizer = SentencePieceProcessor(model_proto=tokenizer_model)
     ids = list(range(len(tokenizer)))
@@ -624,7 +633,7 @@ def copy_weights(folder, model, tokenizer_path):
         theirs = getattr(found.config, field)
         wanted = getattr(model.config, field)
         if theirs != wanted:
-            raise ModelError(f"{folder} has {field} {theirs}, the plan {wanted}")
+            raise ModelError(f"{folder} has {field} {theirs}, not {wanted}")
     model.load_state_dict(found.state_dict())
 
 
@@ -642,8 +651,9 @@ def encode_with_masks(tokenizer, text):
         # Unknown characters that stand together are one piece, the stand-in among them.
         for part in re.split(f"({STAND_IN})", piece):
             if part == STAND_IN:
+                # A lone "▁" before it is the space of the masked word, which [MASK] stands for.
                 if tokens[-1] == tokenizer.piece_to_id("▁"):
-                    tokens.pop()                             # That began the masked word.
+                    tokens.pop()
                 tokens.append(MASK)
             elif part:
                 tokens.append(tokenizer.piece_to_id(part))
@@ -720,7 +730,8 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     width = config.width
     per_layer = size * (9 * width + 2 * config.feed_forward)
     if config.dropout > 0:
-        per_layer += 3 * width                   # Three masks have a byte an element.
+        # A byte an element: two masks of the block, and about as much in attention.
+        per_layer += 3 * width
     per_token = config.layers * per_layer
     if recompute:
         # Each layer keeps its input alone, but for the one that is being computed again.
@@ -747,7 +758,7 @@ def state_gigabytes(config, size, lossy):
         "masters": 4 if size < 4 else 0,
         "gradients": 4,
         "moments": 8,                            # two of them
-        "residuals": 8 if lossy else 0}
+        "residuals": 8 if lossy else 0}          # two of them, see dist.Bucket
     return {part: 1e-9 * elements * each for part, each in parts.items()}
 
 

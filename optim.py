@@ -48,7 +48,8 @@ RECIPES = {
             Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1),
         ]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. Their
+    # script leaves use_nvlamb off, so the optimizer is "lamb".
     "nvlamb-64k": Recipe(
         optimizer="lamb", betas=(0.9, 0.999), dropout=0.1, mask_fraction=0.15,
         phases=[
@@ -180,10 +181,11 @@ def name_of_broken(gradients):
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
             return name
-    return "a rank"                    # all gradients of this rank are finite: it was another one
+    return "another rank"              # only in variants that do not average gradients
 
 
-# Returns the 2-norm () of all elements of a list of tensors; NaN or inf if one of them is.
+# Returns the 2-norm of all elements of a list of tensors, as a tensor of one number; NaN or inf if
+# one of them is.
 global_norm = torch.nn.utils.get_total_norm
 
 
@@ -191,8 +193,8 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
     max_norm. norm: their global norm before this, so still times `scale`."""
     factor = 1 / scale
-    if norm * factor > max_norm:
-        factor = max_norm / norm
+    if norm / scale > max_norm:
+        factor = max_norm / norm       # norm has the scale in it, so this divides by it as well
     # With scale 1 and a small norm there is nothing to do: save the pass over memory.
     if factor != 1:
         torch._foreach_mul_(tensors, factor)
@@ -240,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "step": 0,                     # the updates so far; during an update it is t
+        "step": 0,                     # t; here, because torch saves the options of a group
     }
 
     def __init__(self, params, **options):
@@ -250,8 +252,9 @@ class Optimizer(torch.optim.Optimizer):
         """Adds parameters: torch's constructor calls this for each group, {"params": list} with the
         options that are the group's own.
 
-        Cuts the group into tensor groups of about `most` elements, or of one larger tensor. These
-        are updated one after another, so that the temporary tensors of an update stay small.
+        Splits the group into tensor groups, which are updated one after another: so the temporary
+        tensors of an update stay small. Tensor group k has those tensors that begin among the
+        elements k * most up to (k + 1) * most.
         """
         tensor_groups = collections.defaultdict(list)
         elements = 0
@@ -260,7 +263,6 @@ class Optimizer(torch.optim.Optimizer):
                 "exp_avg": torch.zeros_like(p),              # m
                 "exp_avg_sq": torch.zeros_like(p),           # v
             }
-            # The number of the tensor group goes up with every `most` elements before this one.
             tensor_groups[elements // most].append(p)
             elements += p.numel()
         for tensors in tensor_groups.values():
@@ -303,12 +305,12 @@ def safe_ratios(a, b, otherwise=1.0):
 
 
 class LAMB(Optimizer):
-    """LAMB as in `lamb_equations`, on lists of tensors.
+    """LAMB as in `lamb_equations`, on lists of tensors; but the ratio of tensors without decay
+    (biases, LayerNorm) is 1, as in the code of the paper's authors.
 
-    adapt_all=False, the paper's code: tensors without decay (biases, LayerNorm) have ratio 1. True,
-    NVIDIA's "NVLAMB" (use_nvlamb in fused_lamb.py): all tensors have ratios of their own. NVIDIA's
-    also clips gradients to a global norm of 1, as train.py does before every optimizer. Q, K and V
-    are one tensor in our model, and three in theirs.
+    adapt_all=True gives all tensors ratios of their own: NVIDIA's "NVLAMB" (use_nvlamb in
+    fused_lamb.py). NVIDIA's also clips gradients to a global norm of 1, as train.py does before
+    every optimizer. Q, K and V are one tensor in our model, and three in theirs.
     """
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
@@ -319,24 +321,26 @@ class LAMB(Optimizer):
         decay = group["weight_decay"]
         move_moments(m, v, g, b1, b2)
 
-        # To correct m and v takes two passes over memory. This saves them: with the two numbers
-        # c = sqrt(1 - b2^t) and k = c / (1 - b1^t),
-        #     (m / (1 - b1^t)) / (sqrt(v) / c + eps) = k m / (sqrt(v) + c eps)
-        # So u = k u' with u' = m / (sqrt(v) + c eps) + (decay / k) w, which is computed here.
+        # The equations divide m by 1 - b1^t and v by 1 - b2^t: two passes over memory. To save
+        # them, multiply numerator and denominator by c = sqrt(1 - b2^t), and take out a number k:
+        #
+        #     (m / (1 - b1^t)) / (sqrt(v) / c + eps)  =  k m / (sqrt(v) + c eps)
+        #
+        # with k = c / (1 - b1^t). What is computed here is u / k.
         c = (1 - b2 ** t) ** 0.5
         k = c / (1 - b1 ** t)
-        u = torch._foreach_div(m, root_plus_eps(v, c * group["eps"]))
-        torch._foreach_add_(u, w, alpha=decay / k)                          # u'
+        u_over_k = torch._foreach_div(m, root_plus_eps(v, c * group["eps"]))
+        torch._foreach_add_(u_over_k, w, alpha=decay / k)
 
-        # w = w - lr (||w|| / ||u||) u. In u / ||u|| the k cancels, so u' serves as well. But where
-        # the ratio is 1, u' has to be multiplied by k.
-        ratios = safe_ratios(norms(w), norms(u), otherwise=k).double()
+        # In (||w|| / ||u||) u it makes no difference whether u is divided by k. But where the ratio
+        # is 1, the division has to be undone, and the factor is k.
+        factors = safe_ratios(norms(w), norms(u_over_k), otherwise=k).double()
         if not decay and not group["adapt_all"]:
-            ratios.fill_(k)
-        # The factors (n,) stay on the device: to read them, the CPU would wait for the GPU. As fp64
-        # they are rounded only once.
-        torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
-        torch._foreach_add_(w, u)
+            factors.fill_(k)
+        # `unbind` makes a list of n tensors of one number each. As numbers of Python they would
+        # make the CPU wait for the GPU.
+        torch._foreach_mul_(u_over_k, (-group["lr"] * factors).unbind())
+        torch._foreach_add_(w, u_over_k)
 
 
 class LANS(Optimizer):
@@ -348,8 +352,8 @@ class LANS(Optimizer):
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
         d = sqrt(v / (1 - b2^t)) + eps
         r = (m / (1 - b1^t)) / d + decay w      from the running mean
-        c = g / d + decay w                     from the gradient alone
-        w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||c||) c)
+        s = g / d + decay w                     from the gradient alone
+        w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
     """
 
     def _update(self, group, w, g, m, v):
@@ -358,21 +362,20 @@ class LANS(Optimizer):
         t = group["step"]
         decay = group["weight_decay"]
 
-        # The normalised gradients are new tensors, which become c below.
         g_norms = norms(g)
-        c = torch._foreach_mul(g, safe_ratios(torch.ones_like(g_norms), g_norms).unbind())
-        move_moments(m, v, c, b1, b2)
+        unit_g = torch._foreach_mul(g, safe_ratios(torch.ones_like(g_norms), g_norms).unbind())
+        move_moments(m, v, unit_g, b1, b2)
         d = root_plus_eps(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
 
         r = torch._foreach_div(m, d)
         torch._foreach_div_(r, 1 - b1 ** t)
-        torch._foreach_div_(c, d)
         torch._foreach_add_(r, w, alpha=decay)
-        torch._foreach_add_(c, w, alpha=decay)
+        s = torch._foreach_div(unit_g, d)
+        torch._foreach_add_(s, w, alpha=decay)
 
         # Both ratios are of w as it was before the step.
         w_norms = norms(w)
-        for direction, fraction in ((r, b1), (c, 1 - b1)):
+        for direction, fraction in ((r, b1), (s, 1 - b1)):
             ratios = safe_ratios(w_norms, norms(direction))
             torch._foreach_mul_(direction, (-group["lr"] * fraction * ratios).unbind())
             torch._foreach_add_(w, direction)

@@ -238,7 +238,7 @@ def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
     scaler.update(True, 41, gradients)
     with pytest.raises(optim.TrainingStopped, match="step 42.*broken.*floor of 2"):
         scaler.update(True, 42, gradients)
-    with pytest.raises(optim.TrainingStopped, match="gradient of a rank is not finite"):
+    with pytest.raises(optim.TrainingStopped, match="gradient of another rank is not finite"):
         scaler.update(True, 43, {"fine": torch.ones(2)})
 
 
