@@ -6,8 +6,15 @@ A rank is one process of the training, a node a machine with some of them. Each 
 model and computes the gradients of its own examples; all ranks then step with the mean of these.
 `average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
 arXiv 2006.15704, section 3.2). Of the compressors, `dense` is enough at first; each of the others
-can be read alone. The network is reached through two libraries: NCCL for tensors on GPUs, Gloo for
-all else. Only this file imports torch.distributed. With one rank every collective does nothing.
+can be read alone: it is lossy, and keeps what it did not send (the residual) to add it to what it
+sends in the next step (error feedback).
+
+A collective is a call that all ranks of a process group make together, such as a sum over them; of
+one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks
+find each other by a store, a small dictionary that all share, kept by a process of node 0. When a
+rank dies or hangs, the others get an error in their next collective. They then ask through the
+store who is alive, and one of them says which ranks are lost (section Failures). All processes end,
+and torchrun may start them again. Only this file imports torch.distributed.
 
 In comments on shapes: N ranks, n elements of a bucket.
 """
@@ -59,7 +66,7 @@ class World:
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None is all processes
-    levels: tuple = ()       # on several nodes with several ranks each, see `two_levels`
+    levels: tuple = ()       # the Worlds inside and between nodes, see `two_levels`
 
     def sum(self, values):
         """Returns the sums over all ranks of a list of numbers, as floats: integers are exact below
@@ -88,7 +95,7 @@ class World:
         return gathered
 
     def all_to_all(self, rows):
-        """Returns (size, ...): row i is row `rank` of rank i's rows (size, ...)."""
+        """Returns (size, ...) from rows (size, ...): rank r gets row r of every rank."""
         received = rows.clone()                                  # of one rank the answer
         self._run(distributed.all_to_all_single, received, rows)
         return received
@@ -108,31 +115,32 @@ class World:
 
     def on_all_ranks(self, expected, job):
         """Returns job(), called on every rank. If it raises one of the exceptions `expected` on a
-        rank, all raise the first of these classes with its words: the others would wait for the
-        failed rank in their next collective."""
+        rank, all ranks raise expected[0] with that message, whichever it was: the others would
+        wait for the failed rank in their next collective."""
         result = None
         problem = ""
         try:
             result = job()
         except expected as error:
             problem = str(error) or repr(error)
-        for words in self.all_gather_object(problem):
-            if words:
-                raise expected[0](words)
+        for message in self.all_gather_object(problem):
+            if message:
+                raise expected[0](message)
         return result
 
-    def check_same(self, values, otherwise):
-        """Raises DistError, on every rank, if a dict is not the same on all; `otherwise` is what
-        its words say of the rank that differs from rank 0."""
+    def check_same(self, values, complaint):
+        """Raises DistError, on every rank, if a dict is not the same on all; `complaint` is what
+        its message says of the rank that differs from rank 0."""
         everyone = self.all_gather_object(values)
         for rank, other in enumerate(everyone):
             differ = differences(other, everyone[0])
             if differ:
-                raise DistError(f"rank {rank} {otherwise}: {differ}")
+                raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
         """Calls a collective of torch; raises RankLost if a rank does not take part."""
-        if self.size == 1 or self.device.type == "meta":         # "meta": see `wire_bytes`
+        # Tensors on the device "meta" have a shape but no elements: `wire_bytes` only counts.
+        if self.size == 1 or self.device.type == "meta":
             return
         try:
             collective(*arguments, group=self.group, **options)
@@ -200,7 +208,8 @@ def choose_interface(world, store):
     name, address = interface_towards(os.environ.get("MASTER_ADDR", ""))
     store.set(f"address/{world.rank}", address)
     if world.rank == world.local_rank:
-        # Node 0 is the master, whose address is often 127.0.1.1 there: it asks for the last node.
+        # This is node 0, the master. Its own address is often 127.0.1.1 here, so it asks for the
+        # last node.
         last_address = store.get(f"address/{world.size - 1}").decode()
         name, _ = interface_towards(last_address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -222,14 +231,14 @@ def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `answer`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
-    # why. So Gloo must give up first. torch takes one limit for both: NCCL's, here twice as long.
+    # why. So Gloo is to have the shorter limit. This call sets the same limit for both, twice
+    # `limit`; below, Gloo's becomes `limit`.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
         world_size=world.size,
         rank=world.rank,
-        store=store,
-    )
+        store=store)
     gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
@@ -263,7 +272,7 @@ def two_levels(world, limit):
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
     for teams in (ranks, ranks.T):
-        # torch asks that every rank creates every group, its own or not, in the same order.
+        # Every rank must create all groups, in the same order; it gets back the one it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return dataclasses.replace(world, levels=tuple(levels))
@@ -296,9 +305,9 @@ class Reducer:
 
     1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
        bucket_mb MB (by default a 12th of all gradients, within 1 and 25 MB), then to the next.
-       Each gradient is a view of its bucket: of fp32 parameters it is `p.grad`; fp16 and bf16
-       ones have theirs added to it and dropped, so that micro-batches add up in fp32. All ranks
-       start from rank 0's weights.
+       Each gradient has a view of its bucket. The `p.grad` of an fp32 parameter is this view.
+       The `p.grad` of a 16-bit one is added to the view and dropped, so that micro-batches add up
+       in fp32. All ranks start from rank 0's weights.
     2. Ready. Autograd has added a parameter's gradient to its view.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
        communication thread, which averages one bucket after another while backward goes on.
@@ -310,7 +319,7 @@ class Reducer:
             reducer.sends = k == len(micro_batches) - 1          # only the last one sends
             loss(batch).backward()
         reducer.finish()                           # now reducer.gradients are equal on all ranks
-        reducer.commit(step_taken=True)            # for lossy compression, see Bucket
+        reducer.commit(step_taken=True)            # only for lossy compression: skip it at first
         optimizer.step()
 
     `gradients`: {name: view}. `buckets`: the Buckets; `flats`: their flat tensors. compression: as
@@ -338,13 +347,10 @@ class Reducer:
             hook = functools.partial(self._ready, name)
             self.hooks.append(p.register_post_accumulate_grad_hook(hook))
 
-        # The thread uses one core. With a second team OpenMP has more threads than cores, and puts
-        # those of backward to sleep after each operation: a step of tiny took 1.36 times as long.
-        self.thread = ThreadPoolExecutor(
-            max_workers=1,
-            initializer=torch.set_num_threads,
-            initargs=(1,),
-        )
+        # The thread computes on one core. OpenMP would give it as many threads as backward has.
+        # Together they are more than the cores, and OpenMP then puts those of backward to sleep
+        # after each operation: a step of the model tiny took 1.36 times as long.
+        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self.stream = None
         if world.device.type == "cuda":
             self.stream = torch.cuda.Stream(world.device)
@@ -352,8 +358,7 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step, whose loss is multiplied by `scale`. The step before counts as taken where
-        `commit` was not called, or error feedback would stand still."""
+        """Begins a step, whose loss is multiplied by `scale`."""
         wait(self.jobs)         # after an error some may still be running
         self.jobs = []
         self.scale = scale
@@ -393,9 +398,10 @@ class Reducer:
         # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
         while len(self.jobs) < len(self.buckets):
             bucket = self.buckets[len(self.jobs)]
-            if not self.missing.isdisjoint(bucket.shapes):
+            if not self.missing.isdisjoint(bucket.shapes):         # a name is in both
                 return
-            # On a GPU the thread waits for what backward has queued until now.
+            # On a GPU the thread waits for what backward has queued until now. The event of a CPU
+            # does nothing; it spares `_average` an if.
             event = torch.cpu.Event()
             if self.stream:
                 event = torch.cuda.Event(blocking=True)
@@ -408,8 +414,9 @@ class Reducer:
         for job in previous_jobs:          # none or one
             job.result()                   # raises its error: after one, no further bucket is sent
         if self.stream:
-            # This also sets the thread's device, which begins as GPU 0: to use that one, if only
-            # to wait for the event, would take memory there on every rank.
+            # What this thread calls now runs on this stream, beside backward's. It also makes the
+            # stream's GPU the thread's own. Each thread begins with GPU 0, and even to wait for
+            # an event there would take memory of GPU 0 for every rank.
             torch.cuda.set_stream(self.stream)
         event.synchronize()
         began = time.perf_counter()
@@ -470,7 +477,8 @@ def order_of_readiness(module):
     of modules that hold no embedding, and of those that do."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     named.reverse()                                # backward begins at the output
-    # The module's own parameters, whose names have no dot, belong to its output (mlm_bias).
+    # The module's own parameters, whose names have no dot, belong to its output (mlm_bias). False
+    # sorts before True, so these come first; the others keep their order.
     named.sort(key=lambda pair: "." in pair[0])
     # Embeddings come last in backward. A bucket with anything else in it would wait for them.
     late = set()
@@ -483,7 +491,8 @@ def order_of_readiness(module):
 
 
 def fill_buckets(groups, bucket_mb, world, compression):
-    """Returns Buckets of lists of (name, tensor), of bucket_mb MB or more but each list's last."""
+    """Returns Buckets of lists of (name, tensor): each at least bucket_mb MB, except the last of
+    a list."""
     contents = []                                  # {name: shape} of each bucket
     for group in groups:
         room = 0.0                                 # in MB; a new list begins a new bucket
@@ -499,10 +508,9 @@ def fill_buckets(groups, bucket_mb, world, compression):
 def fold_buckets(buckets):
     """Returns what lossy compression of Buckets has not yet sent, {name: fp32 tensor}. Collective.
 
-    It averages residuals over the ranks, so that any number of ranks can take them up, and drops
-    what else compressors keep, both also in the run that goes on. So with lossy compression the
-    bits after a save depend on which steps were saved; and what resumes from a save, on as many
-    ranks, equals the run that saved there, bit for bit.
+    Saving changes the run: each rank goes on with the mean of all residuals, and without what else
+    compressors keep. So any number of ranks can resume, and on as many ranks a resumed run equals
+    the run that saved, bit for bit. A run that saves in other steps gets other bits.
     """
     state = {}
     for bucket in buckets:
@@ -523,9 +531,15 @@ class Bucket:
         g = scale * q
         e_r = rest_r                           `commit`: only if the step is taken
 
-    So an overflow leaves no trace, and what went in comes out: mean_r v_r = q + mean_r rest_r (and
-    what the server error of int8 and onebit grew by). A finite spike comes out, too, but over many
-    steps: gradients are clipped after this, so most of it stays in e_r for a while.
+    Nothing is lost: mean_r v_r = q + mean_r rest_r (`two_phase` keeps another rest, s, in its
+    state). Until `commit`, rest_r waits in next_residual, so a step that is skipped after an
+    overflow leaves no trace:
+
+                                residual    next_residual
+        before the step         e_r         free
+        after `average`         e_r         rest_r
+        step taken: swap        rest_r      free
+        step skipped            e_r         free
 
     Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
     4.1). One rank of each node is the bucket's leader, here 0 and 2:
@@ -543,12 +557,12 @@ class Bucket:
         self.compressor, self.argument, padding = parse_compression(compression)
         self.lossy = self.compressor is not dense
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        # The ranks of `inner` add up first, then those of `outer` exchange. Without levels `inner`
-        # is this rank alone, and `outer` all ranks.
-        self.inner = World()
-        self.outer = world
+        # The ranks of `inner` add up first, then those of `outer` exchange.
         if world.levels and (self.lossy or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
+        else:
+            self.inner = World()                   # this rank alone
+            self.outer = world
         self.leader = number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
 
@@ -583,31 +597,35 @@ class Bucket:
                 sent = dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         if self.outer.nodes > 1:
-            # In NCCL's ring through all ranks only one rank of each node sends to another node.
+            # These are dense sums without levels, since a level has nodes = 1. In NCCL's ring
+            # through all ranks only one rank of each node sends to another node.
             sent //= self.outer.local_size
         return sent
 
     def _send(self, scale):
         """Averages the leaders' buckets, in place, by the equations of the class, and leaves rest_r
         and the compressor's new state to `commit`; returns the bytes sent."""
-        self.commit(True)                          # the step before, where nobody decided
+        # Where nobody called `commit` the step before counts as taken: with the same residual in
+        # every step, error feedback would stand still.
+        self.commit(True)
         n = len(self.flat)
-        value = self.pending                       # v, and after the compressor: rest
+        value = self.next_residual                 # v, and after the compressor: rest
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])
         value[n:] = 0                              # padding, in which onebit leaves rounding errors
         mean = self.padded                         # q goes here; `flat` is it without the padding
         state = dict(self.state)
         sent = self.compressor(self.outer, value, mean, state, self.argument)
         self.flat.mul_(scale)
-        self.pending_state = state
+        self.next_state = state
         return sent
 
     def commit(self, step_taken):
-        """Makes the rest of the last `average`, if still undecided, the residual of the next."""
-        if self.pending_state and step_taken:
-            self.residual, self.pending = self.pending, self.residual
-            self.state = self.pending_state
-        self.pending_state = None
+        """Makes the rest of the last `average` the residual of the next if the step is taken, and
+        forgets it otherwise. A second call for the same `average` does nothing."""
+        if self.next_state and step_taken:
+            self.residual, self.next_residual = self.next_residual, self.residual
+            self.state = self.next_state
+        self.next_state = None
 
     def fold(self):
         """Returns {name: what was not yet sent}, averaged over all ranks, and restarts from it."""
@@ -629,11 +647,11 @@ class Bucket:
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
         self.state = {"n": len(self.flat), "shapes": list(self.shapes.values())}
-        self.pending_state = None                  # what `_send` left, until `commit`
+        self.next_state = None                     # what `_send` left, until `commit`
         if not self.keeps_residual:
             return
         self.residual = torch.zeros_like(self.padded)
-        self.pending = torch.zeros_like(self.padded)
+        self.next_residual = torch.zeros_like(self.padded)
         if residual:
             for name, view in self.views(self.residual).items():
                 view.copy_(residual[name])
@@ -720,7 +738,7 @@ def two_phase(world, value, mean, state, quantiser):
     """
     quantise, unpack, block = quantiser
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
-    # Until the end `mean` is free as memory: to take new memory costs more than the arithmetic.
+    # `mean` is scratch memory until the end: to take new memory costs more than the arithmetic.
     decoded = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
     # How many elements of each block are no padding, (N, blocks of a part, 1)
@@ -735,7 +753,7 @@ def two_phase(world, value, mean, state, quantiser):
     for part in decode(unpack, received, decoded):
         server.add_(part, alpha=1 / world.size)
     first_padding = max(0, state["n"] - world.rank * server.numel())
-    server.view(-1)[first_padding:] = 0                    # onebit has made signs of padding
+    server.view(-1)[first_padding:] = 0                    # onebit has made signs of the padding
 
     # 3. As a server: sends the average to all; what is lost in that stays in `server`.
     codes = encode(quantise, server, sizes[world.rank], decoded[0])
@@ -815,7 +833,7 @@ def unpack_onebit(packed, out):
 
 
 # name: (function, argument, padding). An argument that is a fraction can be set, as topk:0.1.
-# Padding makes `value` as long as a multiple of N times so many elements; 0: none.
+# `value` is made as long as a multiple of the padding times N, the number of ranks; 0: no padding.
 COMPRESSORS = {
     "none": (dense, torch.float32, 0),
     "fp16": (dense, torch.float16, 0),
@@ -857,7 +875,8 @@ def wire_bytes(compression, shapes, ranks):
 
 # ----- Requests to stop -----
 
-SIGNALLED = 1 << 30          # a reason to stop that stands out of the sum over all ranks
+# It is larger than any number of ranks, so a sum over all ranks that reaches it means a signal.
+SIGNALLED = 1 << 30
 # torchrun's process, looked up before anything takes long: ranks must not train on without it.
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -886,7 +905,7 @@ def listen_to_signals(max_minutes):
 def asked_to_stop(requests):
     """Returns 0 if this rank is to train on; 1 if its time is up; SIGNALLED if it got a signal; inf
     if its torchrun is dead: no rank trains on then."""
-    if TORCHRUN not in (None, os.getppid()):
+    if TORCHRUN and os.getppid() != TORCHRUN:
         return math.inf
     if set(requests) - {"--max-minutes"}:
         return SIGNALLED
@@ -925,8 +944,8 @@ def answer():
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                      # each thread looks five times a second
                 store.set("answered", "")
-                # A minute is for a program that is saving. One that waits for a dead rank in NCCL
-                # would wait for twice the timeout.
+                # This ends the process in 60 s, even if it hangs. A program that is saving needs
+                # that time. One that waits for a dead rank in NCCL would wait twice the timeout.
                 faulthandler.dump_traceback_later(60, exit=True)
                 return
             time.sleep(0.2)
@@ -934,23 +953,24 @@ def answer():
 
 def rank_lost(error):
     """Returns the RankLost that an error in a collective means, naming the ranks that are lost."""
-    first_to_fail()
+    claim_failure()
     # All ranks ask, since all must wait for the answers: when one ends, torchrun ends the others.
     lost = ask(silent_ranks) or "?"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
                     f"busy? raise --timeout) ({error!r:.480})")
 
 
-def first_to_fail():
-    """Returns True on the rank that calls it first, and False on the others: of all that fail, one
-    has the reason. Where the store does not answer it is True on each of them."""
+def claim_failure():
+    """Tells all ranks, by the key "failed", that this one has failed. Returns True if it is the
+    first, which knows the reason, else False; without a store, or an answer of it, True."""
+    # compare_set writes our rank if the key is not set yet, and returns what it then holds.
     me = os.environ.get("RANK", "0").encode()
     return ask(lambda store: store.compare_set("failed", "", me)) in (None, me)
 
 
 def silent_ranks(store):
     """Returns the ranks that have not answered when there was time to, as "3, 5"."""
-    # To wait for the key with get() would keep `answer`, in its thread, from the store.
+    # A get() would wait for the key, but it holds the connection that `answer` needs meanwhile.
     while not store.check(["answered"]):
         time.sleep(0.1)
     return ranks_without(store, "alive", distributed.get_world_size())
@@ -974,7 +994,7 @@ def ask(question):
 def leave(message, restart_helps):
     """Ends this process after an error, with status 1. The first rank to fail prints the message
     (None: nothing). Where it would not help that torchrun starts all again, ends torchrun, too."""
-    if first_to_fail() and message:
+    if claim_failure() and message:
         print(message, file=sys.stderr, flush=True)
     torchrun_restarts = (
         TORCHRUN == os.getppid()
@@ -1002,14 +1022,15 @@ def meet(world, init_method, limit):
         rank 1 comes                           count 4     1 waits under 4, not under 3
         rank 0 comes                           count 5     0 and 1 are under 5: they meet
 
-    Whoever comes changes the number, so no process meets one that was there before a restart.
+    Whoever waits reads the count again and again, and moves to the newest number. Whoever comes
+    changes it, so no process meets one that was there before a restart.
     """
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("processes", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
-        count = root.add("processes", 0)
+        count = root.add("processes", 0)           # adding 0 reads the count
         store = distributed.PrefixStore(str(count), root)
         store.set(f"here/{world.rank}", "")
         if store.check([f"here/{rank}" for rank in range(world.size)]):

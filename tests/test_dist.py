@@ -488,7 +488,7 @@ def lose_two_of_five(world):
         while True:
             world.sum([1])
     except dist.RankLost as error:
-        first = dist.first_to_fail() and dist.first_to_fail()
+        first = dist.claim_failure() and dist.claim_failure()
         if first:
             os.kill(pids[3], signal.SIGKILL)
         raise dist.RankLost(f"{first}: {error}") from error
@@ -500,7 +500,7 @@ def test_dead_and_stopped_ranks_are_named_once(tmp_path):
     first, *others = sorted(map(str, outcomes), reverse=True)
     assert first.startswith("True: rank 2, 3 died or did not answer in time; the same command")
     assert all(other.startswith("False: ") for other in others) and "\n" not in first
-    assert dist.first_to_fail()
+    assert dist.claim_failure()
 
 
 def notices_a_loss(world):
@@ -554,7 +554,7 @@ def waits_in_nccl(world, began):
         dist.faulthandler = SimpleNamespace(
             dump_traceback_later=lambda limit, exit: later(limit / 200, exit=exit))
         time.sleep(30)
-    return dist.first_to_fail() and time.time() - began
+    return dist.claim_failure() and time.time() - began
 
 
 def test_a_rank_that_does_not_notice_ends_a_minute_later(tmp_path):

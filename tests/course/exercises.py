@@ -172,10 +172,10 @@ EXERCISES = {
         45, 13, "why a lossy mean still converges, and what a skipped step must leave as it was",
         ["`_send` begins with `self.commit(True)`. Residuals are unscaled, gradients are not: the "
          "scale may be another one in the next step.",
-         "self.compressor(self.outer, self.pending, self.padded, state, self.argument), where "
-         "state is dict(self.state); afterwards `flat` holds q.",
-         "`commit` swaps `residual` and `pending` and takes the new state if one waits and the "
-         "step is taken; in any case none waits afterwards."]),
+         "self.compressor(self.outer, self.next_residual, self.padded, state, self.argument), "
+         "where state is dict(self.state); afterwards `flat` holds q.",
+         "`commit` swaps `residual` and `next_residual` and takes `next_state` if one waits and "
+         "the step is taken; in any case none waits afterwards."]),
     "resume": Exercise(
         "train.write_checkpoint train.save train.restore",
         "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "

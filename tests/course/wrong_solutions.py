@@ -185,7 +185,7 @@ WRONG = {
             ("torch.add(self.residual[:n],", "torch.add(0 * self.residual[:n],")),
         "a skipped step counts": (
             "dist.Bucket.commit",
-            ("self.pending_state and step_taken", "self.pending_state")),
+            ("self.next_state and step_taken", "self.next_state")),
     },
     "resume": {
         "writes in place": (
