@@ -633,7 +633,7 @@ def copy_weights(folder, model, tokenizer_path):
         theirs = getattr(found.config, field)
         wanted = getattr(model.config, field)
         if theirs != wanted:
-            raise ModelError(f"{folder} has {field} {theirs}, not {wanted}")
+            raise ModelError(f"{folder} has {field} {theirs}, not {wanted}: take another --model")
     model.load_state_dict(found.state_dict())
 
 

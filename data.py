@@ -156,19 +156,21 @@ class Spans(NamedTuple):
 class PretrainingData:
     """The examples of a phase; number i is a pure function of (seed, phase, i), i = 0, 1, 2 ...
 
-    Example i comes from shard i mod S, where S is the number of shards. Each document of a shard is
-    covered by windows, each as many tokens as an example has room for text. An epoch of a shard
-    takes all its windows in an order of its own, one for each example. Windows shift from epoch to
-    epoch, so that examples begin at other tokens, but none reaches over the end of its document.
+    Example i comes from shard i modulo the number of shards. Its text is found in three steps:
+
+    1. Each document is cut into windows, as long as the text of an example can be. An epoch of a
+       shard takes all its windows, in an order of its own, one for each example.
+    2. In each epoch the windows of all documents shift by a fraction of a window, so that texts
+       begin at other tokens. None reaches over the end of its document.
+    3. The text begins with the first sentence that begins in the first half of the window, if there
+       is one, and is as long as a window; SHORT_FRACTION of the texts are shorter.
+
     Where the windows 0 to 3 of 8 tokens begin in a document of 26 tokens:
 
         token          0       8       16        26
         epoch 0        0.......1.......2.3.......    shift  0.00 windows
         epoch 1        0...1.......2.....3.......    shift -0.38
         epoch 2        .0.......1.......23.......    shift +0.24
-
-    The text of an example begins with the next sentence, if that begins less than half a window
-    away, and is as long as a window; SHORT_FRACTION of the texts are shorter.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     for half of the examples B is a part of another document of the same shard. "sop" (ALBERT,
@@ -198,8 +200,7 @@ class PretrainingData:
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
         self.window_size = seq_len - self.specials      # tokens: so much text has an example
 
-        # Each use of random numbers has a stream of its own: from one alone, masks would follow
-        # the cuts
+        # One key for each use of random numbers, so that the draws are independent.
         self.seed = (seed, phase)
         keys = np.random.SeedSequence(self.seed).generate_state(4, np.uint64)
         self.cut_key, self.choice_key, self.fate_key, self.token_key = keys
@@ -246,23 +247,25 @@ class PretrainingData:
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # Multiples of the golden ratio spread evenly, here over [-0.75, 0.25). Most windows shift
-        # back, as the last one does: ends of documents would be seen more than their begins else
+        # Multiples of the golden ratio, 0.618, modulo 1 spread evenly. Minus 0.75 most shifts are
+        # back: the last window of a document must shift back too, and the first ones balance it.
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         windows_before = shard.windows[document]
-        shifted = window + (shift - windows_before)     # the window's number in its document
-        start = first + int(shifted * self.window_size)
+        number = window + (shift - windows_before)      # of the window in its document, shifted
+        start = first + int(number * self.window_size)
         start = max(first, min(start, last - self.window_size))
 
+        # Of the same document: its end is a window away, but for documents shorter than that, and
+        # their windows begin with a sentence.
         next_sentence = sentences[bisect_left(sentences, start)]
         if next_sentence - start < self.window_size / 2:
             start = next_sentence
         end = min(start + length, last)
 
-        # Sentences number `low` up to `high` begin inside of the text: it can be cut there
+        # Sentences number `low` up to `high` begin inside of the text: it can be cut there.
         low = bisect_right(sentences, start)
         if self.pairs == "sop":
-            # A text that ends amid a sentence would show that it is swapped: that sentence goes
+            # It ends with a whole sentence, for half a sentence in the middle would show the swap.
             last_end = bisect_right(sentences, end) - 1
             if last_end > low:
                 end = sentences[last_end]
@@ -272,15 +275,10 @@ class PretrainingData:
             middle = sentences[low + int(place * (high - low))]
         return Text(start, middle, end, document, last)
 
-    def pair(self, i, short, fraction, place, replace, other):
+    def pair(self, i, short, fraction, place, true, other):
         """Returns the Spans of example i. The other arguments are random numbers in [0, 1) for what
-        is drawn: whether the text is short, and how short; where it is cut in two; whether its
-        second part is replaced, and by which other window's.
-
-        Half of the pairs are true. In the others B is the second part of the text of another
-        document's window: it begins as true ones do, and ends nearly so, or a model could tell them
-        apart without reading. One cue is left: where no sentence ends inside of a short text, A
-        ends amid a sentence, and B does not begin there.
+        is drawn: whether the text is short, and how short; where it is cut in two; whether the pair
+        is true or not; the window of a B from elsewhere.
         """
         earlier, s = divmod(i, len(self.names))     # examples of shard s before this one
         shard = self.shard(s)
@@ -294,28 +292,33 @@ class PretrainingData:
         start, middle, end, document, _ = self.text(shard, epoch, window, length, place)
         if self.pairs == "none":
             return Spans(i, s, start, end, end, end, IGNORED)
-        if replace >= 0.5:
+        if true >= 0.5:
             return Spans(i, s, start, middle, middle, end, 0)
         if self.pairs == "sop":
             return Spans(i, s, middle, end, start, middle, 1)
 
-        # B's window is any but those of A's document: counted on from the last of these
+        # B from elsewhere begins as true ones do, with the second part of a text, and is as long:
+        # else a model could tell them apart without reading. Its window is any but those of A's
+        # document: the windows are counted around a circle, from the end of that document on.
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
         window = (after + int(other * others)) % windows
         text = self.text(shard, epoch, window, length, place)
-        b_end = min(text.middle + length - (middle - start), text.document_end)
+        b_length = length - (middle - start)
+        b_end = min(text.middle + b_length, text.document_end)
         return Spans(i, s, start, middle, text.middle, b_end, 1)
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
-        counters = np.asarray(indices)[:, None] * 5 + np.arange(5)
+        draws = 5                               # for each example; see `pair`
+        counters = np.asarray(indices)[:, None] * draws + np.arange(draws)
         chances = uniform(counters, self.cut_key).tolist()             # (n, 5)
         return [self.pair(int(i), *chance) for i, chance in zip(indices, chances)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included."""
+        """Returns how many tokens an example has, special symbols included; of many examples, if
+        the fields of `spans` are arrays."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def lengths(self, indices):
@@ -351,14 +354,16 @@ class PretrainingData:
         """Returns (B, T) bool, which tokens are to be predicted: in the mean `mask_fraction` of the
         text, but at least one token or word of each example.
 
-        Each token draws a random number. Of 25 tokens 15 % are 3.75: the tokens with the three
-        smallest draws are chosen, and the one with the fourth, the bound, in three cases of four.
+        Say an example has 25 tokens of text: 15 % are 3.75. Each token draws a random number. The
+        tokens with the three smallest draws are chosen, and in three cases of four also the one
+        with the next draw, the bound. With whole words, all tokens of a word have the same draw;
+        then fewer than three may be chosen below the bound, and several tokens stand at it.
         """
         is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
         draws = uniform(counters, self.choice_key)                      # (B, T)
         spare = draws[:, 0]                     # (B,) of [CLS], which is never chosen
         if self.begins_word is not None:
-            # All tokens of a word have the draw of its first one
+            # All tokens of a word have the draw of its first one.
             draws = np.take_along_axis(draws, self.word_starts(tokens, is_text), axis=1)
         draws = np.where(is_text, draws, 2.0)   # what is no text comes last
 
@@ -368,7 +373,8 @@ class PretrainingData:
         chosen = draws < bound                                          # (B, T)
         at_bound = draws == bound                                       # (B, T) a token, or a word
 
-        # With the probability (wanted - before) / size the mean is right: 0.75
+        # What stands at the bound is taken with the probability (wanted - before) / size, which
+        # makes the mean right. Here it is (3.75 - 3) / 1.
         before = chosen.sum(axis=1)                                     # (B,)
         size = at_bound.sum(axis=1)                                     # (B,)
         by_chance = spare * size < wanted - before                      # (B,)
@@ -377,8 +383,8 @@ class PretrainingData:
         return chosen | (at_bound & taken[:, None])
 
     def word_starts(self, tokens, is_text):
-        """Returns (B, T), the position at which the word of each token begins; a word of more than
-        LONGEST_WORD tokens counts as several."""
+        """Returns (B, T), the position at which the word of each token begins: 0 1 1 1 4 for words
+        of 1, 3 and 1 tokens. A word of more than LONGEST_WORD tokens counts as several."""
         begins = self.begins_word[tokens] | ~is_text
         begins[:, 1:] |= ~is_text[:, :-1]       # the first token of a segment
         positions = np.arange(tokens.shape[1])
@@ -399,7 +405,8 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        spans = Spans(*np.transpose(examples))                         # each field is now (B,)
+        # From a list of Spans to one, whose fields are arrays (B,).
+        spans = Spans(*np.transpose(examples))
         lengths = self.length(spans)                                   # (B,)
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
         for row, example in zip(tokens, examples):
@@ -430,7 +437,8 @@ def pad(values, multiple, fill=0):
 
 def uniform(counters, key):
     """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
-    (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it."""
+    (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it. To make one
+    of NumPy's generators for each example would take longer than all the rest."""
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -457,9 +465,9 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     owner = indices % size
     if lengths is not None:
         indices = indices[np.argsort(lengths(indices), kind="stable")]
-        # Ranks that own 8 examples, from the shortest to the longest:  1 0 | 0 1 2 | 2 1 0.  The
-        # longest come last, since the last backward pass hides the all-reduce. Rounds are counted
-        # from there, so that short examples are left over where the ranks do not divide the step
+        # The ranks of 8 examples, from the shortest to the longest:  1 0 | 0 1 2 | 2 1 0.  The
+        # longest come last, since the backward pass of the last micro-batch hides the all-reduce.
+        # They are dealt first, so that where a rank gets one example more, that is a short one.
         from_longest = np.arange(global_batch)[::-1]
         round_number, place = np.divmod(from_longest, size)
         owner = np.where(round_number % 2 == 1, size - 1 - place, place)
@@ -469,8 +477,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 
 def loader(dataset, steps, workers=1, deal=list):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
-    this one). Each of `steps` is a list of lists of indices, or what `deal`, called in the worker,
-    makes one of: a step's number, where dealing takes long (10 us an example by length)."""
+    this one). deal(step), called in the worker, returns the micro-batches of one of `steps`, each a
+    list of indices; without `deal` the steps are such lists themselves."""
     return in_workers(functools.partial(make_step, dataset, deal), steps, workers)
 
 
@@ -482,7 +490,8 @@ def make_step(dataset, deal, step):
 def in_workers(function, items, workers):
     """Yields function(item) for each item, in order, computed ahead in `workers` processes, an item
     each; in this process if there are none. Raises the exceptions of a worker, with a note of the
-    traceback there, and DataError if a worker has died."""
+    traceback there, and DataError if a worker has died. (torch's DataLoader can wait for ever for a
+    worker that was killed amid a message, and its workers can outlive this program.)"""
     if not workers:
         yield from map(function, items)
         return
@@ -494,10 +503,12 @@ def in_workers(function, items, workers):
             pipes.append(start_worker(function))
             send(pipes[-1], item)
         for item in items:
-            pipe = pipes.pop(0)                 # results come in order
-            pipes.append(pipe)
+            # In turn: take the oldest result, and give that worker the next item before our caller
+            # uses the result, so that both work at the same time.
+            pipe = pipes.pop(0)
             result = receive(pipe)
-            send(pipe, item)                    # first, so that it works while our caller does
+            send(pipe, item)
+            pipes.append(pipe)
             yield result
         for pipe in pipes:
             yield receive(pipe)
@@ -507,12 +518,13 @@ def in_workers(function, items, workers):
 
 
 def start_server():
-    """Starts the server that worker processes are forked from, if there is none: a plain fork can
-    hang (it copies locks that other threads hold), and a spawn imports torch anew each time."""
+    """Starts the server that worker processes are forked from, if there is none. To fork this
+    process could hang, since a fork copies locks that other threads hold; to start each worker as a
+    new Python would import torch each time."""
     forkserver.set_forkserver_preload(["torch", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C or SIGHUP, to all processes of
-    # a run. We still need our workers then, to finish the step and save it. They inherit what the
-    # server ignores from its beginning.
+    # a run. We still need our workers then, to finish the step and save it. So the server starts
+    # while these signals are ignored: it and its children inherit that.
     handlers = {}
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         handlers[signum] = signal.signal(signum, signal.SIG_IGN)
@@ -528,7 +540,7 @@ def start_worker(function):
     context = multiprocessing.get_context("forkserver")
     context.Process(target=work, args=(function, theirs)).start()
     theirs.close()                          # so that the pipe ends if the worker does
-    atexit.register(ours.close)             # before Python, at its end, waits for its processes
+    atexit.register(ours.close)             # else Python would wait at exit for this process
     return ours
 
 
@@ -567,8 +579,7 @@ def receive(pipe):
 # ----- Preparing: corpus -> documents -> sentences -> tokenizer -> shards -> manifest -----
 
 BLOCK = 1 << 20             # characters; text is encoded block by block, longer documents are cut
-SAMPLE = 32                 # so many blocks train the tokenizer: of a small part of a large corpus,
-                            # such as another script, it may see nothing
+SAMPLE = 32                 # so many blocks, drawn at random, train the tokenizer
 GROUP = 16                  # so many blocks are written at a time
 LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proportion to the longest
 
@@ -649,7 +660,8 @@ def blocks(corpus, total=None):
         if size >= BLOCK and block:
             yield block
             block = []
-        size %= BLOCK                   # the rest counts for the next block
+        # A block ends with each megabyte of the corpus, so what is over counts for the next one.
+        size %= BLOCK
         block.append(document)
     if block:
         yield block
@@ -775,8 +787,9 @@ def lines_in(path, file):
         for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
-                # Not "{" alone: templates and TeX files begin with it, too. An array of JSON, and
-                # wikiextractor's <doc id=...> without --json, fail below instead of passing as text
+                # JSON begins with {"text" or { alone, templates and TeX with {{ or {\\bf. An array
+                # of JSON, as [{, and wikiextractor's <doc id=...>, without --json, fail below: they
+                # must not pass as text.
                 is_json = re.match(r'\{\s*("|\}|$)|\[\s*(\{|$)|<doc ', line) is not None
             if line and is_json:
                 text = json.loads(line)["text"] or ""
@@ -815,7 +828,8 @@ def cut_text(text, n):
 
 # ----- Documents -> sentences -----
 
-# By length, since each look-back (?<!...) of a regular expression has one width
+# After these a full stop does not end a sentence. They are sorted by length, since each look-back
+# (?<!...) of a regular expression has one width.
 ABBREVIATIONS = [
     "Mr Ms Dr St Lt Jr Sr cf vs ca No Eq eq Ch ch ed pp al Co Mt",
     "Mrs Gen Col Sgt Rev Hon Sen Rep Gov e.g i.e Nos Vol Fig fig Eqs Sec Inc Ltd",
@@ -829,8 +843,9 @@ def not_after(words):
     return rf"(?<!\b(?:{any_of_them})\.)"
 
 
-# A sentence ends at a full stop, its closing quotes, white space and something that can open a
-# sentence; but not after one letter ("J. Smith", "the U.S. Army"), nor after an abbreviation
+# A sentence ends at one of . ! ? ... with its closing quotes, then white space, then what can open a
+# sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Smith`)
+# or an abbreviation, nor before lower case (`3.5 m. long`).
 SENTENCE_END = re.compile(
     r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
     r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
