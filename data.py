@@ -275,7 +275,7 @@ class PretrainingData:
             middle = sentences[low + int(place * (high - low))]
         return Text(start, middle, end, document, last)
 
-    def pair(self, i, short, fraction, place, true, other):
+    def pair(self, i, short, fraction, place, is_true, other):
         """Returns the Spans of example i. The other arguments are random numbers in [0, 1) for what
         is drawn: whether the text is short, and how short; where it is cut in two; whether the pair
         is true or not; the window of a B from elsewhere.
@@ -292,14 +292,14 @@ class PretrainingData:
         start, middle, end, document, _ = self.text(shard, epoch, window, length, place)
         if self.pairs == "none":
             return Spans(i, s, start, end, end, end, IGNORED)
-        if true >= 0.5:
+        if is_true >= 0.5:
             return Spans(i, s, start, middle, middle, end, 0)
         if self.pairs == "sop":
             return Spans(i, s, middle, end, start, middle, 1)
 
-        # B from elsewhere begins as true ones do, with the second part of a text, and is as long:
-        # else a model could tell them apart without reading. Its window is any but those of A's
-        # document: the windows are counted around a circle, from the end of that document on.
+        # B from elsewhere begins as true ones do, with the second part of a text, and is about as
+        # long: else a model could tell them apart without reading. Its window is any but those of
+        # A's document: they are counted around a circle, from the end of that document on.
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
@@ -506,9 +506,9 @@ def in_workers(function, items, workers):
             # In turn: take the oldest result, and give that worker the next item before our caller
             # uses the result, so that both work at the same time.
             pipe = pipes.pop(0)
+            pipes.append(pipe)
             result = receive(pipe)
             send(pipe, item)
-            pipes.append(pipe)
             yield result
         for pipe in pipes:
             yield receive(pipe)
@@ -787,7 +787,7 @@ def lines_in(path, file):
         for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
-                # JSON begins with {"text" or { alone, templates and TeX with {{ or {\\bf. An array
+                # JSON begins with {"text" or { alone, templates and TeX with {{ or {\bf. An array
                 # of JSON, as [{, and wikiextractor's <doc id=...>, without --json, fail below: they
                 # must not pass as text.
                 is_json = re.match(r'\{\s*("|\}|$)|\[\s*(\{|$)|<doc ', line) is not None
@@ -843,8 +843,8 @@ def not_after(words):
     return rf"(?<!\b(?:{any_of_them})\.)"
 
 
-# A sentence ends at one of . ! ? ... with its closing quotes, then white space, then what can open a
-# sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Smith`)
+# A sentence ends at one of . ! ? ... with its closing quotes, then white space, then what can open
+# a sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Smith`)
 # or an abbreviation, nor before lower case (`3.5 m. long`).
 SENTENCE_END = re.compile(
     r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
@@ -1132,8 +1132,6 @@ def parse_arguments():
     add("--out", help="write this folder; without it, shards/ and the corpus's name")
     add("--shards", type=number(int, 1), default=8,
         help="deal the documents to so many shards (default: %(default)s)")
-    add("--held-out", type=number(float, 0, 0.5), default=0.01,
-        help="hold out this fraction of the documents, or more (default: %(default)s)")
     add("--sentences", choices=["lines", "prose"],
         help="read a sentence a line, or prose; without it, as the text looks")
     add("--workers", type=number(int, 0),
@@ -1155,7 +1153,7 @@ def main():
             print(show(out))
         else:
             prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
-                    args.held_out, args.tokenizer, args.workers, args.sentences)
+                    tokenizer=args.tokenizer, workers=args.workers, split=args.sentences)
             print(f"{show(out)}\n\n{out} is ready")
     except (DataError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")

@@ -64,10 +64,9 @@ class CheckpointError(ValueError):
     """A file that is not the checkpoint that its name says; the message says which file."""
 
 
-# Errors that a user can mend, such as a missing tensorboard (ModuleNotFoundError). They are told in
-# one line, all others with a traceback.
+# Errors that a user can mend. They are told in one line, all others with a traceback.
 EXPECTED = (ConfigError, CheckpointError, data.DataError, bert.ModelError, dist.DistError,
-            optim.TrainingStopped, ModuleNotFoundError, OSError)
+            optim.TrainingStopped, OSError)
 
 
 def ceil_div(a, b):
@@ -150,7 +149,6 @@ def parse_arguments(argv=None):
         help="evaluate after so many steps and after each phase (default: %(default)s)")
     add("--checkpoint-every", type=COUNT, default=300,
         help="save after so many steps, half an hour and each phase (default: %(default)s)")
-    add("--tensorboard", action="store_true", help="write TensorBoard's files to --out as well")
 
     add = parser.add_argument_group("what a run would take").add_argument
     add("--plan", type=COUNT,
@@ -399,7 +397,6 @@ class Log:
         self.metrics = plan.out / "metrics.jsonl"
         self.unwritten = {}                  # {path: bytes that a full disk did not take}
         self.said_at = 0.0                   # when the last line of a step was printed, seconds
-        self.tensorboard = None
         if not active:
             return
 
@@ -410,9 +407,6 @@ class Log:
         except OSError as error:
             raise ConfigError(f"another run writes to {plan.out}, or its disk has no locks "
                               f"({error.strerror}); take another --out") from None
-        if plan.flags.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self.tensorboard = SummaryWriter(plan.out)
 
     def say(self, text):
         """Prints a line above the progress bar and adds it to log.txt."""
@@ -430,17 +424,13 @@ class Log:
             self.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.flags.pairs, **figures))
 
     def metric(self, kind, **fields):
-        """Adds a line to metrics.jsonl, and numbers to TensorBoard."""
+        """Adds a line to metrics.jsonl."""
         if not self.active:
             return
         for key, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 fields[key] = None           # JSON has neither NaN nor inf
         self._append(self.metrics, json.dumps({"kind": kind, **fields}))
-        if self.tensorboard:
-            for key, value in fields.items():
-                if isinstance(value, (int, float)):
-                    self.tensorboard.add_scalar(f"{kind}/{key}", value, fields.get("step"))
 
     def _print(self, text):
         # A closed terminal or a full disk behind it must not end the training.
@@ -956,7 +946,6 @@ def train(plan, world):
     restore(plan, world, log, state)
     log_start(plan, world, log, state)
 
-    reducer = state.reducer
     phase_index = None
     stop = 0
     saved_step = state.step
@@ -970,6 +959,7 @@ def train(plan, world):
             phase = plan.phases[phase_index]
             phase_begin = plan.ends[phase_index] - phase.steps
             steps = open_phase(plan, world, state, phase_index)
+            reducer = state.reducer
         began = time.perf_counter()
 
         # 1. This rank's examples of the step, in micro-batches that workers have made ahead.
@@ -1055,7 +1045,7 @@ def train(plan, world):
     bar.close()
     if state.step > saved_step:
         save(plan, world, log, state)
-    reducer.close()
+    state.reducer.close()
     if log.active:
         bert.save_huggingface(state.model, plan.data / "tokenizer.model", plan.out / "model")
         report(plan, log, state, stop_requests)

@@ -335,7 +335,7 @@ def test_init_from_a_folder_that_does_not_fit_is_refused(
         return refused("--out", tmp_path / folder, "--data", shards, "--init", model, *argv)
 
     code, line = refused_start("out1", shards, "--model", "mini")
-    assert code == 1 and "has layers 2, the plan 4" in line
+    assert code == 1 and "has layers 2, not 4" in line
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     code, line = refused_start("out2", tmp_path / "other")
     assert code == 1 and f"data.py --tokenizer {model}/tokenizer.model" in line

@@ -114,20 +114,3 @@ def test_a_terminal_that_takes_no_more_does_not_end_a_run(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "stdout", None)      # as `>&-` has it
     log.say("step 2")
     assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
-
-
-def test_tensorboard_gets_every_number_or_says_what_is_missing(tmp_path, monkeypatch):
-    class Board:
-        def __init__(self, folder):
-            scalars.append(folder)
-
-        def add_scalar(self, *scalar):
-            scalars.append(scalar)
-
-    scalars = []
-    package = SimpleNamespace(SummaryWriter=Board)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
-    log_in(tmp_path, "--tensorboard").metric("train", step=3, loss=1.5, name="x")
-    assert scalars == [tmp_path, ("train/step", 3, 3), ("train/loss", 1.5, 3)]
-    assert train.explain(ModuleNotFoundError("No module named 'tensorboard'")) == (
-        "No module named 'tensorboard'")

@@ -110,7 +110,7 @@ EXERCISES = {
         "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing",
         45, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
         ["Write it for one tensor in a loop and see it pass, then for lists by torch._foreach_*. "
-         "`move_moments` is the first line of the equations, `denominator` nearly that of u.",
+         "`move_moments` is the first line of the equations, `root_plus_eps` nearly that of u.",
          "The ratio is of the norms (`norms`, `safe_ratios`) of w and of all of u, decay included; "
          "it is 1 for a group without decay, unless adapt_all.",
          "eps is added after v is corrected. Correcting costs passes over memory: pull the two "

@@ -32,10 +32,10 @@ WRONG = {
         "B from where its text begins": (
             "data.PretrainingData.pair",
             ("text.middle, b_end", "text.start, b_end"),
-            ("min(text.middle + length", "min(text.start + length")),
+            ("min(text.middle + b_length", "min(text.start + b_length")),
         "B as long as its document": (
             "data.PretrainingData.pair",
-            ("min(text.middle + length - (middle - start), text.document_end)",
+            ("min(text.middle + b_length, text.document_end)",
              "text.document_end")),
     },
     "attention": {
@@ -81,7 +81,7 @@ WRONG = {
             ("        self.good_steps = 0\n", "")),
         "clips scaled gradients": (
             "optim.unscale_and_clip_",
-            ("norm * factor > max_norm", "norm > max_norm")),
+            ("norm / scale > max_norm", "norm > max_norm")),
         "masters of 16 bits": (
             "optim.master_weights",
             ("parameter.detach().float()", "parameter.detach().clone()")),
@@ -93,17 +93,17 @@ WRONG = {
             ("c / (1 - b1 ** t)", "1.0")),
         "decay after the ratio": (
             "optim.LAMB._update",
-            ("torch._foreach_add_(u, w, alpha=decay / k)", "pass"),
-            ("torch._foreach_add_(w, u)",
-             'torch._foreach_add_(w, u)\n'
+            ("torch._foreach_add_(u_over_k, w, alpha=decay / k)", "pass"),
+            ("torch._foreach_add_(w, u_over_k)",
+             'torch._foreach_add_(w, u_over_k)\n'
              '        torch._foreach_mul_(w, 1 - group["lr"] * decay)')),
         "ratio without decay": (
             "optim.LAMB._update",
             ('not decay and not group["adapt_all"]', "False")),
         "zero weights stay zero": (
             "optim.LAMB._update",
-            ("safe_ratios(norms(w), norms(u), otherwise=k)",
-             "torch.nan_to_num(norms(w) / norms(u), posinf=0.0)")),
+            ("safe_ratios(norms(w), norms(u_over_k), otherwise=k)",
+             "torch.nan_to_num(norms(w) / norms(u_over_k), posinf=0.0)")),
     },
     "dealing": {
         "in blocks": (
