@@ -10,14 +10,14 @@ Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tok
 stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
 example; everything else treats each row by itself.
 
-What to read: first the model, from `BertConfig` to `CrossEntropy`. The three parts after it can be
-skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
+What to read: first the model, from `BertConfig` to `BertForPreTraining`. The three parts after it
+can be skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
 
 Shapes, as in "x (N, D)":
     B   examples of the batch
     T   tokens of one example
     N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
-    M   masked tokens of the batch
+    M   masked tokens of the batch, and up to 15 entries that pad them
     R   rows that the heads read: one [CLS] an example, and the masked tokens
     D   width of the model, the size of a hidden state; D_ff: that inside of feed-forward
     H   heads of attention, each with D/H columns of Q, K and V
@@ -135,8 +135,8 @@ def attention(qkv, bounds, lengths, dropout):
         bounds     0             | 5       | 8       | 11             | 16     (B + 2,)
 
     The rows that only fill up N are one more example, whose result nobody reads. Where there are
-    none, the last length and bound may be missing. lengths is on the CPU always, since it decides
-    shapes. dropout is that of the attention weights.
+    none, the last length and bound may be missing, as in `fill_mask`. lengths is on the CPU always,
+    since it decides shapes. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
         # This kernel takes examples of all lengths at once. It has no dropout, and GPUs that train
@@ -153,7 +153,7 @@ def attention(qkv, bounds, lengths, dropout):
 
     # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
     # padding nor a mask. The picture has three runs: 1 x 5, 2 x 3 and 1 x 5. data.py sorts the
-    # examples of a batch by length, so runs are long. A length of 0 is that of no rows to fill up.
+    # examples of a batch by length, so runs are long. Without rows to fill up the last length is 0.
     lengths = lengths[lengths > 0]
     run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((run_lengths * run_counts).tolist())
@@ -247,7 +247,7 @@ class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
 
     # Activation checkpointing (Chen et al., arXiv 1604.06174): backward computes the activations of
-    # each block again instead of keeping them. It takes less memory and a third more work.
+    # each block but the last again instead of keeping them: less memory, a third more work.
     recompute = False
 
     def __init__(self, config):
@@ -621,8 +621,8 @@ def load_huggingface(folder):
 def copy_weights(folder, model, tokenizer_path):
     """Gives a model the weights of a folder.
 
-    Raises ModelError if its shape is another one, or if its tokenizer.model is not a copy of
-    tokenizer_path: its tokens would be other words.
+    Raises ModelError if the folder's model has another shape, or if its tokenizer.model is not a
+    copy of tokenizer_path: then its tokens would be other words.
     """
     found = load_huggingface(folder)
     own = Path(folder, "tokenizer.model")
@@ -648,7 +648,8 @@ def encode_with_masks(tokenizer, text):
     """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token."""
     tokens = [CLS]
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        # Unknown characters that stand together are one piece, the stand-in among them.
+        # Unknown characters that stand together are one piece, with the stand-in among them. The
+        # parentheses make `split` return the stand-ins, too.
         for part in re.split(f"({STAND_IN})", piece):
             if part == STAND_IN:
                 # A lone "▁" before it is the space of the masked word, which [MASK] stands for.

@@ -163,7 +163,8 @@ class PretrainingData:
     2. In each epoch the windows of all documents shift by a fraction of a window, so that texts
        begin at other tokens. None reaches over the end of its document.
     3. The text begins with the first sentence that begins in the first half of the window, if there
-       is one, and is as long as a window; SHORT_FRACTION of the texts are shorter.
+       is one, and is as long as a window, or ends with its document; SHORT_FRACTION of the texts
+       are shorter.
 
     Where the windows 0 to 3 of 8 tokens begin in a document of 26 tokens:
 
@@ -198,7 +199,7 @@ class PretrainingData:
         self.pairs = pairs
         self.mask_fraction = mask_fraction
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
-        self.window_size = seq_len - self.specials      # tokens: so much text has an example
+        self.window_size = seq_len - self.specials      # the most text that an example has, tokens
 
         # One key for each use of random numbers, so that the draws are independent.
         self.seed = (seed, phase)
@@ -247,22 +248,23 @@ class PretrainingData:
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # Multiples of the golden ratio, 0.618, modulo 1 spread evenly. Minus 0.75 most shifts are
-        # back: the last window of a document must shift back too, and the first ones balance it.
+        # Multiples of the golden ratio, 0.618, modulo 1 spread evenly over [0, 1), and so shifts
+        # over [-0.75, 0.25). The last window of a document can only shift back, which shows its end
+        # more often; that most others shift back shows its begin as often.
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         windows_before = shard.windows[document]
         number = window + (shift - windows_before)      # of the window in its document, shifted
         start = first + int(number * self.window_size)
         start = max(first, min(start, last - self.window_size))
 
-        # Of the same document: its end is a window away, but for documents shorter than that, and
-        # their windows begin with a sentence.
+        # This sentence is in the same document: the document's end is at least a window away, or
+        # the document is shorter than a window, and `start` is its first sentence.
         next_sentence = sentences[bisect_left(sentences, start)]
         if next_sentence - start < self.window_size / 2:
             start = next_sentence
         end = min(start + length, last)
 
-        # Sentences number `low` up to `high` begin inside of the text: it can be cut there.
+        # Sentences low <= k < high begin inside of the text: it can be cut there.
         low = bisect_right(sentences, start)
         if self.pairs == "sop":
             # It ends with a whole sentence, for half a sentence in the middle would show the swap.
@@ -465,7 +467,7 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     owner = indices % size
     if lengths is not None:
         indices = indices[np.argsort(lengths(indices), kind="stable")]
-        # The ranks of 8 examples, from the shortest to the longest:  1 0 | 0 1 2 | 2 1 0.  The
+        # The owners of 8 examples on 3 ranks, from the shortest one on:  1 0 | 0 1 2 | 2 1 0.  The
         # longest come last, since the backward pass of the last micro-batch hides the all-reduce.
         # They are dealt first, so that where a rank gets one example more, that is a short one.
         from_longest = np.arange(global_batch)[::-1]
@@ -586,7 +588,7 @@ LONGEST_SENTENCE = 8192     # characters; SentencePiece takes memory in proporti
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.01, tokenizer=None,
             workers=None, split=None):
-    """Writes a folder of shards; returns its manifest (dict). Nothing half-written takes its name.
+    """Writes a folder of shards, which appears when it is complete; returns its manifest (dict).
 
     corpus: documents, each one string, that can be iterated again and again; it is read twice.
     tokenizer: a path; without one a model of `vocab_size` pieces is trained. held_out: the fraction

@@ -393,9 +393,10 @@ class Reducer:
 
     def _launch(self):
         """Gives the thread each bucket that may start now."""
-        # Collectives of different ranks meet by their order alone, so buckets start in the order
-        # of their numbers on every rank, whatever order they are complete in. The embedding that
-        # is tied to the output matrix is ready last: no backward is left to overlap its bucket.
+        # The first collective on one rank is matched with the first on the others, and so on. So
+        # buckets start in the order of their numbers on every rank, in whatever order they become
+        # complete. The embedding that is tied to the output matrix is ready last: no backward is left to
+        # overlap its bucket.
         while len(self.jobs) < len(self.buckets):
             bucket = self.buckets[len(self.jobs)]
             if not self.missing.isdisjoint(bucket.shapes):         # a name is in both

@@ -1,6 +1,6 @@
 """Recipes and learning rates, master weights, loss scaling, clipping, and LAMB with its relatives.
 
-The parts stand in the order in which a training step uses them.
+Each part needs nothing of those below it.
 
 In an update, w are weights, g gradients, m their running mean and v the running mean of their
 squares: lists of fp32 tensors, one for each parameter. t = 1, 2, ... counts the updates, b1 and b2
@@ -77,9 +77,8 @@ def learning_rate(phase_step, phase):
          0 | /___________________\    fraction of the phase that is done
             0   warmup  decay_from 1
 
-    With decay_from = 0 it is NVIDIA's PolyWarmUp, which decays from the start of the phase, though
-    the warm-up hides the first part of that. So the rate drops where the warm-up ends, from lr to
-    lr (1 - warmup)^power.
+    With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase,
+    so that at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power.
     """
     # This lies strictly between 0 and 1, so that no step has a rate of 0.
     done = (phase_step + 1) / (phase.steps + 1)
@@ -158,7 +157,7 @@ class LossScaler:
 
         overflow: whether a gradient is not finite, on any rank: all ranks must do the same.
         step, gradients ({name: tensor}): for the message of TrainingStopped, which is raised when
-        so many steps in a row overflow that the scale falls below `smallest`.
+        overflows have halved the scale below `smallest`.
         """
         if not overflow:
             self.good_steps += 1
@@ -210,8 +209,8 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
         w = w - lr (||w|| / ||u||) u            the ratio is 1 where a norm is 0
 
-    Nothing calls this: it is here to be read. Class LAMB computes the same in fewer passes over
-    memory, and a test compares the two.
+    Nothing calls this: it is here to be read. For tensors with decay class LAMB computes the same
+    in fewer passes over memory, and a test compares the two.
     """
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g ** 2

@@ -154,13 +154,13 @@ def parse_arguments(argv=None):
     add("--plan", type=COUNT,
         help="start nothing; print the memory, seconds and days that so many nodes would take")
     add("--gpus-per-node", type=COUNT, default=8,
-        help="each of so many GPUs, a rank each (default: %(default)s)")
+        help="with --plan: the GPUs of a node, a rank each (default: %(default)s)")
     add("--gpu-memory", type=AMOUNT,
-        help="of so many GB each; without it what the GPU here has, or 16")
+        help="the GB of a GPU; without it what the GPU here has, or 16")
     add("--tflops", type=AMOUNT,
-        help="that reach so many TFLOP/s in training, as metrics.jsonl of a short run says")
+        help="with --plan: the TFLOP/s of a GPU in training, as metrics.jsonl of a short run says")
     add("--gbps", type=AMOUNT, default=10.0,
-        help="with so many Gb/s between the nodes (default: %(default)s)")
+        help="with --plan: the Gb/s between two nodes (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -310,7 +310,7 @@ def make_plan(flags, world):
         precision=optim.choose_precision(flags.precision, world.device),
         gpu_memory=smallest_gpu_memory(flags, world),
         config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout))
-    # A micro-batch depends on the memory of an example, and so on the plan until here.
+    # This needs the fields above: what fits a GPU depends on the model and its precision.
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
     return plan
@@ -505,7 +505,7 @@ def set_bias_to_frequencies(model, shards):
     the demo some 300 steps."""
     rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
     # Subtracting the mean changes no probability, and makes the numbers small: bf16 rounds less,
-    # and the steps of LANS, which are as long as the tensor is large, are an eighth.
+    # and LANS, whose steps are proportional to the norm of the tensor, takes an eighth of a step.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -967,7 +967,7 @@ def train(plan, world):
         data_seconds = time.perf_counter() - began
 
         # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
-        #    If each rank divided by its own, the loss would be a mean of means.
+        #    If each rank divided by its own, tokens of ranks that have few would weigh more.
         save_wanted = time.monotonic() - saved_at > 60 * CHECKPOINT_MINUTES
         totals = step_totals(world, micro_batches, dist.asked_to_stop(stop_requests), save_wanted)
         stop = totals.stop
@@ -986,7 +986,7 @@ def train(plan, world):
             if stop:
                 break
             # Dropout's seed is a function of the step, so that no generator has to be saved.
-            # Python's hash of numbers is the same in every process.
+            # Python's hash of numbers is the same in every process; only that of text is not.
             torch.manual_seed(hash((plan.flags.seed, state.step, number, world.rank)))
             reducer.sends = number + 1 == len(micro_batches)
             losses = state.model(batch.to(world.device))
@@ -1001,13 +1001,13 @@ def train(plan, world):
         reducer.finish()
         norm = reducer.norm()
 
-        # 6. All ranks agree whether the step is taken: an inf on one of them skips it on all. Their
-        #    norms are equal, but in variants that do not average gradients in each step.
+        # 6. An inf or NaN skips the step, on all ranks. Their norms are equal; the mean is for
+        #    variants that do not average gradients in each step.
         mlm_sum, nsp_sum, norm_sum = world.sum([*loss_sums.tolist(), norm])
         norm = norm_sum / world.size
         overflow = not math.isfinite(norm)
         step_taken = state.scaler.update(overflow, state.step + 1, reducer.gradients)
-        reducer.commit(step_taken)
+        reducer.commit(step_taken)               # for lossy compression
 
         # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
         lr = optim.learning_rate(state.step - phase_begin, phase)
@@ -1142,8 +1142,8 @@ def main():
         world.close()
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
-        # A restart helps after a lost rank, a full disk or a bug of ours. It does not after what a
-        # user has to mend, or has stopped.
+        # A restart may help after a lost rank, a disk that fills up in training or a bug of ours, not
+        # after what a user has to mend or has stopped.
         restart_helps = (not isinstance(error, EXPECTED)
                          or isinstance(error, (dist.RankLost, OSError)))
         dist.leave(f"train.py: {message}", restart_helps)
