@@ -215,8 +215,8 @@ class CrossEntropy(torch.autograd.Function):
     which pads a batch or says that there are no pairs, does not count.
 
     F.cross_entropy computes the same, with three arrays of (M, V). Here the log-softmax overwrites
-    the logits, if these are not in 16 bits, and the gradient overwrites the log-softmax: large
-    arrays are slow to get from the system. So backward can be called only once.
+    the logits, if these are not in 16 bits, and the gradient overwrites the log-softmax: to
+    allocate large arrays is slow. So backward can be called only once.
     """
 
     @staticmethod

@@ -179,7 +179,7 @@ class PretrainingData:
 
     `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
     10 % stay (BERT, appendix A.1). whole_words: all tokens of a word are chosen, or none; a word is
-    what stands between spaces, with its punctuation (in BERT's own masks without).
+    what stands between spaces, with its punctuation (BERT splits that off).
 
     What is in a small shard is seen more often. Of few documents the shards are unequal: of 300 in
     8 shards the largest has about twice the text of the smallest, of 60 four times.

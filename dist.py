@@ -395,8 +395,8 @@ class Reducer:
         """Gives the thread each bucket that may start now."""
         # The first collective on one rank is matched with the first on the others, and so on. So
         # buckets start in the order of their numbers on every rank, in whatever order they become
-        # complete. The embedding that is tied to the output matrix is ready last: no backward is left to
-        # overlap its bucket.
+        # complete. The embedding that is tied to the output matrix is ready last: no backward is
+        # left to overlap its bucket.
         while len(self.jobs) < len(self.buckets):
             bucket = self.buckets[len(self.jobs)]
             if not self.missing.isdisjoint(bucket.shapes):         # a name is in both

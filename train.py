@@ -612,7 +612,7 @@ def write_checkpoint(folder, checkpoint, keep):
     finally:
         temporary.unlink(missing_ok=True)
 
-    # Later ones go as well: they were damaged, since a run resumes from the newest whole one.
+    # Later ones go as well: this run has resumed from the newest whole one, so they are damaged.
     found = checkpoints_in(folder)
     older = [step for step in found if step < checkpoint["step"]]
     kept = {checkpoint["step"], max(older, default=0), *keep}
@@ -1142,8 +1142,8 @@ def main():
         world.close()
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
-        # A restart may help after a lost rank, a disk that fills up in training or a bug of ours, not
-        # after what a user has to mend or has stopped.
+        # A restart may help after a lost rank, a disk that fills up in training or a bug of ours,
+        # not after what a user has to mend or has stopped.
         restart_helps = (not isinstance(error, EXPECTED)
                          or isinstance(error, (dist.RankLost, OSError)))
         dist.leave(f"train.py: {message}", restart_helps)
