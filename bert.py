@@ -126,13 +126,13 @@ def plain_attention(qkv):
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
-    bounds and lengths say which rows belong to one example. With examples of 5, 3 and 3 tokens, and
+    bounds and lengths say which rows belong to one example. With examples of 3, 3 and 6 tokens, and
     if N were a multiple of 16 and not of 64:
 
-        row        0  1  2  3  4 | 5  6  7 | 8  9 10 | 11 12 13 14 15 |
-                   example 0     | ex. 1   | ex. 2   | only fill up   |
-        lengths    5             | 3       | 3       | 5              |        (B + 1,)
-        bounds     0             | 5       | 8       | 11             | 16     (B + 2,)
+        row        0  1  2 | 3  4  5 | 6  7  8  9 10 11 | 12 13 14 15  |
+                   ex. 0   | ex. 1   | example 2        | only fill up |
+        lengths    3       | 3       | 6                | 4            |        (B + 1,)
+        bounds     0       | 3       | 6                | 12           | 16     (B + 2,)
 
     The rows that only fill up N are one more example, whose result nobody reads. Where there are
     none, the last length and bound may be missing, as in `fill_mask`. lengths is on the CPU always,
@@ -152,7 +152,7 @@ def attention(qkv, bounds, lengths, dropout):
         qkv = qkv.float()
 
     # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
-    # padding nor a mask. The picture has three runs: 1 x 5, 2 x 3 and 1 x 5. data.py sorts the
+    # padding nor a mask. The picture has three runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts the
     # examples of a batch by length, so runs are long. Without rows to fill up the last length is 0.
     lengths = lengths[lengths > 0]
     run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
