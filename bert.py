@@ -731,7 +731,7 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     width = config.width
     per_layer = size * (9 * width + 2 * config.feed_forward)
     if config.dropout > 0:
-        # A byte an element: two masks of the block, and about as much in attention.
+        # A byte an element: two masks of D in the block, and one of about D in attention.
         per_layer += 3 * width
     per_token = config.layers * per_layer
     if recompute:

@@ -598,8 +598,8 @@ class Bucket:
                 sent = dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         if self.outer.nodes > 1:
-            # These are dense sums without levels, since a level has nodes = 1. In NCCL's ring
-            # through all ranks only one rank of each node sends to another node.
+            # There are no levels here, since a level has nodes = 1: either a node has one rank, or
+            # NCCL sums in a ring through all ranks, where one rank of each node sends to another.
             sent //= self.outer.local_size
         return sent
 
