@@ -606,8 +606,8 @@ def load_huggingface(folder):
             for part, target in zip(names, targets):
                 if name in ("embeddings.tokens.weight", "mlm_bias"):
                     target = target[:vocab_size]
-                if weights[part].shape != target.shape:
-                    raise ModelError(f"{folder}: {part} has the wrong shape")
+                if weights[part].shape != target.shape or not weights[part].isfinite().all():
+                    raise ModelError(f"{folder}: {part} has the wrong shape or is not finite")
                 target.copy_(weights[part])
         elif name.startswith(("embeddings.", "blocks.")):
             raise ModelError(f"{folder}: the weights lack {', '.join(lacking)}")

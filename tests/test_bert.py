@@ -4,6 +4,7 @@ formats."""
 import base64
 import io
 import json
+import math
 import resource
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -616,3 +617,11 @@ def test_tokenizers_that_cannot_be_exported_are_refused(documents, option):
     phrases = ["time of the year", "people of the year", "time of the people"] * 20
     with pytest.raises(bert.ModelError, match="no plain unigram model"):
         bert.tokenizer_json(train_tokenizer(documents[:40] + phrases, **option))
+
+
+def test_a_folder_with_a_weight_that_is_not_finite_is_refused(saved, shards, tmp_path):
+    broken = make_model(seed=1)
+    broken.pooler.weight.data[0, 0] = math.nan
+    bert.save_huggingface(broken, shards / "tokenizer.model", tmp_path / "model")
+    with pytest.raises(bert.ModelError, match="bert.pooler.dense.weight .*is not finite"):
+        bert.load_huggingface(tmp_path / "model")
