@@ -9,6 +9,7 @@ are how slowly m and v forget ("betas"), lr is the learning rate, decay the weig
 import collections
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -286,9 +287,10 @@ def move_moments(m, v, g, b1, b2):
     torch._foreach_addcmul_(v, g, g, value=1 - b2)
 
 
-def root_plus_eps(v, eps):
-    """Returns sqrt(v) + eps, as new tensors."""
+def corrected_roots(v, t, b2, eps):
+    """Returns sqrt(v / (1 - b2^t)) + eps, as new tensors."""
     roots = torch._foreach_sqrt(v)
+    torch._foreach_div_(roots, math.sqrt(1 - b2 ** t))
     torch._foreach_add_(roots, eps)
     return roots
 
@@ -298,9 +300,9 @@ def norms(tensors):
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def safe_ratios(a, b, otherwise=1.0):
-    """Returns a / b, elementwise, with `otherwise` where one of them is 0."""
-    return torch.where((a > 0) & (b > 0), a / b, otherwise)
+def safe_ratios(a, b):
+    """Returns a / b, elementwise, and 1 where one of them is 0."""
+    return torch.where((a > 0) & (b > 0), a / b, 1.0)
 
 
 class LAMB(Optimizer):
@@ -320,26 +322,19 @@ class LAMB(Optimizer):
         decay = group["weight_decay"]
         move_moments(m, v, g, b1, b2)
 
-        # The equations divide m by 1 - b1^t and v by 1 - b2^t: two passes over memory. To save
-        # them, multiply numerator and denominator by c = sqrt(1 - b2^t), and take out a number k:
-        #
-        #     (m / (1 - b1^t)) / (sqrt(v) / c + eps)  =  k m / (sqrt(v) + c eps)
-        #
-        # with k = c / (1 - b1^t). What is computed here is u / k.
-        c = (1 - b2 ** t) ** 0.5
-        k = c / (1 - b1 ** t)
-        u_over_k = torch._foreach_div(m, root_plus_eps(v, c * group["eps"]))
-        torch._foreach_add_(u_over_k, w, alpha=decay / k)
+        # u = decay w + (m / (1 - b1^t)) / roots. The correction of m is a number: as a factor of
+        # the quotient it needs no pass over memory of its own.
+        roots = corrected_roots(v, t, b2, group["eps"])
+        u = torch._foreach_mul(w, decay)
+        torch._foreach_addcdiv_(u, m, roots, value=1 / (1 - b1 ** t))
 
-        # In (||w|| / ||u||) u it makes no difference whether u is divided by k. But where the ratio
-        # is 1, the division has to be undone, and the factor is k.
-        factors = safe_ratios(norms(w), norms(u_over_k), otherwise=k).double()
+        ratios = safe_ratios(norms(w), norms(u))
         if not decay and not group["adapt_all"]:
-            factors.fill_(k)
+            ratios.fill_(1.0)
         # `unbind` makes a list of n tensors of one number each. As numbers of Python they would
         # make the CPU wait for the GPU.
-        torch._foreach_mul_(u_over_k, (-group["lr"] * factors).unbind())
-        torch._foreach_add_(w, u_over_k)
+        torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
+        torch._foreach_add_(w, u)
 
 
 class LANS(Optimizer):
@@ -364,7 +359,7 @@ class LANS(Optimizer):
         g_norms = norms(g)
         unit_g = torch._foreach_mul(g, safe_ratios(torch.ones_like(g_norms), g_norms).unbind())
         move_moments(m, v, unit_g, b1, b2)
-        d = root_plus_eps(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
+        d = corrected_roots(v, t, b2, group["eps"])
 
         r = torch._foreach_div(m, d)
         torch._foreach_div_(r, 1 - b1 ** t)

@@ -106,15 +106,15 @@ EXERCISES = {
         "optim.LAMB._update",
         "test_optim.py::test_lamb_is_its_equations "
         "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does "
-        "test_optim.py::test_lamb_at_ratio_one_is_adamw "
+        "test_optim.py::test_lamb_without_decay_is_adam "
         "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing",
         45, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
         ["Write it for one tensor in a loop and see it pass, then for lists by torch._foreach_*. "
-         "`move_moments` is the first line of the equations, `root_plus_eps` nearly that of u.",
+         "`move_moments` is the first line of the equations, `corrected_roots` makes the divisor in u.",
          "The ratio is of the norms (`norms`, `safe_ratios`) of w and of all of u, decay included; "
          "it is 1 for a group without decay, unless adapt_all.",
-         "eps is added after v is corrected. Correcting costs passes over memory: pull the two "
-         "corrections out of u as one factor, which the ratio cancels."]),
+         "eps is added after v is corrected. m need not be corrected on its own: the correction is a "
+         "number, the `value` of torch._foreach_addcdiv_."]),
     "dealing": Exercise(
         "data.micro_batches train.step_totals",
         "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "

@@ -89,21 +89,21 @@ WRONG = {
     "lamb": {
         "no bias correction": (
             "optim.LAMB._update",
-            ("c = (1 - b2 ** t) ** 0.5", "c = 1.0"),
-            ("c / (1 - b1 ** t)", "1.0")),
+            ("corrected_roots(v, t, b2, group", "corrected_roots(v, 10**6, b2, group"),
+            ("value=1 / (1 - b1 ** t)", "value=1.0")),
         "decay after the ratio": (
             "optim.LAMB._update",
-            ("torch._foreach_add_(u_over_k, w, alpha=decay / k)", "pass"),
-            ("torch._foreach_add_(w, u_over_k)",
-             'torch._foreach_add_(w, u_over_k)\n'
+            ("torch._foreach_mul(w, decay)", "torch._foreach_mul(w, 0.0)"),
+            ("torch._foreach_add_(w, u)",
+             'torch._foreach_add_(w, u)\n'
              '        torch._foreach_mul_(w, 1 - group["lr"] * decay)')),
         "ratio without decay": (
             "optim.LAMB._update",
             ('not decay and not group["adapt_all"]', "False")),
         "zero weights stay zero": (
             "optim.LAMB._update",
-            ("safe_ratios(norms(w), norms(u_over_k), otherwise=k)",
-             "torch.nan_to_num(norms(w) / norms(u_over_k), posinf=0.0)")),
+            ("safe_ratios(norms(w), norms(u))",
+             "torch.nan_to_num(norms(w) / norms(u), posinf=0.0)")),
     },
     "dealing": {
         "in blocks": (

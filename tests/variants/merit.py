@@ -36,7 +36,7 @@ class MERIT(optim.Optimizer):
 
     def _update(self, group, w, g, m, v):
         optim.move_moments(m, v, g, *group["betas"])
-        u = torch._foreach_div(m, optim.root_plus_eps(v, group["eps"]))
+        u = torch._foreach_div(m, torch._foreach_add(torch._foreach_sqrt(v), group["eps"]))
         torch._foreach_add_(u, w, alpha=group["weight_decay"])
         torch._foreach_mul_(u, [max_ratios(weight, update) for weight, update in zip(w, u)])
         torch._foreach_clamp_min_(u, -1.0)
@@ -51,10 +51,12 @@ def max_ratios(w, u):
     whole = optim.safe_ratios(w.max(), u.max())
     if w.dim() == 1:
         return whole
-    # (R, 1) and (1, C); 0 where q shall be 1, since no ratio of ours can be below `whole`
-    a = optim.safe_ratios(w.amax(1, True), u.amax(1, True), otherwise=0.0)
-    b = optim.safe_ratios(w.amax(0, True), u.amax(0, True), otherwise=0.0)
-    return torch.where((a > 0) & (b > 0), torch.maximum(a, b).clamp(min=whole), 1.0)
+    row_w, row_u = w.amax(1, True), u.amax(1, True)                      # (R, 1)
+    column_w, column_u = w.amax(0, True), u.amax(0, True)                # (1, C)
+    q = torch.maximum(row_w / row_u, column_w / column_u).clamp(min=whole)
+    # A row or a column of zeros has no ratio.
+    defined = (row_w > 0) & (row_u > 0) & (column_w > 0) & (column_u > 0)
+    return torch.where(defined, q, 1.0)
 
 
 def install():

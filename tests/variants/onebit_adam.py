@@ -102,7 +102,8 @@ class OneBitAdam(optim.Optimizer):
             self.move_variance(v, g, b2)
 
         # m / d as m times 1 / d, in the memory of d: on a CPU new memory costs more than a pass.
-        p = optim.root_plus_eps(v, group["eps"])
+        p = torch._foreach_sqrt(v)
+        torch._foreach_add_(p, group["eps"])
         torch._foreach_reciprocal_(p)
         torch._foreach_mul_(p, m)
         if group["frozen"] and self.bounded:

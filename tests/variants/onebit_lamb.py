@@ -54,7 +54,8 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
         moving = v if self.learns else [self.state[p]["fresh"] for p in w]
         self.move_variance(moving, g, b2)
 
-        d = optim.root_plus_eps(v, group["eps"])
+        d = torch._foreach_sqrt(v)
+        torch._foreach_add_(d, group["eps"])
         u = torch._foreach_div(m, d)                         # p
         if not self.learns:
             onebit_adam.bound(u)
@@ -80,7 +81,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
 
     def frozen_ratios(self, group, d, V, p_norms, u_norms):
         """Returns C f of each tensor. d: sqrt(v) + eps, which is overwritten."""
-        torch._foreach_div_(d, optim.root_plus_eps(V, group["eps"]))
+        torch._foreach_div_(d, torch._foreach_add(torch._foreach_sqrt(V), group["eps"]))
         f = torch.stack(torch._foreach_max(d))
         r = optim.safe_ratios(p_norms, u_norms).clamp(max=1.0)
         f = (r * f + 1 - r).clamp(0.5, 4.0)

@@ -63,7 +63,7 @@ class SlowMomentum(optim.Optimizer):
         u = torch._foreach_mul(m, (1 - WEIGHT) / (1 - b1 ** t))
         torch._foreach_add_(u, s, alpha=WEIGHT / (1 - SLOW ** t))
         # From here on as AdamW.
-        d = optim.root_plus_eps(torch._foreach_div(v, 1 - b2 ** t), group["eps"])
+        d = optim.corrected_roots(v, t, b2, group["eps"])
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
         torch._foreach_addcdiv_(w, u, d, value=-lr)
 
