@@ -134,9 +134,9 @@ def attention(qkv, bounds, lengths, dropout):
         lengths    3       | 3       | 6                | 4            |        (B + 1,)
         bounds     0       | 3       | 6                | 12           | 16     (B + 2,)
 
-    The rows that only fill up N are one more example, whose result nobody reads. Where there are
-    none, the last length and bound may be missing, as in `fill_mask`. lengths is on the CPU always,
-    since it decides shapes. dropout is that of the attention weights.
+    The rows that only fill up N are one more example, whose result nobody reads; its length can be
+    0. lengths is on the CPU always, since it decides shapes. dropout is that of the attention
+    weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
         # This kernel takes examples of all lengths at once. It has no dropout, and GPUs that train
@@ -153,7 +153,7 @@ def attention(qkv, bounds, lengths, dropout):
 
     # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
     # padding nor a mask. The picture has three runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts the
-    # examples of a batch by length, so runs are long. Without rows to fill up the last length is 0.
+    # examples of a batch by length, so runs are long.
     lengths = lengths[lengths > 0]
     run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((run_lengths * run_counts).tolist())
@@ -678,8 +678,8 @@ def fill_mask(model, tokenizer, text, count=5):
     masked_positions = (tokens == MASK).nonzero().flatten()                      # (M,)
     segments = torch.zeros_like(tokens)
     positions = torch.arange(T, device=device)
-    bounds = torch.tensor([0, T], dtype=torch.int32, device=device)
-    lengths = torch.tensor([T])
+    bounds = torch.tensor([0, T, T], dtype=torch.int32, device=device)
+    lengths = torch.tensor([T, 0])
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -248,13 +248,12 @@ class PretrainingData:
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # Multiples of the golden ratio, 0.618, modulo 1 spread evenly over [0, 1), and so shifts
-        # over [-0.75, 0.25). The last window of a document can only shift back, which shows its end
-        # more often; that most others shift back shows its begin as often.
+        # In windows, from -0.75 up to 0.25, by multiples of the golden ratio, 0.618: modulo 1 these
+        # are spread evenly. Mostly it is a shift back, so that a document's begin is seen about as
+        # often as its end, which the last window shows in each epoch.
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
-        windows_before = shard.windows[document]
-        number = window + (shift - windows_before)      # of the window in its document, shifted
-        start = first + int(number * self.window_size)
+        number = window - shard.windows[document]       # of the window in its document: 0, 1, 2 ...
+        start = first + int((number + shift) * self.window_size)
         start = max(first, min(start, last - self.window_size))
 
         # This sentence is in the same document: the document's end is at least a window away, or
@@ -277,24 +276,22 @@ class PretrainingData:
             middle = sentences[low + int(place * (high - low))]
         return Text(start, middle, end, document, last)
 
-    def pair(self, i, short, fraction, place, is_true, other):
-        """Returns the Spans of example i. The other arguments are random numbers in [0, 1) for what
-        is drawn: whether the text is short, and how short; where it is cut in two; whether the pair
-        is true or not; the window of a B from elsewhere.
-        """
+    def pair(self, i, draws):
+        """Returns the Spans of example i. draws: five random numbers in [0, 1)."""
+        short_draw, length_draw, cut_draw, truth_draw, window_draw = draws
         earlier, s = divmod(i, len(self.names))     # examples of shard s before this one
         shard = self.shard(s)
         windows = shard.windows[-1]
         epoch, turn = divmod(earlier, windows)
         window = int(self.order(s, epoch)[turn])
         length = self.window_size
-        if short < SHORT_FRACTION:
-            length = 2 + int(fraction * (length - 1))
+        if short_draw < SHORT_FRACTION:
+            length = 2 + int(length_draw * (length - 1))
 
-        start, middle, end, document, _ = self.text(shard, epoch, window, length, place)
+        start, middle, end, document, _ = self.text(shard, epoch, window, length, cut_draw)
         if self.pairs == "none":
             return Spans(i, s, start, end, end, end, IGNORED)
-        if is_true >= 0.5:
+        if truth_draw >= 0.5:
             return Spans(i, s, start, middle, middle, end, 0)
         if self.pairs == "sop":
             return Spans(i, s, middle, end, start, middle, 1)
@@ -305,22 +302,21 @@ class PretrainingData:
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
-        window = (after + int(other * others)) % windows
-        text = self.text(shard, epoch, window, length, place)
+        window = (after + int(window_draw * others)) % windows
+        text = self.text(shard, epoch, window, length, cut_draw)
         b_length = length - (middle - start)
         b_end = min(text.middle + b_length, text.document_end)
         return Spans(i, s, start, middle, text.middle, b_end, 1)
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
-        draws = 5                               # for each example; see `pair`
-        counters = np.asarray(indices)[:, None] * draws + np.arange(draws)
-        chances = uniform(counters, self.cut_key).tolist()             # (n, 5)
-        return [self.pair(int(i), *chance) for i, chance in zip(indices, chances)]
+        # Example i has the draws number 5 i to 5 i + 4.
+        counters = np.asarray(indices)[:, None] * 5 + np.arange(5)
+        draws = uniform(counters, self.cut_key).tolist()               # (n, 5)
+        return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included; of many examples, if
-        the fields of `spans` are arrays."""
+        """Returns how many tokens an example has, special symbols included."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def lengths(self, indices):
@@ -353,36 +349,27 @@ class PretrainingData:
         return labels
 
     def choose(self, tokens, counters):
-        """Returns (B, T) bool, which tokens are to be predicted: in the mean `mask_fraction` of the
-        text, but at least one token or word of each example.
+        """Returns (B, T) bool, which tokens are to be predicted: `mask_fraction` of the text, and at
+        least one token. With whole words, the last word can make it a few tokens more.
 
-        Say an example has 25 tokens of text: 15 % are 3.75. Each token draws a random number. The
-        tokens with the three smallest draws are chosen, and in three cases of four also the one
-        with the next draw, the bound. With whole words, all tokens of a word have the same draw;
-        then fewer than three may be chosen below the bound, and several tokens stand at it.
+        Each token draws a random number; those with the smallest ones are chosen.
         """
         is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
         draws = uniform(counters, self.choice_key)                      # (B, T)
-        spare = draws[:, 0]                     # (B,) of [CLS], which is never chosen
+
+        # 15 % of 25 tokens are 3.75: in three cases of four 4, else 3, so that the mean is right.
+        # The first draw decides: it is that of [CLS], which is never chosen.
+        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,)
+        count = np.floor(wanted + 1 - draws[:, 0]).astype(np.int64)     # (B,)
+        count = np.maximum(count, 1)
+
         if self.begins_word is not None:
             # All tokens of a word have the draw of its first one.
             draws = np.take_along_axis(draws, self.word_starts(tokens, is_text), axis=1)
-        draws = np.where(is_text, draws, 2.0)   # what is no text comes last
-
-        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,) tokens: 3.75
-        place = wanted.astype(np.int64)[:, None]                        # (B, 1) of the bound: 3
-        bound = np.take_along_axis(np.sort(draws), place, axis=1)       # (B, 1)
-        chosen = draws < bound                                          # (B, T)
-        at_bound = draws == bound                                       # (B, T) a token, or a word
-
-        # What stands at the bound is taken with the probability (wanted - before) / size, which
-        # makes the mean right. Here it is (3.75 - 3) / 1.
-        before = chosen.sum(axis=1)                                     # (B,)
-        size = at_bound.sum(axis=1)                                     # (B,)
-        by_chance = spare * size < wanted - before                      # (B,)
-        nothing_yet = before == 0                                       # (B,)
-        taken = by_chance | nothing_yet
-        return chosen | (at_bound & taken[:, None])
+        draws = np.where(is_text, draws, 2.0)                           # what is no text comes last
+        ordered = np.sort(draws)
+        bound = np.take_along_axis(ordered, count[:, None] - 1, axis=1) # (B, 1), the count-th draw
+        return draws <= bound
 
     def word_starts(self, tokens, is_text):
         """Returns (B, T), the position at which the word of each token begins: 0 1 1 1 4 for words
@@ -407,19 +394,20 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        # From a list of Spans to one, whose fields are arrays (B,).
-        spans = Spans(*np.transpose(examples))
-        lengths = self.length(spans)                                   # (B,)
+        lengths = np.array([self.length(spans) for spans in examples])             # (B,)
+        b_starts = np.array([spans.a_end - spans.a + 2 for spans in examples])     # (B,)
+        pair_labels = np.array([spans.pair_label for spans in examples])           # (B,)
+        own_indices = np.array([spans.index for spans in examples])                # (B,)
+
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
-        for row, example in zip(tokens, examples):
-            row[:self.length(example)] = self.unmasked(example)
-        labels = self.mask(tokens, spans.index)                        # (B, T)
+        for row, length, spans in zip(tokens, lengths, examples):
+            row[:length] = self.unmasked(spans)
+        labels = self.mask(tokens, own_indices)                        # (B, T)
 
         # From (B, T) to N rows: the cells that are not padding, example after example
         is_real = tokens != PAD                                        # (B, T)
         example_of, positions = np.nonzero(is_real)                    # (N,), of each row
-        b_start = spans.a_end - spans.a + 2                            # (B,)
-        segments = (positions >= b_start[example_of]).astype(np.int64) # (N,)
+        segments = (positions >= b_starts[example_of]).astype(np.int64)      # (N,)
         labels = labels[is_real]                                       # (N,)
         masked_positions = np.flatnonzero(labels != IGNORED)           # (M,)
         labels = labels[masked_positions]                              # (M,)
@@ -429,7 +417,7 @@ class PretrainingData:
         bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)     # (B + 2,)
         return Batch(pad(tokens[is_real], 64), pad(segments, 64), pad(positions, 64),
                      pad(masked_positions, 16), pad(labels, 16, IGNORED), bounds,
-                     spans.pair_label, lengths)
+                     pair_labels, lengths)
 
 
 def pad(values, multiple, fill=0):
@@ -477,10 +465,10 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     return [mine[k:k + micro_batch] for k in range(0, len(mine), micro_batch)]
 
 
-def loader(dataset, steps, workers=1, deal=list):
+def loader(dataset, deal, steps, workers=1):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
-    this one). deal(step), called in the worker, returns the micro-batches of one of `steps`, each a
-    list of indices; without `deal` the steps are such lists themselves."""
+    this one). deal(step) returns the micro-batches of a step, each a list of indices; it is called
+    in the worker."""
     return in_workers(functools.partial(make_step, dataset, deal), steps, workers)
 
 
@@ -1001,14 +989,14 @@ def verify(folder, rank=0, size=1, everything=False):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads, or of
     all files. Raises DataError that names the first file that is missing or damaged."""
     manifest = load_manifest(folder)
-    # Example i is of shard i mod S and of rank i mod N: a rank meets a shard in some i if and only
-    # if the two agree modulo the greatest common divisor of S and N
-    common = 1 if everything else math.gcd(manifest["shards"], size)
-    names = shard_names(manifest["shards"])[1:]
-    others = set(names) - set(names[rank % common::common])
+    shards = manifest["shards"]
+    names = shard_names(shards)[1:]
+    # This rank's examples are rank, rank + size, rank + 2 size ...; example i is of shard i modulo
+    # the number of shards. After so many examples the shards come round again.
+    read_here = {names[i % shards] for i in range(rank, rank + shards * size, size)}
     for name, file in manifest["files"].items():
         path = Path(folder) / name
-        if path.stem in others:
+        if path.stem in names and path.stem not in read_here and not everything:
             continue
         if not path.exists() or sha256_of(path) != file["sha256"]:
             raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "

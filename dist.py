@@ -75,6 +75,10 @@ class World:
         self.all_reduce(total)
         return total.tolist()
 
+    def max(self, value):
+        """Returns the largest of all ranks' numbers, as a float."""
+        return float(self.all_gather(torch.tensor(value, dtype=torch.float64)).max())
+
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(distributed.all_reduce, tensor)
@@ -114,18 +118,18 @@ class World:
         return values
 
     def on_all_ranks(self, expected, job):
-        """Returns job(), called on every rank. If it raises one of the exceptions `expected` on a
-        rank, all ranks raise expected[0] with that message, whichever it was: the others would
-        wait for the failed rank in their next collective."""
+        """Returns job(), called on every rank. If it raises one of the exceptions `expected` (a
+        tuple) on a rank, all ranks raise that exception: else they would wait for the failed rank
+        in their next collective."""
         result = None
-        problem = ""
+        own_error = None
         try:
             result = job()
         except expected as error:
-            problem = str(error) or repr(error)
-        for message in self.all_gather_object(problem):
-            if message:
-                raise expected[0](message)
+            own_error = error
+        for error in self.all_gather_object(own_error):
+            if error is not None:
+                raise error
         return result
 
     def check_same(self, values, complaint):
@@ -177,7 +181,7 @@ def init(timeout=600.0, init_method="env://"):
         return world
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store = meet(world, init_method, limit)            # see Failures
+        store = meet(world, init_method, limit)
         choose_interface(world, store)
         start_groups(world, store, limit)
         check_nodes(world)
@@ -200,6 +204,46 @@ def world_of_environment():
         device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return World(rank, size, local_rank, local_size, size // local_size, device)
+
+
+def meet(world, init_method, limit):
+    """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
+    RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
+
+    When torchrun starts ranks again its store still holds the addresses of the dead ones, and its
+    count of restarts differs between nodes. So each process adds one to a count in the store when
+    it comes, and the ranks meet under the number that it then has:
+
+        rank 0 comes                           count 1     0 waits under 1
+        rank 1 comes                           count 2     0 and 1 are under 2: they meet, and train
+        rank 1 is killed: both start again
+        rank 0 comes                           count 3     0 waits under 3
+        rank 0 is killed: both start again
+        rank 1 comes                           count 4     1 waits under 4, not under 3
+        rank 0 comes                           count 5     0 and 1 are under 5: they meet
+
+    Whoever waits reads the count again and again, and moves to the newest number. Whoever comes
+    changes it, so no process meets one that was there before a restart.
+    """
+    root, _, _ = next(
+        distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
+    root.add("processes", 1)
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        count = root.add("processes", 0)           # adding 0 reads the count
+        store = distributed.PrefixStore(str(count), root)
+        store.set(f"here/{world.rank}", "")
+        if store.check([f"here/{rank}" for rank in range(world.size)]):
+            return store
+        if time.monotonic() > deadline:
+            absent = ranks_without(store, "here", world.size)
+            raise RuntimeError(f"rank {absent} did not come in time")
+        time.sleep(0.1)
+
+
+def ranks_without(store, word, size):
+    """Returns the ranks that have not set a word in the store, as "3, 5"."""
+    return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
 def choose_interface(world, store):
@@ -319,7 +363,7 @@ class Reducer:
             reducer.sends = k == len(micro_batches) - 1          # only the last one sends
             loss(batch).backward()
         reducer.finish()                           # now reducer.gradients are equal on all ranks
-        reducer.commit(step_taken=True)            # only for lossy compression: skip it at first
+        reducer.commit(step_taken=True)            # needed by lossy compression
         optimizer.step()
 
     `gradients`: {name: view}. `buckets`: the Buckets; `flats`: their flat tensors. compression: as
@@ -401,29 +445,31 @@ class Reducer:
             bucket = self.buckets[len(self.jobs)]
             if not self.missing.isdisjoint(bucket.shapes):         # a name is in both
                 return
-            # On a GPU the thread waits for what backward has queued until now. The event of a CPU
-            # does nothing; it spares `_average` an if.
-            event = torch.cpu.Event()
+            previous_job = self.jobs[-1] if self.jobs else None
+            event = None
             if self.stream:
+                # It happens when the GPU has done what backward has queued until now.
                 event = torch.cuda.Event(blocking=True)
-            event.record()
-            job = self.thread.submit(self._average, bucket, event, self.jobs[-1:])
+                event.record()
+            job = self.thread.submit(self._average, bucket, previous_job, event)
             self.jobs.append(job)
 
-    def _average(self, bucket, event, previous_jobs):
+    def _average(self, bucket, previous_job, event):
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
-        for job in previous_jobs:          # none or one
-            job.result()                   # raises its error: after one, no further bucket is sent
+        if previous_job:
+            previous_job.result()          # raises its error: after one, no further bucket is sent
         if self.stream:
             # What this thread calls now runs on this stream, beside backward's. It also makes the
             # stream's GPU the thread's own. Each thread begins with GPU 0, and even to wait for
             # an event there would take memory of GPU 0 for every rank.
             torch.cuda.set_stream(self.stream)
-        event.synchronize()
+            event.synchronize()
         began = time.perf_counter()
         sent = bucket.average(self.scale)
-        event.record()
-        event.synchronize()                # only this thread waits, and its seconds are real
+        if self.stream:
+            # Only this thread waits, until the bucket is averaged: so its seconds are real.
+            event.record()
+            event.synchronize()
         return sent, time.perf_counter() - began
 
     # 4. Finish
@@ -476,18 +522,20 @@ class Reducer:
 def order_of_readiness(module):
     """Returns two lists of (name, trainable parameter), each about as backward completes gradients:
     of modules that hold no embedding, and of those that do."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    named.reverse()                                # backward begins at the output
-    # The module's own parameters, whose names have no dot, belong to its output (mlm_bias). False
-    # sorts before True, so these come first; the others keep their order.
-    named.sort(key=lambda pair: "." in pair[0])
-    # Embeddings come last in backward. A bucket with anything else in it would wait for them.
+    # Backward ends with embeddings. A bucket with anything else in it would wait for them.
     late = set()
     for owner in module.modules():
         if any(isinstance(child, torch.nn.Embedding) for child in owner.children()):
             late.update(owner.parameters())
-    before_embeddings = [pair for pair in named if pair[1] not in late]
-    embeddings = [pair for pair in named if pair[1] in late]
+
+    before_embeddings = []
+    embeddings = []
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, p in reversed(named):                # backward begins at the output
+        if p in late:
+            embeddings.append((name, p))
+        else:
+            before_embeddings.append((name, p))
     return before_embeddings, embeddings
 
 
@@ -606,9 +654,8 @@ class Bucket:
     def _send(self, scale):
         """Averages the leaders' buckets, in place, by the equations of the class, and leaves rest_r
         and the compressor's new state to `commit`; returns the bytes sent."""
-        # Where nobody called `commit` the step before counts as taken: with the same residual in
-        # every step, error feedback would stand still.
-        self.commit(True)
+        if self.next_state:
+            raise DistError("lossy compression needs a call of commit() after each step")
         n = len(self.flat)
         value = self.next_residual                 # v, and after the compressor: rest
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])
@@ -622,15 +669,15 @@ class Bucket:
 
     def commit(self, step_taken):
         """Makes the rest of the last `average` the residual of the next if the step is taken, and
-        forgets it otherwise. A second call for the same `average` does nothing."""
+        forgets it otherwise."""
         if self.next_state and step_taken:
             self.residual, self.next_residual = self.next_residual, self.residual
             self.state = self.next_state
         self.next_state = None
 
     def fold(self):
-        """Returns {name: what was not yet sent}, averaged over all ranks, and restarts from it."""
-        self.commit(True)
+        """Returns {name: what was not yet sent}, averaged over all ranks, and restarts from it. To
+        be called after `commit`."""
         rest = torch.zeros_like(self.flat)
         n = len(rest)
         if self.keeps_residual:
@@ -739,36 +786,37 @@ def two_phase(world, value, mean, state, quantiser):
     """
     quantise, unpack, block = quantiser
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
-    # `mean` is scratch memory until the end: to take new memory costs more than the arithmetic.
-    decoded = mean.view_as(parts)
+    # Until the end `mean` is memory to compute in: to take new memory costs more than to compute.
+    scratch = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
     # How many elements of each block are no padding, (N, blocks of a part, 1)
     sizes = (state["n"] - starts).clamp(1, block).view(world.size, -1, 1)
 
     # 1. As a worker: sends each part to its server.
-    codes = encode(quantise, parts, sizes, decoded)        # (N, blocks of a part, bytes of a block)
+    codes = encode(quantise, parts, sizes, scratch)        # (N, blocks of a part, bytes of a block)
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server: averages its part.
     server = torch.zeros_like(parts[0]) + state.get("server", 0)         # new, as rule 3 asks
-    for part in decode(unpack, received, decoded):
+    for part in decode(unpack, received, scratch):
         server.add_(part, alpha=1 / world.size)
     first_padding = max(0, state["n"] - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0                    # onebit has made signs of the padding
 
     # 3. As a server: sends the average to all; what is lost in that stays in `server`.
-    codes = encode(quantise, server, sizes[world.rank], decoded[0])
+    codes = encode(quantise, server, sizes[world.rank], scratch[0])
     state["server"] = server
-    decode(unpack, world.all_gather(codes), decoded)
+    decode(unpack, world.all_gather(codes), mean.view_as(parts))
     return 2 * (world.size - 1) * codes.numel()
 
 
-def encode(quantise, blocks, sizes, out):
+def encode(quantise, blocks, sizes, scratch):
     """Returns the bytes of blocks (..., block), each an fp32 scale and a small level an element,
     and leaves the rounding error, x - scale * level, in the blocks. sizes (..., 1): how many
-    elements of a block are no padding. As in torch, `out` is where the levels are written to."""
-    packed, scales = quantise(blocks, sizes, out)
-    blocks.addcmul_(out, scales, value=-1)
+    elements of a block are no padding. scratch: memory of the blocks' shape to compute in."""
+    levels = scratch
+    packed, scales = quantise(blocks, sizes, levels)
+    blocks.addcmul_(levels, scales, value=-1)
     return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
@@ -876,8 +924,8 @@ def wire_bytes(compression, shapes, ranks):
 
 # ----- Requests to stop -----
 
-# It is larger than any number of ranks, so a sum over all ranks that reaches it means a signal.
-SIGNALLED = 1 << 30
+# What a rank is asked to do. Of all ranks' answers the largest counts.
+TRAIN_ON, TIME_IS_UP, SIGNALLED, TORCHRUN_DIED = range(4)
 # torchrun's process, looked up before anything takes long: ranks must not train on without it.
 TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -904,13 +952,12 @@ def listen_to_signals(max_minutes):
 
 
 def asked_to_stop(requests):
-    """Returns 0 if this rank is to train on; 1 if its time is up; SIGNALLED if it got a signal; inf
-    if its torchrun is dead: no rank trains on then."""
+    """Returns one of the four numbers above for this rank. requests: of `listen_to_signals`."""
     if TORCHRUN and os.getppid() != TORCHRUN:
-        return math.inf
+        return TORCHRUN_DIED
     if set(requests) - {"--max-minutes"}:
         return SIGNALLED
-    return len(requests)
+    return TIME_IS_UP if requests else TRAIN_ON
 
 
 # ----- Failures: who failed, said once -----
@@ -966,7 +1013,8 @@ def claim_failure():
     first, which knows the reason, else False; without a store, or an answer of it, True."""
     # compare_set writes our rank if the key is not set yet, and returns what it then holds.
     me = os.environ.get("RANK", "0").encode()
-    return ask(lambda store: store.compare_set("failed", "", me)) in (None, me)
+    first = ask(lambda store: store.compare_set("failed", "", me))
+    return first is None or first == me
 
 
 def silent_ranks(store):
@@ -975,11 +1023,6 @@ def silent_ranks(store):
     while not store.check(["answered"]):
         time.sleep(0.1)
     return ranks_without(store, "alive", distributed.get_world_size())
-
-
-def ranks_without(store, word, size):
-    """Returns the ranks that have not set a word in the store, as "3, 5"."""
-    return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
 def ask(question):
@@ -1007,41 +1050,6 @@ def leave(message, restart_helps):
     os._exit(1)                                    # a clean exit can wait for a rank that is lost
 
 
-def meet(world, init_method, limit):
-    """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
-    RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
-
-    When torchrun starts ranks again its store still holds the addresses of the dead ones, and its
-    count of restarts differs between nodes. So each process adds one to a count in the store when
-    it comes, and the ranks meet under the number that it then has:
-
-        rank 0 comes                           count 1     0 waits under 1
-        rank 1 comes                           count 2     0 and 1 are under 2: they meet, and train
-        rank 1 is killed: both start again
-        rank 0 comes                           count 3     0 waits under 3
-        rank 0 is killed: both start again
-        rank 1 comes                           count 4     1 waits under 4, not under 3
-        rank 0 comes                           count 5     0 and 1 are under 5: they meet
-
-    Whoever waits reads the count again and again, and moves to the newest number. Whoever comes
-    changes it, so no process meets one that was there before a restart.
-    """
-    root, _, _ = next(
-        distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
-    root.add("processes", 1)
-    deadline = time.monotonic() + limit.total_seconds()
-    while True:
-        count = root.add("processes", 0)           # adding 0 reads the count
-        store = distributed.PrefixStore(str(count), root)
-        store.set(f"here/{world.rank}", "")
-        if store.check([f"here/{rank}" for rank in range(world.size)]):
-            return store
-        if time.monotonic() > deadline:
-            absent = ranks_without(store, "here", world.size)
-            raise RuntimeError(f"rank {absent} did not come in time")
-        time.sleep(0.1)
-
-
 # ----- The program: what averaging costs -----
 
 def measure(world, name, megabytes, rounds=5):
@@ -1057,8 +1065,8 @@ def measure(world, name, megabytes, rounds=5):
         began = time.perf_counter()
         sent = bucket.average(1.0)
         bucket.flat[0].item()                      # waits for a GPU
-        took = time.perf_counter() - began
-        seconds.append(max(world.all_gather_object(took)))
+        seconds.append(world.max(time.perf_counter() - began))
+        bucket.commit(True)
     return statistics.median(seconds[1:]), world.sum([sent])[0]          # the first warmed up
 
 

@@ -782,7 +782,7 @@ def open_phase(plan, world, state, phase_index):
         data.micro_batches, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
         rank=world.rank, size=world.size, lengths=examples.lengths if plan.flags.balance else None)
     first = state.step - (plan.ends[phase_index] - phase.steps)
-    return data.loader(examples, range(first, phase.steps), plan.flags.workers, deal)
+    return data.loader(examples, deal, range(first, phase.steps), plan.flags.workers)
 
 
 class StepTotals(NamedTuple):
@@ -790,21 +790,18 @@ class StepTotals(NamedTuple):
     masked: int              # tokens to be predicted, of all ranks: the divisor of the MLM loss
     rows: int                # rows of all batches, the ones that only pad included
     tokens: list             # real tokens of each rank
-    stop: float              # not 0 if a rank is asked to stop, see dist.asked_to_stop
-    save: bool               # whether it is time for a checkpoint
 
 
-def step_totals(world, micro_batches, stop, save):
-    """Returns the StepTotals. stop, save: what this rank wants; all ranks do it at the same step.
-    Counts on the CPU, before batches go to a GPU, so nothing waits for the device. Collective."""
+def step_totals(world, micro_batches):
+    """Returns the StepTotals. Counts on the CPU, before batches go to a GPU, so nothing waits for
+    the device. Collective."""
     masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
     rows = sum(len(batch.tokens) for batch in micro_batches)
     # The last length is that of the rows that only pad.
     tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
-    own = torch.tensor([masked, rows, tokens, stop, save], dtype=torch.float64)
-    table = world.all_gather(own)                            # (ranks, 5)
-    masked, rows, _, stop, save = table.sum(0).tolist()
-    return StepTotals(int(masked), int(rows), table[:, 2].tolist(), stop, save > 0)
+    table = world.all_gather(torch.tensor([masked, rows, tokens]))       # (ranks, 3)
+    masked, rows, _ = table.sum(0).tolist()
+    return StepTotals(masked, rows, table[:, 2].tolist())
 
 
 def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
@@ -925,12 +922,14 @@ def report(plan, log, state, stop_requests):
 
 def leave_after_signal(world, state, stop):
     """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
-    would leave the torchrun of other nodes waiting. stop: as in StepTotals."""
-    if stop >= dist.SIGNALLED and dist.TORCHRUN:
-        world.sum([0])                   # wait for rank 0: a rank that leaves has the others killed
-        message = f"stopped after step {state.step}; the same command resumes"
-        # A stop of infinity says that a torchrun is dead. That counts as a lost rank.
-        raise dist.RankLost(message) if stop == math.inf else dist.DistError(message)
+    would leave the torchrun of other nodes waiting. stop: of dist.asked_to_stop, all ranks'."""
+    if stop < dist.SIGNALLED or not dist.TORCHRUN:
+        return
+    world.sum([0])                       # wait for rank 0: a rank that leaves has the others killed
+    message = f"stopped after step {state.step}; the same command resumes"
+    if stop == dist.TORCHRUN_DIED:
+        raise dist.RankLost(message)
+    raise dist.DistError(message)
 
 
 def train(plan, world):
@@ -947,13 +946,13 @@ def train(plan, world):
     log_start(plan, world, log, state)
 
     phase_index = None
-    stop = 0
+    stop = dist.TRAIN_ON
     saved_step = state.step
     saved_at = time.monotonic()
     bar = tqdm(total=plan.ends[-1], initial=state.step, unit="step", dynamic_ncols=True,
                disable=None if log.active else True)         # None: only on a terminal
 
-    while state.step < last_step(plan):
+    while state.step < last_step(plan) and not stop:
         if plan.phase_at(state.step) != phase_index:
             phase_index = plan.phase_at(state.step)
             phase = plan.phases[phase_index]
@@ -968,9 +967,7 @@ def train(plan, world):
 
         # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
         #    If each rank divided by its own, tokens of ranks that have few would weigh more.
-        save_wanted = time.monotonic() - saved_at > 60 * CHECKPOINT_MINUTES
-        totals = step_totals(world, micro_batches, dist.asked_to_stop(stop_requests), save_wanted)
-        stop = totals.stop
+        totals = step_totals(world, micro_batches)
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
@@ -979,10 +976,10 @@ def train(plan, world):
         fewest = ceil_div(phase.global_batch // world.size, phase.micro_batch)
         reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks ask again
-            # before each micro-batch that even the rank with the fewest has, and leave the step.
+            # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks agree
+            # whether to stop before each further micro-batch that all of them have.
             if 0 < number < fewest:
-                stop = world.sum([dist.asked_to_stop(stop_requests)])[0]
+                stop = world.max(dist.asked_to_stop(stop_requests))
             if stop:
                 break
             # Dropout's seed is a function of the step, so that no generator has to be saved.
@@ -995,16 +992,13 @@ def train(plan, world):
             (loss * world.size * scale).backward()
             loss_sums += torch.stack([losses.mlm_sum.detach(), losses.nsp_sum.detach()])
         if stop:
-            break
+            break                                # out of a step that is not done
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
         reducer.finish()
         norm = reducer.norm()
 
-        # 6. An inf or NaN skips the step, on all ranks. Their norms are equal; the mean is for
-        #    variants that do not average gradients in each step.
-        mlm_sum, nsp_sum, norm_sum = world.sum([*loss_sums.tolist(), norm])
-        norm = norm_sum / world.size
+        # 6. An inf or NaN skips the step, on all ranks, since all have the same norm.
         overflow = not math.isfinite(norm)
         step_taken = state.scaler.update(overflow, state.step + 1, reducer.gradients)
         reducer.commit(step_taken)               # for lossy compression
@@ -1018,7 +1012,13 @@ def train(plan, world):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Log, evaluate, save a checkpoint.
+        # 8. Tell each other the losses, whether to stop, and whether it is time to save. Then log,
+        #    evaluate, save a checkpoint.
+        save_due = time.monotonic() - saved_at > 60 * CHECKPOINT_MINUTES
+        own = [*loss_sums.tolist(), dist.asked_to_stop(stop_requests), save_due]
+        table = world.all_gather(torch.tensor(own, dtype=torch.float64))         # (ranks, 4)
+        mlm_sum, nsp_sum, _, ranks_that_save = table.sum(0).tolist()
+        stop = table[:, 2].max()
         duration = time.perf_counter() - began
         state.step += 1
         state.examples += phase.global_batch
@@ -1037,7 +1037,7 @@ def train(plan, world):
         if phase_ends or state.step % plan.flags.eval_every == 0:
             result = evaluate(plan, world, state, phase)
             log_evaluation(plan, log, state, phase_index, result)
-        if phase_ends or state.step % plan.flags.checkpoint_every == 0 or totals.save:
+        if phase_ends or state.step % plan.flags.checkpoint_every == 0 or ranks_that_save:
             save(plan, world, log, state)
             saved_step = state.step
             saved_at = time.monotonic()
@@ -1125,7 +1125,7 @@ def explain(error):
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"
     if isinstance(error, EXPECTED):
-        return str(error)
+        return str(error) or repr(error)
     return traceback.format_exc()
 
 
@@ -1142,10 +1142,9 @@ def main():
         world.close()
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
-        # A restart may help after a lost rank, a disk that fills up in training or a bug of ours,
-        # not after what a user has to mend or has stopped.
-        restart_helps = (not isinstance(error, EXPECTED)
-                         or isinstance(error, (dist.RankLost, OSError)))
+        # A restart may help after a lost rank or a bug of ours, not after what a user has to mend
+        # or has stopped.
+        restart_helps = isinstance(error, dist.RankLost) or not isinstance(error, EXPECTED)
         dist.leave(f"train.py: {message}", restart_helps)
 
 

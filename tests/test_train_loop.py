@@ -52,15 +52,15 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
 
 
 def totals_of(world, shards):
-    """Returns the totals of a step in which rank r has r + 1 micro-batches, and one rank wants to
-    stop, the other to save; and what this rank can count itself."""
+    """Returns the totals of a step in which rank r has r + 1 micro-batches, and what this rank can
+    count itself."""
     examples = data.PretrainingData(shards, 32)
     batches = [examples.batch([0, 1, 2]), examples.batch([3])][:world.rank + 1]
     labels = np.concatenate([batch.labels for batch in batches])
     own = {"masked": sum(label != data.IGNORED for label in labels),
            "rows": sum(len(batch.tokens) for batch in batches),
            "tokens": sum(int(batch.bounds[-2]) for batch in batches)}
-    totals = train.step_totals(world, batches, stop=2 * world.rank, save=world.rank == 0)
+    totals = train.step_totals(world, batches)
     return totals, own
 
 
@@ -70,7 +70,6 @@ def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
     assert totals.masked == first["masked"] + second["masked"]
     assert totals.rows == first["rows"] + second["rows"] > sum(totals.tokens)
     assert totals.tokens == [first["tokens"], second["tokens"]]
-    assert totals.stop == 2 and totals.save
 
 
 def test_balance_evens_the_ranks_and_keeps_the_losses(shards, tmp_path, one_rank):
@@ -108,7 +107,7 @@ def test_nodes_with_their_shares_train_as_with_all_shards(shards, tmp_path, one_
     run(shards, tmp_path / "out", *argv, size=2, sabotage=share)
     assert losses_and_norms(tmp_path / "out") == pytest.approx(one_rank[1], rel=1e-5)
     outcomes = run(shards, tmp_path / "no", *argv, "--balance", size=2, sabotage=share, check=False)
-    assert all(isinstance(outcome, train.ConfigError) for outcome in outcomes)
+    assert all(isinstance(outcome, data.DataError) for outcome in outcomes)
     assert re.search(r"wiki-node-\d/train-\S+ is missing or damaged on", str(outcomes[1]))
 
 
@@ -373,7 +372,7 @@ def test_an_evaluation_adds_up_its_batches(shards, monkeypatch):
 def test_the_figures_of_a_step():
     plan = SimpleNamespace(config=bert.BertConfig.preset("tiny", 320))
     phase = SimpleNamespace(global_batch=10)
-    totals = train.StepTotals(masked=20, rows=800, tokens=[300, 100], stop=0, save=False)
+    totals = train.StepTotals(masked=20, rows=800, tokens=[300, 100])
     found = train.step_figures(plan, phase, totals, mlm_sum=60.0, nsp_sum=7.0, seconds=0.5)
     assert (found["mlm_loss"], found["nsp_loss"], found["loss"]) == (3.0, 0.7, 3.7)
     assert (found["padding"], found["imbalance"], found["examples_per_second"]) == (0.5, 1.5, 20)

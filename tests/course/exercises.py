@@ -46,14 +46,14 @@ EXERCISES = {
     "masking": Exercise(
         "data.PretrainingData.mask data.PretrainingData.choose",
         "test_data.py::test_the_masks_of_an_array",
-        60, 29, "what a masked language model is asked, and why example i depends on i alone",
+        60, 23, "what a masked language model is asked, and why example i depends on i alone",
         ["`mask`: a counter is index * seq_len + t, whatever B and T are. `choose` takes them. "
          "`uniform(counters, self.fate_key)` says what becomes of a chosen token: [MASK] below "
          "0.8, a random token by self.token_key that is none of SPECIALS below 0.9, else itself.",
          "`choose`: draw `uniform(counters, self.choice_key)` for all of (B, T). A word's tokens "
-         "share its first one's draw. The draw of [CLS] is free to decide about the bound.",
-         "A row of n tokens of text wants mask_fraction * n. Its bound is the sorted draw number "
-         "floor(mask_fraction * n); at the bound there may be several tokens, those of a word."]),
+         "share its first one's draw. The draw of [CLS] is free to decide about rounding.",
+         "A row of n tokens of text wants mask_fraction * n of them, rounded up or down by chance. "
+         "All tokens whose draw is at most that of the last one wanted are chosen."]),
     "pairs": Exercise(
         "data.PretrainingData.pair",
         "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere "
@@ -124,11 +124,11 @@ EXERCISES = {
         ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",
          "By length: sort the indices, and give them out from the longest on in rounds of `size`, "
          "every other round backwards. A rank's own stay in order of length, the longest last.",
-         "`step_totals`: gather one row of five numbers from each rank, and add up the columns but "
+         "`step_totals`: gather one row of three numbers from each rank, and add up the columns but "
          "that of tokens. See data.Batch for what is padding."]),
     "buckets": Exercise(
         "dist.fill_buckets dist.dense dist.Bucket.average",
-        "test_dist.py::test_embeddings_have_the_last_buckets_and_none_is_a_crumb "
+        "test_dist.py::test_embeddings_have_the_last_buckets "
         "test_dist.py::test_buckets_are_averaged_in_one_format_and_on_two_levels",
         45, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
         ["`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and with "
@@ -169,8 +169,8 @@ EXERCISES = {
         "test_dist.py::test_what_went_out_and_the_residual_are_what_came_in[2-2] "
         "test_dist.py::test_padding_does_not_count_in_the_scale_of_onebit "
         "test_dist.py::test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full",
-        45, 13, "why a lossy mean still converges, and what a skipped step must leave as it was",
-        ["`_send` begins with `self.commit(True)`. Residuals are unscaled, gradients are not: the "
+        45, 16, "why a lossy mean still converges, and what a skipped step must leave as it was",
+        ["Residuals are unscaled, gradients are not: the "
          "scale may be another one in the next step.",
          "self.compressor(self.outer, self.next_residual, self.padded, state, self.argument), "
          "where state is dict(self.state); afterwards `flat` holds q.",

@@ -117,7 +117,8 @@ WRONG = {
             ("np.where(round_number % 2 == 1, size - 1 - place, place)", "place")),
         "each rank's own divisor": (
             "train.step_totals",
-            ("StepTotals(int(masked),", "StepTotals(int(own[0]) * world.size,")),
+            ("masked, rows, _ = table", "_, rows, _ = table"),
+            ("StepTotals(masked,", "StepTotals(masked * world.size,")),
     },
     "buckets": {
         "divides after the sum": (

@@ -172,7 +172,10 @@ class CompressedMean:
         for bucket in self.buckets:
             views += bucket.views(bucket.flat).values()
         torch._foreach_copy_(views, tensors)
-        sent = sum(bucket.average(1.0) for bucket in self.buckets)
+        sent = 0
+        for bucket in self.buckets:
+            sent += bucket.average(1.0)
+            bucket.commit(True)
         torch._foreach_copy_(tensors, views)
         return sent
 
