@@ -349,7 +349,7 @@ class PretrainingData:
         return labels
 
     def choose(self, tokens, counters):
-        """Returns (B, T) bool, which tokens are to be predicted: `mask_fraction` of the text, and at
+        """Returns (B, T) bool, which tokens are to be predicted: `mask_fraction` of the text, at
         least one token. With whole words, the last word can make it a few tokens more.
 
         Each token draws a random number; those with the smallest ones are chosen.
@@ -367,8 +367,8 @@ class PretrainingData:
             # All tokens of a word have the draw of its first one.
             draws = np.take_along_axis(draws, self.word_starts(tokens, is_text), axis=1)
         draws = np.where(is_text, draws, 2.0)                           # what is no text comes last
-        ordered = np.sort(draws)
-        bound = np.take_along_axis(ordered, count[:, None] - 1, axis=1) # (B, 1), the count-th draw
+        last = count[:, None] - 1                                       # (B, 1)
+        bound = np.take_along_axis(np.sort(draws), last, axis=1)        # (B, 1)
         return draws <= bound
 
     def word_starts(self, tokens, is_text):
@@ -993,7 +993,7 @@ def verify(folder, rank=0, size=1, everything=False):
     names = shard_names(shards)[1:]
     # This rank's examples are rank, rank + size, rank + 2 size ...; example i is of shard i modulo
     # the number of shards. After so many examples the shards come round again.
-    read_here = {names[i % shards] for i in range(rank, rank + shards * size, size)}
+    read_here = {names[i % shards] for i in range(rank, shards * size, size)}
     for name, file in manifest["files"].items():
         path = Path(folder) / name
         if path.stem in names and path.stem not in read_here and not everything:

@@ -366,8 +366,8 @@ class Reducer:
         reducer.commit(step_taken=True)            # needed by lossy compression
         optimizer.step()
 
-    `gradients`: {name: view}. `buckets`: the Buckets; `flats`: their flat tensors. compression: as
-    in "none", "topk:0.01". After `finish`: `bytes_sent` by this rank (to other nodes, where there
+    `gradients`: {name: view}. `buckets`: the Buckets; `flats`: their flat tensors. compression: a
+    name in COMPRESSORS. After `finish`: `bytes_sent` by this rank (to other nodes, where there
     are several), `wait_seconds` for the thread, and `bucket_seconds` of each bucket.
     """
 
@@ -419,9 +419,9 @@ class Reducer:
     def _ready(self, name, p):
         """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
 
-        Adds the gradient to its view where autograd has not: in 16 bits, or where an optimizer's
-        zero_grad() has dropped the view. If this micro-batch sends, launches what is complete now;
-        raises DistError where the gradient is complete for the second time in a step."""
+        Adds the gradient to its view, unless autograd has, as in fp32. If this micro-batch sends,
+        launches what is complete now; raises DistError where the gradient is complete for the
+        second time in a step."""
         view = self.gradients[name]
         if p.grad is not view:
             view.add_(p.grad)

@@ -419,7 +419,7 @@ class Log:
         self.metric("train", **figures)
         step = figures["step"]
         silent = time.monotonic() - self.said_at
-        if step <= 3 or step % LOG_EVERY == 0 or step in plan.ends or silent > LOG_SECONDS:
+        if step <= 3 or step % LOG_EVERY == 0 or silent > LOG_SECONDS:
             self.said_at = time.monotonic()
             self.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.flags.pairs, **figures))
 
@@ -910,11 +910,7 @@ def report(plan, log, state, stop_requests):
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
 
-    ended = "Done"
-    if state.step < plan.ends[-1]:
-        ended = "Stopped"
-    if stop_requests:
-        ended = f"Stopped by {stop_requests[0]}"
+    ended = f"Stopped by {stop_requests[0]}" if stop_requests else "Done"
     log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
             f"{plan.out}. Fill in your own:\n"
             f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
@@ -1118,7 +1114,7 @@ def print_plan(flags):
 
 def explain(error):
     """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
-    # Python, CUDA, torch on a CPU and cuBLAS say it in these words, by several exceptions.
+    # Python, CUDA, torch on a CPU and cuBLAS say it in these words, in several kinds of exceptions.
     for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
         if words in repr(error):
             return f"out of memory; set --micro-batch lower ({str(error):.160})"
