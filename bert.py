@@ -155,10 +155,10 @@ def attention(qkv, bounds, lengths, dropout):
     # padding nor a mask. The picture has three runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts the
     # examples of a batch by length, so runs are long.
     lengths = lengths[lengths > 0]
-    run_lengths, run_counts = torch.unique_consecutive(lengths, return_counts=True)
-    runs = qkv.split((run_lengths * run_counts).tolist())
+    T_of_runs, b_of_runs = torch.unique_consecutive(lengths, return_counts=True)
+    runs = qkv.split((b_of_runs * T_of_runs).tolist())
     outputs = []
-    for run, b, T in zip(runs, run_counts.tolist(), run_lengths.tolist()):
+    for run, b, T in zip(runs, b_of_runs.tolist(), T_of_runs.tolist()):
         rectangle = run.unflatten(0, (b, T))                             # (b, T, 3, H, D/H)
         q, k, v = rectangle.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
         output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -214,16 +214,16 @@ class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,). A label of -100,
     which pads a batch or says that there are no pairs, does not count.
 
-    F.cross_entropy computes the same, with three arrays of (M, V). Here the log-softmax overwrites
-    the logits, if these are not in 16 bits, and the gradient overwrites the log-softmax: to
-    allocate large arrays is slow. So backward can be called only once.
+    F.cross_entropy computes the same, with three arrays of (M, V). Here one is enough, since each
+    result overwrites what it is made of; to allocate large arrays is slow (a step of the demo takes
+    1.15 times as long with F.cross_entropy). So backward can be called only once.
     """
 
     @staticmethod
     def forward(ctx, logits, labels):
         # A sum of V exponentials needs at least fp32. (Tests use fp64, which stays.)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logs = logits.detach().to(dtype)                         # (M, V)
+        logs = logits.detach().to(dtype)     # (M, V); in fp32 the logits' memory, else a copy
         torch.log_softmax(logs, -1, out=logs)
         ctx.save_for_backward(logs, labels)
         return F.nll_loss(logs, labels, reduction="sum")
@@ -233,13 +233,13 @@ class CrossEntropy(torch.autograd.Function):
         """Returns the gradient of the logits, loss_gradient * (softmax(logits) - one_hot(labels)),
         in rows whose label counts, and 0 in others. The labels have none."""
         logs, labels = ctx.saved_tensors
-        counts = (labels >= 0).to(logs.dtype).unsqueeze(1)       # (M, 1): 1 if it counts, else 0
+        is_counted = (labels >= 0).to(logs.dtype).unsqueeze(1)   # (M, 1), 1 or 0
         columns = labels.clamp(min=0).unsqueeze(1)               # (M, 1)
 
         # It starts as softmax(logits). Then 1 is subtracted at each label that counts.
         gradient = logs.exp_()                                   # (M, V)
-        gradient.scatter_add_(1, columns, -counts)
-        gradient.mul_(loss_gradient * counts)
+        gradient.scatter_add_(1, columns, -is_counted)
+        gradient.mul_(loss_gradient * is_counted)
         return gradient, None
 
 
@@ -345,7 +345,8 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
-# The first pieces of each tokenizer that data.py makes, in the order of their ids.
+# The first pieces of each tokenizer that data.py makes, in the order of their ids. They stand in
+# data.py, too: the two files do not import each other.
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 
@@ -414,10 +415,10 @@ def normalizer_steps(tokenizer_model):
     """
     normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
     spec = normalizer.serialized_normalizer_spec()
-    # The spec is a protobuf message of two fields, in bytes:
+    # The spec is a protobuf message of two fields. Its bytes are:
     #     tag, length of the name, the name, tag, length of the table (up to 4 bytes), the table
     # Of a length, each byte has 7 bits, and a highest bit that says whether another byte follows.
-    at = 3 + spec[1]                             # where the length of the table begins
+    at = 3 + spec[1]                 # three bytes and the name stand before the table's length
     while spec[at] >= 128:
         at += 1
     table = spec[at + 1:]
@@ -434,10 +435,11 @@ def normalizer_steps(tokenizer_model):
 def tokenizer_json(tokenizer_model):
     """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
 
-    Three things differ in Hugging Face's `tokenizers`. Of two equally likely cuts it can take the
-    other one, since it adds the scores in fp64. It drops an accent that Unicode cannot join with
-    its letter. And "[MASK]" in a text becomes the token [MASK], where data.py cuts it as ordinary
-    text. Raises ModelError for a SentencePiece model of which more would differ.
+    Three things differ in Hugging Face's `tokenizers`:
+    - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
+    - it drops an accent that Unicode cannot join with its letter;
+    - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text.
+    Raises ModelError for a SentencePiece model of which more would differ.
     """
     tokenizer = SentencePieceProcessor(model_proto=tokenizer_model)
     ids = list(range(len(tokenizer)))
@@ -726,12 +728,13 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     tokens, masked: how many there are in the micro-batch; size: bytes of an element. Counted as in
     Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose attention keeps no
     (T, T) matrix. Of a token, a layer keeps 9 D + 2 D_ff elements: its input (D), Q, K and V (3 D),
-    `attended` (D), two sums and two norms (4 D), `up` and its GELU (2 D_ff).
+    what attention returns and its copy by torch.cat (2 D), two sums (2 D), the first norm (D; the
+    second is the next layer's input), `up` and its GELU (2 D_ff).
     """
     width = config.width
     per_layer = size * (9 * width + 2 * config.feed_forward)
     if config.dropout > 0:
-        # A byte an element: two masks of D in the block, and one of about D in attention.
+        # A byte an element: two masks of D in the block, and about D bytes in attention's kernel.
         per_layer += 3 * width
     per_token = config.layers * per_layer
     if recompute:

@@ -173,6 +173,8 @@ class PretrainingData:
         epoch 1        0...1.......2.....3.......    shift -0.38
         epoch 2        .0.......1.......23.......    shift +0.24
 
+    In epoch 0 window 3 would begin at token 24; it is moved back to 18, so that it fits.
+
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     for half of the examples B is a part of another document of the same shard. "sop" (ALBERT,
     arXiv 1909.11942, section 3.1) swaps the two parts for half of them. "none" leaves one text.
@@ -181,8 +183,8 @@ class PretrainingData:
     10 % stay (BERT, appendix A.1). whole_words: all tokens of a word are chosen, or none; a word is
     what stands between spaces, with its punctuation (BERT splits that off).
 
-    What is in a small shard is seen more often. Of few documents the shards are unequal: of 300 in
-    8 shards the largest has about twice the text of the smallest, of 60 four times.
+    What is in a small shard is seen more often. With 300 documents in 8 shards the largest has
+    about twice the text of the smallest, with 60 documents four times.
 
     Raises DataError where the folder holds no shards.
     """
@@ -248,16 +250,16 @@ class PretrainingData:
         first = shard.documents[document]
         last = shard.documents[document + 1]
 
-        # In windows, from -0.75 up to 0.25, by multiples of the golden ratio, 0.618: modulo 1 these
-        # are spread evenly. Mostly it is a shift back, so that a document's begin is seen about as
-        # often as its end, which the last window shows in each epoch.
+        # Multiples of the golden ratio, 0.618, modulo 1 are spread evenly over [0, 1); so the
+        # shifts, in windows, are over [-0.75, 0.25). One forward skips the document's begin, one
+        # back is stopped there: with three of four back, begins are seen about as often as ends.
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         number = window - shard.windows[document]       # of the window in its document: 0, 1, 2 ...
         start = first + int((number + shift) * self.window_size)
         start = max(first, min(start, last - self.window_size))
 
-        # This sentence is in the same document: the document's end is at least a window away, or
-        # the document is shorter than a window, and `start` is its first sentence.
+        # It is in this document, if it is less than half a window away: the document ends a window
+        # later, or is shorter than a window, and then `start` is where its first sentence begins.
         next_sentence = sentences[bisect_left(sentences, start)]
         if next_sentence - start < self.window_size / 2:
             start = next_sentence
@@ -298,7 +300,7 @@ class PretrainingData:
 
         # B from elsewhere begins as true ones do, with the second part of a text, and is about as
         # long: else a model could tell them apart without reading. Its window is any but those of
-        # A's document: they are counted around a circle, from the end of that document on.
+        # A's document: so many after the end of that one, where after the last comes the first.
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
@@ -359,8 +361,9 @@ class PretrainingData:
 
         # 15 % of 25 tokens are 3.75: in three cases of four 4, else 3, so that the mean is right.
         # The first draw decides: it is that of [CLS], which is never chosen.
-        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,)
-        count = np.floor(wanted + 1 - draws[:, 0]).astype(np.int64)     # (B,)
+        wanted = self.mask_fraction * is_text.sum(axis=1)               # (B,) 3.75
+        round_up = draws[:, 0] < wanted % 1                             # (B,) three of four times
+        count = wanted.astype(np.int64) + round_up                      # (B,) 4 or 3
         count = np.maximum(count, 1)
 
         if self.begins_word is not None:
@@ -372,8 +375,13 @@ class PretrainingData:
         return draws <= bound
 
     def word_starts(self, tokens, is_text):
-        """Returns (B, T), the position at which the word of each token begins: 0 1 1 1 4 for words
-        of 1, 3 and 1 tokens. A word of more than LONGEST_WORD tokens counts as several."""
+        """Returns (B, T), the position at which the word of each token begins. A word of more than
+        LONGEST_WORD tokens counts as several. For words of 1, 3 and 1 tokens:
+
+            begins      1 1 0 0 1
+            last_begin  0 1 1 1 4       what is returned, since no word is long
+            into_word   0 0 1 2 0
+        """
         begins = self.begins_word[tokens] | ~is_text
         begins[:, 1:] |= ~is_text[:, :-1]       # the first token of a segment
         positions = np.arange(tokens.shape[1])
@@ -399,6 +407,7 @@ class PretrainingData:
         pair_labels = np.array([spans.pair_label for spans in examples])           # (B,)
         own_indices = np.array([spans.index for spans in examples])                # (B,)
 
+        # A rectangle only for a while: `mask` works on whole arrays.
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
         for row, length, spans in zip(tokens, lengths, examples):
             row[:length] = self.unmasked(spans)
@@ -429,6 +438,7 @@ def uniform(counters, key):
     """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
     (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it. To make one
     of NumPy's generators for each example would take longer than all the rest."""
+    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -493,8 +503,8 @@ def in_workers(function, items, workers):
             pipes.append(start_worker(function))
             send(pipes[-1], item)
         for item in items:
-            # In turn: take the oldest result, and give that worker the next item before our caller
-            # uses the result, so that both work at the same time.
+            # `pipes` is a queue, in which the first worker has had its item for the longest time.
+            # It gets the next item before our caller uses the result, so that both work at once.
             pipe = pipes.pop(0)
             pipes.append(pipe)
             result = receive(pipe)
@@ -508,9 +518,9 @@ def in_workers(function, items, workers):
 
 
 def start_server():
-    """Starts the server that worker processes are forked from, if there is none. To fork this
-    process could hang, since a fork copies locks that other threads hold; to start each worker as a
-    new Python would import torch each time."""
+    """Starts the fork server, if there is none: a small process that has imported torch and copies
+    itself for each worker. To fork this process instead could hang, since a fork copies locks that
+    other threads hold; to start each worker as a new Python would import torch each time."""
     forkserver.set_forkserver_preload(["torch", "sentencepiece"])
     # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C or SIGHUP, to all processes of
     # a run. We still need our workers then, to finish the step and save it. So the server starts
@@ -650,7 +660,7 @@ def blocks(corpus, total=None):
         if size >= BLOCK and block:
             yield block
             block = []
-        # A block ends with each megabyte of the corpus, so what is over counts for the next one.
+        # A document can end several blocks. Only what is over counts for the next one.
         size %= BLOCK
         block.append(document)
     if block:
@@ -673,7 +683,7 @@ def train_tokenizer(sentences, vocab_size, cased=False):
             max_sentence_length=4 * LONGEST_SENTENCE,   # bytes; longer ones would be left out
             num_threads=4)                              # another number finds another vocabulary
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2]
+        reason = str(error).rpartition("] ")[2]     # after SentencePiece's file, line, condition
         raise DataError(f"--vocab-size {vocab_size}: {reason}") from None
     return model.getvalue()
 
@@ -998,7 +1008,7 @@ def verify(folder, rank=0, size=1, everything=False):
         path = Path(folder) / name
         if path.stem in names and path.stem not in read_here and not everything:
             continue
-        if not path.exists() or sha256_of(path) != file["sha256"]:
+        if not path.is_file() or sha256_of(path) != file["sha256"]:
             raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
                             f"{rank} of {size} reads it; copy it again, or prepare a new folder")
     return manifest
@@ -1094,7 +1104,7 @@ def show(folder):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed once a node."""
+    """An ArgumentParser whose errors are one line, printed once a node: train.py uses it, too."""
 
     def error(self, message):
         # The ranks of a node have the same command line
@@ -1114,12 +1124,20 @@ def number(kind, low, high=math.inf):
     return parse
 
 
+def path(text):
+    """Returns the text of a flag that is a path, for argparse's `type`; refuses an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty (a variable that is not set?)")
+    return text
+
+
 def parse_arguments():
     """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
     parser = Parser(description="Prepare text for BERT.")
     add = parser.add_argument
-    add("corpus", nargs="*", help="read these files and folders; without any, this machine's docs")
-    add("--out", help="write this folder; without it, shards/ and the corpus's name")
+    add("corpus", type=path, nargs="*",
+        help="read these files and folders; without any, this machine's docs")
+    add("--out", type=path, help="write this folder; without it, shards/ and the corpus's name")
     add("--shards", type=number(int, 1), default=8,
         help="deal the documents to so many shards (default: %(default)s)")
     add("--sentences", choices=["lines", "prose"],
@@ -1129,8 +1147,8 @@ def parse_arguments():
     add("--vocab-size", type=number(int, 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
-    add("--tokenizer", help="take this tokenizer.model instead")
-    add("--show", help="only report on this folder of shards, and show three examples")
+    add("--tokenizer", type=path, help="take this tokenizer.model instead")
+    add("--show", type=path, help="only report on this folder of shards, and show three examples")
     return parser.parse_args()
 
 

@@ -28,6 +28,7 @@ import itertools
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import statistics
@@ -89,18 +90,25 @@ class World:
 
     def broadcast(self, tensor, source=0):
         """Overwrites a tensor with that of rank `source`, in place. Its shape is the same there."""
-        self._run(distributed.broadcast, tensor, group_src=source)
+        if self.levels and source == 0 and tensor.is_cpu:
+            # First between the nodes, then inside them: else a node would get several copies.
+            inner, outer = self.levels
+            if inner.rank == 0:
+                outer.broadcast(tensor)
+            inner.broadcast(tensor)
+        else:
+            self._run(distributed.broadcast, tensor, group_src=source)
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        gathered = torch.stack([tensor] * self.size)         # of one rank the answer
+        gathered = torch.stack([tensor] * self.size)     # with one rank already the answer
         rows = list(gathered.unbind())
         self._run(distributed.all_gather, rows, tensor)
         return gathered
 
     def all_to_all(self, rows):
         """Returns (size, ...) from rows (size, ...): rank r gets row r of every rank."""
-        received = rows.clone()                                  # of one rank the answer
+        received = rows.clone()                          # with one rank already the answer
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
@@ -170,22 +178,31 @@ def differences(one, other):
 
 # ----- How the ranks meet -----
 
-def init(timeout=600.0, init_method="env://"):
+def init(timeout=600.0, init_method="env://", lossy=True):
     """Returns this process's World from the environment that torchrun sets; without, of one rank.
 
-    timeout: seconds that a collective waits for a rank. Raises DistError if the nodes are unlike
+    timeout: seconds that a collective waits for a rank. lossy: whether gradients are to be
+    compressed with losses, for which GPUs need two levels. Raises DistError if the nodes are unlike
     (numbers of ranks, GPUs), RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
+    # Gloo opens a socket to a rank when it first sends to it, not to all ranks at once; and the
+    # system's usual limit, 1,024 open files, is too low for a thousand ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError):              # macOS says that it has no limit, and has
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         store = meet(world, init_method, limit)
         choose_interface(world, store)
         start_groups(world, store, limit)
         check_nodes(world)
-        return two_levels(world, limit)
+        if world.device.type == "cpu" or lossy:
+            world = two_levels(world, limit)
+        return world
     except (RuntimeError, ValueError) as error:
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
                        ) from error
@@ -210,20 +227,19 @@ def meet(world, init_method, limit):
     """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
     RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
-    When torchrun starts ranks again its store still holds the addresses of the dead ones, and its
-    count of restarts differs between nodes. So each process adds one to a count in the store when
-    it comes, and the ranks meet under the number that it then has:
+    When torchrun starts ranks again, its store still holds the addresses of the dead ones, and its
+    count of restarts differs between nodes. So who comes opens a new room, the next number of a
+    count in the store, and all who wait move there. They meet when all ranks are in one room:
 
-        rank 0 comes                           count 1     0 waits under 1
-        rank 1 comes                           count 2     0 and 1 are under 2: they meet, and train
+        rank 0 comes                           room 1      0 waits in 1
+        rank 1 comes                           room 2      0 moves to 2: they meet, and train
         rank 1 is killed: both start again
-        rank 0 comes                           count 3     0 waits under 3
+        rank 0 comes                           room 3      0 waits in 3
         rank 0 is killed: both start again
-        rank 1 comes                           count 4     1 waits under 4, not under 3
-        rank 0 comes                           count 5     0 and 1 are under 5: they meet
+        rank 1 comes                           room 4      1 waits in 4, not in 3
+        rank 0 comes                           room 5      1 moves to 5: they meet
 
-    Whoever waits reads the count again and again, and moves to the newest number. Whoever comes
-    changes it, so no process meets one that was there before a restart.
+    So no process meets one that was there before a restart.
     """
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
@@ -252,8 +268,7 @@ def choose_interface(world, store):
     name, address = interface_towards(os.environ.get("MASTER_ADDR", ""))
     store.set(f"address/{world.rank}", address)
     if world.rank == world.local_rank:
-        # This is node 0, the master. Its own address is often 127.0.1.1 here, so it asks for the
-        # last node.
+        # This rank is of node 0, the master itself: it asks for the way to the last node instead.
         last_address = store.get(f"address/{world.size - 1}").decode()
         name, _ = interface_towards(last_address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -275,8 +290,8 @@ def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `answer`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
-    # why. So Gloo is to have the shorter limit. This call sets the same limit for both, twice
-    # `limit`; below, Gloo's becomes `limit`.
+    # why. So Gloo shall have `limit`, and NCCL twice that. This call sets the same for both; below,
+    # Gloo's is set to `limit`.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -419,7 +434,8 @@ class Reducer:
     def _ready(self, name, p):
         """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
 
-        Adds the gradient to its view, unless autograd has, as in fp32. If this micro-batch sends,
+        Adds the gradient to its view, unless p.grad is the view, as in fp32 (or was, until somebody
+        set p.grad to None). If this micro-batch sends,
         launches what is complete now; raises DistError where the gradient is complete for the
         second time in a step."""
         view = self.gradients[name]
@@ -443,12 +459,13 @@ class Reducer:
         # left to overlap its bucket.
         while len(self.jobs) < len(self.buckets):
             bucket = self.buckets[len(self.jobs)]
-            if not self.missing.isdisjoint(bucket.shapes):         # a name is in both
+            if any(name in self.missing for name in bucket.shapes):
                 return
             previous_job = self.jobs[-1] if self.jobs else None
             event = None
             if self.stream:
-                # It happens when the GPU has done what backward has queued until now.
+                # A mark in the GPU's queue: it is reached when what backward has queued until now
+                # is done.
                 event = torch.cuda.Event(blocking=True)
                 event.record()
             job = self.thread.submit(self._average, bucket, previous_job, event)
@@ -459,9 +476,9 @@ class Reducer:
         if previous_job:
             previous_job.result()          # raises its error: after one, no further bucket is sent
         if self.stream:
-            # What this thread calls now runs on this stream, beside backward's. It also makes the
-            # stream's GPU the thread's own. Each thread begins with GPU 0, and even to wait for
-            # an event there would take memory of GPU 0 for every rank.
+            # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
+            # its own, beside that of backward. The call also makes the stream's GPU the thread's:
+            # each thread begins with GPU 0, and even to wait there would take memory of it.
             torch.cuda.set_stream(self.stream)
             event.synchronize()
         began = time.perf_counter()
@@ -482,7 +499,8 @@ class Reducer:
             raise DistError(f"no gradient for {unused} in the step's last backward: each must take "
                             "part in that loss, or have requires_grad=False")
         if self.stream:
-            torch.cuda.current_stream().synchronize()          # backward's own time is not waiting
+            # First let backward end: wait_seconds shall count the network alone.
+            torch.cuda.current_stream().synchronize()
             # A rank that died in backward is an exception here, over Gloo. NCCL would wait for it
             # until the timeout, and then abort the process without a line.
             self.world.sum([0])
@@ -580,9 +598,8 @@ class Bucket:
         g = scale * q
         e_r = rest_r                           `commit`: only if the step is taken
 
-    Nothing is lost: mean_r v_r = q + mean_r rest_r (`two_phase` keeps another rest, s, in its
-    state). Until `commit`, rest_r waits in next_residual, so a step that is skipped after an
-    overflow leaves no trace:
+    Nothing is lost: mean_r v_r = q + mean_r rest_r. Until `commit`, rest_r waits in next_residual,
+    so a step that is skipped after an overflow leaves no trace:
 
                                 residual    next_residual
         before the step         e_r         free
@@ -646,8 +663,8 @@ class Bucket:
                 sent = dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         if self.outer.nodes > 1:
-            # There are no levels here, since a level has nodes = 1: either a node has one rank, or
-            # NCCL sums in a ring through all ranks, where one rank of each node sends to another.
+            # Without levels the ring passes through all ranks. Only one rank of a node sends to
+            # another node, so each rank's share of that is a fraction.
             sent //= self.outer.local_size
         return sent
 
@@ -656,11 +673,14 @@ class Bucket:
         and the compressor's new state to `commit`; returns the bytes sent."""
         if self.next_state:
             raise DistError("lossy compression needs a call of commit() after each step")
+        # No memory is taken here; two flat tensors get new contents:
+        #     next_residual   v, and after the compressor the rest
+        #     padded          g / N of this node, and after the compressor q; `flat` is a part of it
         n = len(self.flat)
-        value = self.next_residual                 # v, and after the compressor: rest
+        value = self.next_residual
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])
         value[n:] = 0                              # padding, in which onebit leaves rounding errors
-        mean = self.padded                         # q goes here; `flat` is it without the padding
+        mean = self.padded
         state = dict(self.state)
         sent = self.compressor(self.outer, value, mean, state, self.argument)
         self.flat.mul_(scale)
@@ -733,8 +753,8 @@ def dense(world, value, dtype=torch.float32):
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
     6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds
-    as well. Returns the bytes of a ring: each rank sends all `size` parts of the tensor but one to
-    sum them, and as many to spread the sums.
+    as well. Returns the bytes of a ring of N ranks: each sends (N - 1) / N of the tensor twice, to
+    sum it up and to spread the sums.
     """
     wire = value.div_(world.size).to(dtype)        # before the sum, which might overflow fp16
     world.all_reduce(wire)
@@ -856,8 +876,8 @@ def quantise_onebit(blocks, sizes, out):
         scale = mean |x|            level = sign(x), where sign(0) = +1
 
     1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
-    embedding, that q is further from x than 0 is, and errors grow; mean |x| is the closest scale
-    (Karimireddy et al., arXiv 1901.09847).
+    embedding, then ||x - q|| > ||x||, and the residual grows from step to step. mean |x| is the
+    scale with the smallest error (Karimireddy et al., arXiv 1901.09847).
     """
     sums = torch.abs(blocks, out=out).sum(-1, keepdim=True)        # |x| is in `out` only for this
     scales = sums.div_(sizes)
@@ -932,9 +952,9 @@ TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 def listen_to_signals(max_minutes):
     """Returns a list that SIGTERM, Ctrl-C, a closed terminal (SIGHUP) and the end of max_minutes
-    add their names to, so that training can stop with a checkpoint. A second Ctrl-C ends the
-    process at once, as does one after another signal. What nohup or a shell has set to be ignored
-    stays so, but not under torchrun, which passes its own signals on and kills who ignores them."""
+    add their names to, so that training can stop with a checkpoint. After any of them, Ctrl-C ends
+    the process at once. Signals that nohup has set to be ignored stay ignored. Under torchrun they
+    do not: it passes the signals that it gets on to its ranks, and kills those that ignore them."""
     requests = []
 
     def request(signum, _):
@@ -986,7 +1006,7 @@ def answer():
     store = distributed.group.WORLD.get_group_store()
     rank = distributed.get_rank()
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
-        # It ends before Python does, which would abort within a request of a daemon thread.
+        # No daemon thread: Python would abort if it ended amid a request of it to the store.
         while distributed.is_initialized() and threading.main_thread().is_alive():
             if store.check(["failed"]):
                 store.set(f"alive/{rank}", "")
@@ -1001,28 +1021,44 @@ def answer():
 
 def rank_lost(error):
     """Returns the RankLost that an error in a collective means, naming the ranks that are lost."""
-    claim_failure()
-    # All ranks ask, since all must wait for the answers: when one ends, torchrun ends the others.
-    lost = ask(silent_ranks) or "?"
+    # All ranks wait until the first to fail has asked: when one ends, torchrun ends the others.
+    lost = ask(find_silent_ranks if claim_failure() else told_silent_ranks)
+    lost = lost or "? (node 0, which would know, does not answer)"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
                     f"busy? raise --timeout) ({error!r:.480})")
 
 
 def claim_failure():
     """Tells all ranks, by the key "failed", that this one has failed. Returns True if it is the
-    first, which knows the reason, else False; without a store, or an answer of it, True."""
+    first, which knows the reason. Without a store, or an answer of it, one of each node is."""
     # compare_set writes our rank if the key is not set yet, and returns what it then holds.
     me = os.environ.get("RANK", "0").encode()
     first = ask(lambda store: store.compare_set("failed", "", me))
-    return first is None or first == me
+    if first is None:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    return first == me
 
 
-def silent_ranks(store):
-    """Returns the ranks that have not answered when there was time to, as "3, 5"."""
-    # A get() would wait for the key, but it holds the connection that `answer` needs meanwhile.
-    while not store.check(["answered"]):
+def find_silent_ranks(store):
+    """Returns the ranks that have not answered when there was time to, as "3, 5", and puts that
+    into the store."""
+    wait_for(store, "answered")
+    silent = ranks_without(store, "alive", distributed.get_world_size())
+    store.set("silent", silent)
+    return silent
+
+
+def told_silent_ranks(store):
+    """Returns what `find_silent_ranks` has put into the store, on another rank."""
+    wait_for(store, "silent")
+    return store.get("silent").decode()
+
+
+def wait_for(store, key):
+    """Returns when a key is in the store."""
+    # A get() would wait, too, but it would hold the connection that `answer` needs meanwhile.
+    while not store.check([key]):
         time.sleep(0.1)
-    return ranks_without(store, "alive", distributed.get_world_size())
 
 
 def ask(question):

@@ -108,16 +108,15 @@ def choose_precision(name, device):
     return "bf16" if has_bf16 else "fp32"
 
 
-def master_weights(model):
-    """Returns the weights that the optimizer updates, {name: fp32 tensor}: copies of parameters in
-    fp16 and bf16, the parameters themselves if they are fp32 (arXiv 1710.03740, section 3.1)."""
-    masters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            masters[name] = parameter
-            # bf16 keeps 8 bits: an update of less than 0.2 % of a weight would be rounded away.
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                masters[name] = parameter.detach().float()
+def master_weights(model, dtype):
+    """Casts a model to a format, in place. Returns the weights that the optimizer updates, {name:
+    fp32 tensor}: copies of the parameters from before the cast, which in 16 bits rounds them; the
+    parameters themselves if the format is fp32 (arXiv 1710.03740, section 3.1)."""
+    masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if dtype.itemsize == 2:
+        # bf16 keeps 8 bits: an update of less than 0.2 % of a weight would be rounded away.
+        masters = {name: p.detach().clone() for name, p in masters.items()}
+    model.to(dtype)
     return masters
 
 
@@ -144,7 +143,7 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
     bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
-    largest=1) is left with the other half of its work: it skips steps that are not finite.
+    largest=1) skips steps that are not finite, and after 15 of them in a row stops the training.
     """
     scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
     growth_interval: int = 1000
@@ -181,7 +180,7 @@ def name_of_broken(gradients):
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
             return name
-    return "another rank"              # only in variants that do not average gradients
+    return "another rank"              # only where ranks keep their own, as in tests/variants
 
 
 # Returns the 2-norm of all elements of a list of tensors, as a tensor of one number; NaN or inf if
@@ -252,9 +251,8 @@ class Optimizer(torch.optim.Optimizer):
         """Adds parameters: torch's constructor calls this for each group, {"params": list} with the
         options that are the group's own.
 
-        Splits the group into tensor groups, which are updated one after another: so the temporary
-        tensors of an update stay small. Tensor group k has those tensors that begin among the
-        elements k * most up to (k + 1) * most.
+        One group becomes several, the tensor groups, which are updated one after another: so the
+        temporary tensors of an update stay small. A new one begins about every `most` elements.
         """
         tensor_groups = collections.defaultdict(list)
         elements = 0
@@ -322,8 +320,7 @@ class LAMB(Optimizer):
         decay = group["weight_decay"]
         move_moments(m, v, g, b1, b2)
 
-        # u = decay w + (m / (1 - b1^t)) / roots. The correction of m is a number: as a factor of
-        # the quotient it needs no pass over memory of its own.
+        # u = decay w + (m / roots) / (1 - b1^t). `addcdiv` is u += value * m / roots, in one pass.
         roots = corrected_roots(v, t, b2, group["eps"])
         u = torch._foreach_mul(w, decay)
         torch._foreach_addcdiv_(u, m, roots, value=1 / (1 - b1 ** t))

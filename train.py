@@ -46,7 +46,7 @@ import optim
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, with the same masks at every evaluation
 CPU_TOKENS = 8192            # tokens of a micro-batch on a CPU, if the user gives no size
-CHECKPOINT_MINUTES = 30      # a checkpoint is saved at least this often
+CHECKPOINT_SECONDS = 1800    # a checkpoint is saved at least this often
 LOG_EVERY = 50               # steps between two lines of the log
 LOG_SECONDS = 60             # and the most seconds between two of them
 LOCAL_FLAGS = "data", "corpus", "out", "workers", "timeout"      # each node may have its own
@@ -88,15 +88,17 @@ def parse_arguments(argv=None):
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument_group("text and results").add_argument
-    add("--data", help="train on the shards in this folder")
-    add("--corpus", nargs="+", help="prepare shards of these text files first; without --data and "
-        "--corpus the text is this machine's documentation")
+    add("--data", type=data.path, help="train on the shards in this folder")
+    add("--corpus", type=data.path, nargs="+",
+        help="prepare shards of these text files first; without --data and --corpus the text is "
+             "this machine's documentation")
     add("--vocab-size", type=data.number(int, 16),
         help="give a new tokenizer this many pieces; without it 8192")
-    add("--out", help="write all results to this folder; without it to one below runs/")
-    add("--resume", default="auto",
+    add("--out", type=data.path,
+        help="write all results to this folder; without it to one below runs/")
+    add("--resume", type=data.path, default="auto",
         help="resume from this checkpoint; auto is the newest one in --out (default: %(default)s)")
-    add("--init", help="begin with the weights in this model folder")
+    add("--init", type=data.path, help="begin with the weights in this model folder")
 
     add = parser.add_argument_group("model and recipe").add_argument
     add("--model", choices=bert.PRESETS, default="tiny",
@@ -146,9 +148,10 @@ def parse_arguments(argv=None):
     add("--max-minutes", type=data.number(float, 0),
         help="stop after this many minutes, with a checkpoint")
     add("--eval-every", type=COUNT, default=300,
-        help="evaluate after so many steps and after each phase (default: %(default)s)")
-    add("--checkpoint-every", type=COUNT, default=300,
-        help="save after so many steps, half an hour and each phase (default: %(default)s)")
+        help="evaluate after so many steps, half an hour and each phase (default: %(default)s)")
+    add("--checkpoint-every", type=COUNT,
+        help="save after so many steps, half an hour and each phase; without it 300 steps in the "
+             "demo, and elsewhere no number")
 
     add = parser.add_argument_group("what a run would take").add_argument
     add("--plan", type=COUNT,
@@ -180,6 +183,7 @@ class Plan:
     precision: str               # "fp32", "bf16" or "fp16"
     gpu_memory: float            # GB of the smallest GPU; None on CPUs
     config: bert.BertConfig
+    save_every: int              # steps
     phases: list = None          # of optim.Phase, with the flags' numbers
     ends: list = None            # the number of each phase's last step, counted in the whole run
     run: dict = None             # what the results depend on; known when the shards are there
@@ -291,12 +295,14 @@ def make_plan(flags, world):
     Raises ConfigError, data.DataError or dist.DistError if the plan cannot work.
     """
     recipe = optim.RECIPES[flags.recipe]
+    if flags.data and flags.corpus:
+        raise ConfigError("--data is a folder of shards, --corpus text to make them of: give one")
     reads_docs = not flags.data and not flags.corpus
     shards = Path(flags.data or data.default_folder(flags.corpus))
     name = flags.recipe if reads_docs else shards.name
     vocab_size = planned_vocab_size(flags, shards)
     dropout = given_or(flags.dropout, recipe.dropout)
-    dist.is_lossy(flags.compression)             # raises DistError for an unknown compression
+    dist.parse_compression(flags.compression)    # raises DistError if it is unknown
 
     plan = Plan(
         flags=flags,
@@ -309,7 +315,9 @@ def make_plan(flags, world):
         mask_fraction=given_or(flags.mask_fraction, recipe.mask_fraction),
         precision=optim.choose_precision(flags.precision, world.device),
         gpu_memory=smallest_gpu_memory(flags, world),
-        config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout))
+        config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout),
+        # Where steps are long, to save every 300th would be too often, or too seldom.
+        save_every=flags.checkpoint_every or (300 if reads_docs else sys.maxsize))
     # This needs the fields above: what fits a GPU depends on the model and its precision.
     plan.phases = plan_phases(plan, recipe.phases, world)
     plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
@@ -319,9 +327,9 @@ def make_plan(flags, world):
 def same_run(plan, manifest):
     """Returns what the results of a run depend on (flat dict of numbers and text).
 
-    It is equal on all ranks, and a checkpoint with another one is refused. A run may resume with
-    other ranks, micro-batches and buckets, so these are not in it, though they change how sums are
-    rounded, which activations dropout drops, and what lossy compression leaves over.
+    It is equal on all ranks, and a checkpoint with another one is refused. Ranks, micro-batches and
+    buckets are left out, so a run may resume with others: they change only how sums are rounded,
+    which activations dropout drops, and what lossy compression leaves over.
     """
     run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
            "mask_fraction": plan.mask_fraction, "precision": plan.precision}
@@ -353,12 +361,13 @@ def check_ranks(plan, world):
 def prepare(plan, world):
     """Makes the shards if they are not there, and has every rank check those that it reads. Returns
     the plan with its field `run`. Collective; raises one of EXPECTED on all ranks."""
-    shards_given = plan.flags.data or (plan.data / "manifest.json").exists()
+    shards_are_there = (plan.data / "manifest.json").exists()
 
     def make_shards():
-        # One process of each node prepares. The others wait for it in on_all_ranks. Shards of the
-        # same --corpus that are there already are left as they are.
-        if world.local_rank == 0 and (plan.flags.corpus or not shards_given):
+        # One process of each node prepares; the others wait for it in on_all_ranks. With --corpus
+        # data.prepare looks whether the shards that are there are made of it.
+        docs_needed = plan.reads_docs and not shards_are_there
+        if world.local_rank == 0 and (plan.flags.corpus or docs_needed):
             corpus = data.open_corpus(plan.flags.corpus)
             manifest = data.prepare(corpus, plan.data, plan.vocab_size)
             print(data.describe(manifest), flush=True)
@@ -504,8 +513,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
     rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
-    # Subtracting the mean changes no probability, and makes the numbers small: bf16 rounds less,
-    # and LANS, whose steps are proportional to the norm of the tensor, takes an eighth of a step.
+    # Subtracting the mean changes no probability, but makes the norm eight times smaller: bf16
+    # rounds less, and the steps of LANS, which are proportional to the norm, are not too large.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -513,13 +522,13 @@ def set_bias_to_frequencies(model, shards):
 
 
 def build_model(plan, world):
-    """Returns a model on this rank's device, initialised as plan.flags.seed and --init say."""
+    """Returns an fp32 model on this rank's device, initialised as --seed and --init say."""
     torch.manual_seed(plan.flags.seed)
     model = bert.BertForPreTraining(plan.config)
     set_bias_to_frequencies(model, plan.data)
 
     def load_init():
-        # Rank 0 is enough: the Reducer sends its weights to the others.
+        # Rank 0 is enough: it sends its weights to the others.
         if plan.flags.init and world.rank == 0:
             bert.copy_weights(plan.flags.init, model, plan.data / "tokenizer.model")
 
@@ -528,7 +537,7 @@ def build_model(plan, world):
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.flags.pairs != "none")
 
-    model.to(world.device, optim.PRECISIONS[plan.precision])
+    model.to(world.device)
     model.recompute = plan.flags.recompute
     if plan.flags.compile:
         # Attention depends on the lengths of a batch, so it would be compiled again and again. It
@@ -543,8 +552,10 @@ def build_model(plan, world):
 def build(plan, world):
     """Returns the State before the first step, the same weights on all ranks."""
     model = build_model(plan, world)
+    for parameter in model.parameters():
+        world.broadcast(parameter.detach())
+    masters = optim.master_weights(model, optim.PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
-    masters = optim.master_weights(model)
     for name, master in masters.items():
         # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied.
         master.grad = reducer.gradients[name]
@@ -602,6 +613,7 @@ def write_checkpoint(folder, checkpoint, keep):
 
     # The same name each time: what a killed run has left is overwritten.
     temporary = folder / "unfinished"
+    temporary.unlink(missing_ok=True)                # it might be a link to another file
     try:
         with open(temporary, "wb") as file:
             file.write(content.getbuffer())
@@ -612,7 +624,7 @@ def write_checkpoint(folder, checkpoint, keep):
     finally:
         temporary.unlink(missing_ok=True)
 
-    # Later ones go as well: this run has resumed from the newest whole one, so they are damaged.
+    # A later one is there only if it was damaged when this run resumed: it goes as well.
     found = checkpoints_in(folder)
     older = [step for step in found if step < checkpoint["step"]]
     kept = {checkpoint["step"], max(older, default=0), *keep}
@@ -692,7 +704,7 @@ def find_checkpoint(plan, log):
         if newest > checkpoint["step"]:
             raise ConfigError(f"{folder} holds step {newest}: resume from it, or change --out")
         if not found:
-            checkpoint["log_bytes"] = 0              # the log here is not that of the checkpoint
+            checkpoint["log_bytes"] = 0              # a new --out has no log yet
 
     differ = dist.differences(checkpoint["run"], plan.run)
     if differ:
@@ -728,15 +740,16 @@ def replace_tensors(value, function):
 def broadcast_checkpoint(world, checkpoint):
     """Returns rank 0's checkpoint, on every rank: first its outline, in which tensors have a shape
     but no content, then one tensor after another."""
-    def receive(tensor):
-        world.broadcast(tensor)                      # overwrites it on all ranks but rank 0
+    def share(tensor):
+        if world.rank > 0:
+            tensor = torch.empty_like(tensor, device=world.device)
+        tensor = tensor.to(world.device)             # so that NCCL sends it, where there are GPUs
+        world.broadcast(tensor)
         return tensor
 
     outline = replace_tensors(checkpoint, lambda tensor: tensor.to("meta"))
     outline = world.broadcast_object(outline)
-    if world.rank > 0:
-        checkpoint = replace_tensors(outline, lambda tensor: torch.empty_like(tensor, device="cpu"))
-    return replace_tensors(checkpoint, receive)
+    return replace_tensors(checkpoint if world.rank == 0 else outline, share)
 
 
 def restore(plan, world, log, state):
@@ -868,6 +881,7 @@ def evaluate(plan, world, state, phase):
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True,
                                     pairs=plan.flags.pairs, whole_words=plan.flags.whole_words)
     unigram_losses = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
+    # The four fields of Losses, then unigram_sum and masked.
     sums = torch.zeros(6, dtype=torch.float64, device=world.device)
     state.model.eval()
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
@@ -902,7 +916,7 @@ def log_evaluation(plan, log, state, phase_index, result):
 
 # ----- Training -----
 
-def report(plan, log, state, stop_requests):
+def report(plan, log, state, stop, stop_requests):
     """Says how the run ended, and for the demo how the model fills in its sentences."""
     if plan.reads_docs:
         tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
@@ -910,7 +924,9 @@ def report(plan, log, state, stop_requests):
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
 
-    ended = f"Stopped by {stop_requests[0]}" if stop_requests else "Done"
+    ended = "Done"
+    if stop:
+        ended = "Stopped by " + "".join(stop_requests[:1] or ["another rank"])
     log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
             f"{plan.out}. Fill in your own:\n"
             f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
@@ -924,7 +940,7 @@ def leave_after_signal(world, state, stop):
     world.sum([0])                       # wait for rank 0: a rank that leaves has the others killed
     message = f"stopped after step {state.step}; the same command resumes"
     if stop == dist.TORCHRUN_DIED:
-        raise dist.RankLost(message)
+        raise dist.RankLost(message)     # then a restart helps
     raise dist.DistError(message)
 
 
@@ -954,6 +970,8 @@ def train(plan, world):
             phase = plan.phases[phase_index]
             phase_begin = plan.ends[phase_index] - phase.steps
             steps = open_phase(plan, world, state, phase_index)
+            # All ranks have so many micro-batches in a step, and some may have one more.
+            common = ceil_div(phase.global_batch // world.size, phase.micro_batch)
             reducer = state.reducer
         began = time.perf_counter()
 
@@ -969,12 +987,11 @@ def train(plan, world):
         # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
         scale = state.scaler.scale
         loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        fewest = ceil_div(phase.global_batch // world.size, phase.micro_batch)
         reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks agree
             # whether to stop before each further micro-batch that all of them have.
-            if 0 < number < fewest:
+            if 0 < number < common:
                 stop = world.max(dist.asked_to_stop(stop_requests))
             if stop:
                 break
@@ -1008,13 +1025,13 @@ def train(plan, world):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Tell each other the losses, whether to stop, and whether it is time to save. Then log,
-        #    evaluate, save a checkpoint.
-        save_due = time.monotonic() - saved_at > 60 * CHECKPOINT_MINUTES
-        own = [*loss_sums.tolist(), dist.asked_to_stop(stop_requests), save_due]
+        # 8. Tell each other the losses, whether to stop, and whether half an hour is over. Then
+        #    log, evaluate, save a checkpoint.
+        own = [*loss_sums.tolist(), dist.asked_to_stop(stop_requests),
+               time.monotonic() - saved_at > CHECKPOINT_SECONDS]
         table = world.all_gather(torch.tensor(own, dtype=torch.float64))         # (ranks, 4)
-        mlm_sum, nsp_sum, _, ranks_that_save = table.sum(0).tolist()
-        stop = table[:, 2].max()
+        mlm_sum, nsp_sum, _, half_hour = table.sum(0).tolist()
+        stop = int(table[:, 2].max())
         duration = time.perf_counter() - began
         state.step += 1
         state.examples += phase.global_batch
@@ -1030,10 +1047,10 @@ def train(plan, world):
             **step_figures(plan, phase, totals, mlm_sum, nsp_sum, duration)})
         bar.update()
         phase_ends = state.step == plan.ends[phase_index]
-        if phase_ends or state.step % plan.flags.eval_every == 0:
+        if phase_ends or state.step % plan.flags.eval_every == 0 or half_hour:
             result = evaluate(plan, world, state, phase)
             log_evaluation(plan, log, state, phase_index, result)
-        if phase_ends or state.step % plan.flags.checkpoint_every == 0 or ranks_that_save:
+        if phase_ends or state.step % plan.save_every == 0 or half_hour:
             save(plan, world, log, state)
             saved_step = state.step
             saved_at = time.monotonic()
@@ -1043,8 +1060,11 @@ def train(plan, world):
         save(plan, world, log, state)
     state.reducer.close()
     if log.active:
+        # The folder gets the masters: in 16 bits the model's weights are rounded.
+        state.model.float()
+        optim.copy_to_model(state.masters, state.model)
         bert.save_huggingface(state.model, plan.data / "tokenizer.model", plan.out / "model")
-        report(plan, log, state, stop_requests)
+        report(plan, log, state, stop, stop_requests)
     leave_after_signal(world, state, stop)
 
 
@@ -1133,7 +1153,7 @@ def main():
         if flags.plan:
             print_plan(flags)
             return
-        world = dist.init(flags.timeout)
+        world = dist.init(flags.timeout, lossy=dist.is_lossy(flags.compression))
         train(make_plan(flags, world), world)
         world.close()
     except (Exception, KeyboardInterrupt) as error:

@@ -162,14 +162,14 @@ def test_no_step_waits_for_a_gpu(name):
         return torch.zeros(shape, dtype=torch.int64, device="meta")
 
     with torch.device("meta"):
-        model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192)).bfloat16()
+        model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
+    masters = optim.master_weights(model, torch.bfloat16)
     batch = data.Batch(
         tokens=zeros(64), segments=zeros(64), positions=zeros(64), masked_positions=zeros(4),
         labels=zeros(4), bounds=zeros(5), pair_labels=zeros(3),
         lengths=torch.tensor([12, 16, 31, 5]))
     losses = model(batch)
     (losses.mlm_sum + losses.nsp_sum).backward()
-    masters = optim.master_weights(model)
     for p, master in zip(model.parameters(), masters.values()):
         master.grad = p.grad.float()
     optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
@@ -194,10 +194,11 @@ def test_every_bias_and_layer_norm_is_without_decay(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights_keep_what_16_bits_would_lose(dtype):
-    model = torch.nn.Linear(1, 1, bias=False).to(dtype)
-    torch.nn.init.ones_(model.weight)
-    masters = optim.master_weights(model)
-    assert masters["weight"].dtype == torch.float32
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.001)
+    masters = optim.master_weights(model, dtype)
+    assert masters["weight"].item() == pytest.approx(1.001, rel=1e-7)    # not rounded
+    assert model.weight.dtype == dtype and masters["weight"].dtype == torch.float32
     for _ in range(1000):
         with torch.no_grad():
             masters["weight"] += 1e-4
@@ -207,9 +208,9 @@ def test_master_weights_keep_what_16_bits_would_lose(dtype):
 
 def test_master_weights_of_fp32_are_the_parameters():
     model = torch.nn.Linear(2, 2)
-    assert optim.master_weights(model)["weight"] is model.weight
+    assert optim.master_weights(model, torch.float32)["weight"] is model.weight
     model.bias.requires_grad_(False)
-    assert set(optim.master_weights(model)) == {"weight"}
+    assert set(optim.master_weights(model, torch.float32)) == {"weight"}
 
 
 def test_loss_scaler_halves_doubles_and_is_bounded():

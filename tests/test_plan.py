@@ -35,8 +35,14 @@ WRONG = [
     ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
     ("--vocab-size 300", 1, "has 320 pieces: remove it, or leave out --vocab-size"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
-    ("--corpus /nowhere.txt --data /nowhere", 1, "/nowhere.txt is no file or folder"),
+    ("--corpus /nowhere.txt", 1, "--data is a folder of shards, --corpus text to make them of"),
 ]
+
+
+@pytest.mark.parametrize("flag", ["--data", "--corpus", "--out", "--resume", "--init"])
+def test_an_empty_path_is_refused(refused, flag):
+    code, line = refused(flag, "")
+    assert code == 2 and f"{flag}: the path is empty" in line
 
 
 @pytest.mark.parametrize("argv,status,message", WRONG)

@@ -62,9 +62,9 @@ class Ours:
     def __init__(self, world, config, precision):
         torch.manual_seed(0)
         self.world, self.model = world, bert.BertForPreTraining(config)
-        self.model.to(world.device, optim.PRECISIONS[precision])
+        self.model.to(world.device)
+        self.masters = optim.master_weights(self.model, optim.PRECISIONS[precision])
         self.reducer = dist.Reducer(self.model, world)
-        self.masters = optim.master_weights(self.model)
         for name, master in self.masters.items():
             master.grad = self.reducer.gradients[name]
         self.optimizer = optim.AdamW([*self.masters.values()], lr=1e-4, fused=True)

@@ -84,7 +84,7 @@ WRONG = {
             ("norm / scale > max_norm", "norm > max_norm")),
         "masters of 16 bits": (
             "optim.master_weights",
-            ("parameter.detach().float()", "parameter.detach().clone()")),
+            ("p.detach().clone()", "p.detach().to(dtype)")),
     },
     "lamb": {
         "no bias correction": (
