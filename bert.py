@@ -534,10 +534,9 @@ DTYPES = {                           # safetensors' name of a type: torch's
     "I64": torch.int64}
 
 
-def build_model(folder):
-    """Returns a model with random weights, as a folder's config.json describes it, and the size of
-    the vocabulary there; the model's own is a multiple of 64. Raises ModelError if it is no BERT.
-    """
+def read_config(folder):
+    """Returns the BertConfig that a folder's config.json describes. Raises ModelError if that is no
+    BERT, or has numbers that cannot be."""
     try:
         content = json.loads(Path(folder, "config.json").read_text())
         if content["model_type"] != "bert" or content.get("hidden_act", "gelu") != "gelu":
@@ -545,11 +544,17 @@ def build_model(folder):
         fields = {}
         for ours, theirs in CONFIG_NAMES.items():
             if theirs in content:
-                fields[ours] = content[theirs]
+                value = content[theirs]
+                kind = BertConfig.__annotations__[ours]              # int, or float for fractions
+                limit = 1 if kind is float else math.inf
+                if not isinstance(value, (int, kind)) or not 0 <= value < limit:
+                    raise ValueError(f"{theirs} is {value}")
+                fields[ours] = value
         config = BertConfig(**fields)
-        padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
-        return BertForPreTraining(padded), config.vocab_size
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if config.width % config.heads:
+            raise ValueError(f"{config.heads} heads do not divide {config.width}")
+        return config
+    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 
@@ -567,6 +572,8 @@ def read_weights(folder):
     format. Raises ModelError if it is missing or damaged."""
     path = Path(folder, "model.safetensors")
     try:
+        if not path.is_file():
+            raise FileNotFoundError                  # a pipe or a device could be read for ever
         content = path.read_bytes()
         begin = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:begin])
@@ -592,11 +599,20 @@ def load_huggingface(folder):
     line on stderr names them. Raises ModelError if the folder is no BERT's, if a file is damaged,
     or if the weights are not those that config.json describes.
     """
-    model, vocab_size = build_model(folder)
+    config = read_config(folder)
     weights = read_weights(folder)
     layers = sum(name.endswith("intermediate.dense.weight") for name in weights)
-    if layers != len(model.blocks):
-        raise ModelError(f"{folder} has weights of {layers} layers, not {len(model.blocks)}")
+    if layers != config.layers:
+        raise ModelError(f"{folder} has weights of {layers} layers, not {config.layers}")
+    padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
+    # A wrong number in config.json must not fill the memory. Heads that the file lacks, and the
+    # padding of the vocabulary, are less than what it has.
+    described = sum(shape.numel() for shape in parameter_shapes(padded))
+    found = sum(tensor.numel() for tensor in weights.values())
+    if described > 2 * found:
+        raise ModelError(f"{folder}: config.json describes {described:,} parameters, and "
+                         f"model.safetensors has {found:,}")
+    model = BertForPreTraining(padded)
 
     absent = []
     for name, parameter in model.named_parameters():
@@ -607,7 +623,7 @@ def load_huggingface(folder):
             targets = parameter.detach().zero_().chunk(len(names))
             for part, target in zip(names, targets):
                 if name in ("embeddings.tokens.weight", "mlm_bias"):
-                    target = target[:vocab_size]
+                    target = target[:config.vocab_size]
                 if weights[part].shape != target.shape or not weights[part].isfinite().all():
                     raise ModelError(f"{folder}: {part} has the wrong shape or is not finite")
                 target.copy_(weights[part])
@@ -777,6 +793,9 @@ def main():
     try:
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
+        first_pieces = tokenizer.id_to_piece(list(range(len(SPECIALS))))
+        if first_pieces != SPECIALS or multiple_of_64(len(tokenizer)) != model.config.vocab_size:
+            raise ModelError(f"the tokenizer.model in {flags.folder} is not that of the model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
     except (ModelError, OSError, RuntimeError) as error:     # SentencePiece raises the last two.
         sys.exit(f"bert.py: {error}")

@@ -570,7 +570,8 @@ def receive(pipe):
     try:
         result = pipe.recv()
     except (EOFError, OSError):             # OSError: it died amid a message
-        raise DataError("a worker process died (memory?); set --workers lower") from None
+        raise DataError("a worker process died: no memory (set --workers lower), or a program "
+                        'without if __name__ == "__main__"') from None
     if isinstance(result, Exception):
         raise result
     return result
@@ -611,7 +612,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     if found:
         differ = ", ".join(key for key in settings if found[key] != settings[key])
         if differ:
-            raise DataError(f"{folder} was prepared with another {differ}; remove it first")
+            raise DataError(f"{folder} was prepared otherwise ({differ}); remove it first")
         return found
 
     if tokenizer:
@@ -940,9 +941,10 @@ def write_shards(encoded, folder, settings):
         sentences = lengths_to_offsets(folder / f"{name}.sentences")
         documents = lengths_to_offsets(folder / f"{name}.documents")
         counts.append([int(documents[-1]), len(sentences) - 1, len(documents) - 1])
-    if min(documents for _, _, documents in counts) < 2:
-        raise DataError("too few documents: part them by blank lines, or lower data.py's --shards")
     train = np.sum(counts[1:], axis=0).tolist()
+    if min(documents for _, _, documents in counts) < 2:
+        raise DataError(f"{train[2]} documents are too few for {settings['shards']} shards (a shard "
+                        "needs two): part them by blank lines, or lower data.py's --shards")
     return {"token_type": token_type, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
@@ -1005,7 +1007,7 @@ def verify(folder, rank=0, size=1, everything=False):
     # the number of shards. After so many examples the shards come round again.
     read_here = {names[i % shards] for i in range(rank, shards * size, size)}
     for name, file in manifest["files"].items():
-        path = Path(folder) / name
+        path = Path(folder, Path(name).name)
         if path.stem in names and path.stem not in read_here and not everything:
             continue
         if not path.is_file() or sha256_of(path) != file["sha256"]:

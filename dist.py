@@ -1111,6 +1111,8 @@ def main():
     parser = argparse.ArgumentParser(description="Measure how fast gradients are averaged here.")
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 25, 100, 400], help="sizes")
     sizes = parser.parse_args().mb
+    if min(sizes) < 1:
+        parser.error("argument --mb: must be at least 1")
     try:
         world = init()
         if world.rank == 0:

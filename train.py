@@ -77,8 +77,8 @@ def ceil_div(a, b):
 # ----- Flags -----
 
 # The kinds of numbers that flags take; data.py has `number` and `Parser` for both programs.
-COUNT = data.number(int, 1)                  # 1, 2, 3 ...
-COUNT_OR_0 = data.number(int, 0)
+COUNT = data.number(int, 1, 10 ** 9)         # 1, 2, 3 ...
+COUNT_OR_0 = data.number(int, 0, 10 ** 9)
 FRACTION = data.number(float, 0, 1)
 AMOUNT = data.number(float, 1e-6)            # any positive number
 
@@ -140,12 +140,12 @@ def parse_arguments(argv=None):
         help="keep fewer activations, and compute the others twice")
     add("--workers", type=COUNT_OR_0, default=1,
         help="make examples ahead in this many processes a rank (default: %(default)s)")
-    add("--timeout", type=data.number(float, 1e-3), default=600.0,
+    add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
 
     add = parser.add_argument_group("when to stop, evaluate and save").add_argument
     add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
-    add("--max-minutes", type=data.number(float, 0),
+    add("--max-minutes", type=data.number(float, 0, 1e6),
         help="stop after this many minutes, with a checkpoint")
     add("--eval-every", type=COUNT, default=300,
         help="evaluate after so many steps, half an hour and each phase (default: %(default)s)")
@@ -658,18 +658,21 @@ def save(plan, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns what write_checkpoint wrote (dict), on the CPU. Raises CheckpointError if the file is
-    damaged."""
+    """Returns what write_checkpoint wrote (dict), on the CPU. Raises CheckpointError if there is no
+    such file, or if it is damaged."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file; checkpoints are in runs/NAME/checkpoints")
     content = memoryview(path.read_bytes())
     body = content[:-DIGEST_LENGTH]
     digest = bytes(content[-DIGEST_LENGTH:])
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointError(f"{path} is cut or damaged: its digest does not match")
-    try:
+    with contextlib.suppress(pickle.UnpicklingError, RuntimeError, EOFError):
         # weights_only, because a pickle could run any code.
-        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
-        raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run") from None
+        checkpoint = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        if isinstance(checkpoint, dict) and isinstance(checkpoint.get("run"), dict):
+            return checkpoint
+    raise CheckpointError(f"{path} is no checkpoint of ours; nothing in it was run")
 
 
 def newest_whole_checkpoint(found, log):
@@ -769,16 +772,20 @@ def restore(plan, world, log, state):
         log.cut_metrics(0)                           # the lines of a run that saved nothing
         return
 
-    log.cut_metrics(checkpoint["log_bytes"])
-    for name, master in state.masters.items():
-        master.data.copy_(checkpoint["weights"][name])
-    optim.copy_to_model(state.masters, state.model)
-    state.optimizer.load_state_dict(checkpoint["optimizer"])
-    state.scaler = optim.LossScaler(**checkpoint["scaler"])
-    state.reducer.load_state_dict(checkpoint["residuals"])
-    state.step = checkpoint["step"]
-    state.examples = checkpoint["examples"]
-    state.seconds = checkpoint["seconds"]
+    try:
+        log.cut_metrics(checkpoint["log_bytes"])
+        for name, master in state.masters.items():
+            # Of another shape, it would be repeated until it fits.
+            master.data.copy_(checkpoint["weights"][name].view_as(master))
+        optim.copy_to_model(state.masters, state.model)
+        state.optimizer.load_state_dict(checkpoint["optimizer"])
+        state.scaler = optim.LossScaler(**checkpoint["scaler"])
+        state.reducer.load_state_dict(checkpoint["residuals"])
+        state.step = checkpoint["step"]
+        state.examples = checkpoint["examples"]
+        state.seconds = checkpoint["seconds"]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint is not of this program: {error!r}") from None
 
 
 # ----- The parts of a step -----
@@ -927,9 +934,9 @@ def report(plan, log, state, stop, stop_requests):
     ended = "Done"
     if stop:
         ended = "Stopped by " + "".join(stop_requests[:1] or ["another rank"])
-    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; to start over, remove "
-            f"{plan.out}. Fill in your own:\n"
-            f'    python bert.py "{plan.out}/model" "Returns the [MASK] of it."')
+    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; another --out starts over. "
+            "Fill in your own:\n"
+            f'    python bert.py "{plan.out}/model" "A text with a [MASK] in it."')
 
 
 def leave_after_signal(world, state, stop):

@@ -407,7 +407,7 @@ def test_a_batch_on_a_gpu_is_the_same(shards):
 
 
 @pytest.mark.parametrize("function,item,kind,message,note", [
-    (os._exit, 1, data.DataError, "^a worker process died.*--workers lower$", ""),
+    (os._exit, 1, data.DataError, "^a worker process died: no memory .set --workers lower", ""),
     (open, "/nowhere", FileNotFoundError, "'/nowhere'$", "in work"),
     (int, "x", ValueError, "invalid literal", "in work")])      # a bug: where it is
 def test_what_fails_in_a_worker_is_said(function, item, kind, message, note):
@@ -633,7 +633,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         assert run(*flags.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith("data.py: argument --") and said.count("\n") == 1
-    assert "too few documents: part them by blank lines, or lower data.py's --shards" in run(
+    assert "too few for 300 shards (a shard needs two): part them by blank lines, or lower data.py's --shards" in run(
         "--tokenizer", model, "--shards", 300)
     said = run("--vocab-size", 20)
     assert said.startswith("data.py: --vocab-size 20: ") and "Increase vocab_size" in said
@@ -833,7 +833,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
     shutil.copytree(shards, folder)
     before = files_of(folder)
     assert data.prepare(documents, folder, 320, 4) == data.load_manifest(folder)  # nothing to do
-    with pytest.raises(data.DataError, match="with another corpus, shards; remove it first"):
+    with pytest.raises(data.DataError, match="prepared otherwise .corpus, shards.; remove it first"):
         data.prepare(documents[1:], folder, 320, 2)
     assert files_of(folder) == before
     (tmp_path / "full").mkdir()
@@ -874,7 +874,7 @@ def test_each_setting_that_differs_is_named(documents, shards, setting, change):
         change = {setting: shards / change[setting]}
     if setting == "corpus":                                  # as many bytes of as many documents
         documents = [documents[0].swapcase(), *documents[1:]]
-    with pytest.raises(data.DataError, match=f"with another {setting}; remove it first"):
+    with pytest.raises(data.DataError, match=f"prepared otherwise .{setting}.; remove it first"):
         data.prepare(documents, shards, **{"vocab_size": 320, "shards": 4} | change)
 
 
@@ -893,7 +893,7 @@ def test_a_shard_of_one_document_is_too_small(tmp_path):
     """The second part of a false pair has to come from another one."""
     part = dict(zip(data.ARRAYS, (array("I", [7, 8]), array("I", [2]), array("I", [2]))))
     block = {0: part, 1: part}
-    with pytest.raises(data.DataError, match="too few documents"):
+    with pytest.raises(data.DataError, match="1 documents are too few for 1 shards"):
         data.write_shards(iter([block]), tmp_path, {"shards": 1, "vocab_size": 320})
 
 

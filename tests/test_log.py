@@ -80,11 +80,11 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypa
     assert (tmp_path / "shards" / "my" / "manifest.json").exists()
     assert (tmp_path / "runs" / "my" / "model" / "config.json").exists()
     assert "SOP accuracy" in run.stdout and not re.search("NSP|three sentences", run.stdout)
-    assert "to start over, remove runs/my" in run.stdout
+    assert "another --out starts over" in run.stdout
     (tmp_path / "my.txt").write_text("Another text.\n")
     monkeypatch.chdir(tmp_path)
     code, line = refused(*arguments)
-    assert code == 1 and "shards/my was prepared with another corpus" in line
+    assert code == 1 and "shards/my was prepared otherwise (corpus)" in line
 
 
 # ----- The log -----

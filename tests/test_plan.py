@@ -26,13 +26,13 @@ WRONG = [
     ("--compression zip", 1, "zip.*none, fp16, bf16, int8, onebit, topk"),
     ("--compression topk:2", 1, "topk"),
     ("--no-such-flag", 2, "unrecognized arguments: --no-such-flag"),
-    ("--eval-every 0", 2, "--eval-every: must be in .1, inf)"),
+    ("--eval-every 0", 2, "--eval-every: must be in .1, 1000000000)"),
     ("--seed 1.5", 2, "--seed: invalid .* value: '1.5'"),
     ("--seed 9223372036854775808", 2, "--seed: must be in .0, 9223372036854775808.*, not 9223"),
-    ("--timeout nan", 2, "--timeout: must be in .0.001, inf), not nan"),
+    ("--timeout nan", 2, "--timeout: must be in .0.001, 1000000.0), not nan"),
     ("--dropout 1.5", 2, "--dropout: must be in .0, 1), not 1.5"),
     ("--steps 1 2 3", 1, "--steps takes one number, or one for each of the 2 phases"),
-    ("--resume /nowhere.pt", 1, "No such file or directory: '/nowhere.pt'"),
+    ("--resume /nowhere.pt", 1, "/nowhere.pt is no file; checkpoints are in"),
     ("--vocab-size 300", 1, "has 320 pieces: remove it, or leave out --vocab-size"),
     ("--data /nowhere", 1, "/nowhere/manifest.json is missing"),
     ("--corpus /nowhere.txt", 1, "--data is a folder of shards, --corpus text to make them of"),
@@ -57,7 +57,7 @@ def test_each_node_says_once_what_is_wrong_with_its_flags(monkeypatch, capsys):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit):
             train.parse_arguments(["--steps", "-1"])
-        assert capsys.readouterr().err.count("--steps: must be in [0, inf)") == said
+        assert capsys.readouterr().err.count("--steps: must be in [0, 1000000000)") == said
 
 
 def test_damaged_shards_are_named(refused, shards, tmp_path):
@@ -106,7 +106,7 @@ def start_differently(world):
 def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     out = tmp_path / "out"
     for outcome in run(shards, out, *SHORT, "--resume", "/nowhere.pt", size=2, check=False):
-        assert "FileNotFoundError" in str(outcome) and "/nowhere.pt" in str(outcome)
+        assert isinstance(outcome, train.CheckpointError) and "/nowhere.pt" in str(outcome)
     for outcome in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
         assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
