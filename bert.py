@@ -554,7 +554,7 @@ def read_config(folder):
         if config.width % config.heads:
             raise ValueError(f"{config.heads} heads do not divide {config.width}")
         return config
-    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 

@@ -783,7 +783,7 @@ def restore(plan, world, log, state):
         state.reducer.load_state_dict(checkpoint["residuals"])
         state.step = checkpoint["step"]
         state.examples = checkpoint["examples"]
-        state.seconds = checkpoint["seconds"]
+        state.seconds = float(checkpoint["seconds"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the checkpoint is not of this program: {error!r}") from None
 

@@ -4,6 +4,7 @@ formats."""
 import base64
 import io
 import json
+import os
 import math
 import resource
 import sys
@@ -485,6 +486,8 @@ def test_wrong_configs_are_one_line(saved):
     fields += [{"max_position_embeddings": n} for n in (511, 513, -1, None)]
     fields += [{"hidden_dropout_prob": n} for n in (2, "0.1")]
     fields += [{"hidden_act": name} for name in ("relu", "gelu_new", None)]
+    fields += [{"intermediate_size": n} for n in (10 ** 12, 0, "256")]    # it would fill the memory
+    fields += [{"num_attention_heads": n} for n in (3, 0)]
     for field in fields:
         (folder / "config.json").write_text(json.dumps(config | field))
         with pytest.raises(bert.ModelError) as caught:
@@ -496,6 +499,14 @@ def test_wrong_configs_are_one_line(saved):
             bert.load_huggingface(folder)
     (folder / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0}))
     assert torch.equal(bert.load_huggingface(folder).mlm_bias, model.mlm_bias)
+
+
+def test_a_pipe_is_not_read_for_weights(saved):
+    _, folder = saved
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(bert.ModelError, match="model.safetensors is missing"):
+        bert.load_huggingface(folder)
 
 
 def test_weights_are_copied_from_a_folder_of_the_same_shape_and_tokenizer(saved, shards, tmp_path):

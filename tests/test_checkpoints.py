@@ -358,3 +358,65 @@ def test_init_gives_a_resumed_run_its_untrained_heads(shards, tmp_path):
     first, second = (heads_that_nobody_trains(tmp_path / name / "model")
                      for name in ("first", "second"))
     assert all(map(torch.equal, first, second)) and first[0].any()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_folder_of_16_bits_holds_the_masters(shards, tmp_path, precision):
+    argv = "--batch 8 --workers 0 --max-steps 2 --checkpoint-every 2".split()
+    run(shards, tmp_path / "out", *argv, "--precision", precision, size=2)
+    weights = last_state(tmp_path / "out")["weights"]
+    model = bert.load_huggingface(tmp_path / "out" / "model")
+    for name, master in weights.items():
+        assert torch.equal(model.get_parameter(name), master), name
+    assert not torch.equal(master, master.to(optim.PRECISIONS[precision]).float())
+
+    # And back: no step, the same file
+    run(shards, tmp_path / "again", "--steps", 0, 0, "--workers", 0, "--batch", 8, "--precision", precision,
+        "--init", tmp_path / "out" / "model", size=2)
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# ----- Checkpoints that are whole, but not ours -----
+
+def without(checkpoint, key):
+    del checkpoint[key]
+
+
+def with_value(checkpoint, key, value):
+    checkpoint[key] = value
+
+
+def with_weight(checkpoint, weight):
+    checkpoint["weights"]["mlm_bias"] = weight
+
+
+CRAFTED = [
+    (without, "weights"), (without, "optimizer"), (without, "scaler"), (without, "residuals"),
+    (with_value, "weights", {}), (with_value, "weights", None), (with_value, "optimizer", {}),
+    (with_value, "scaler", {"no": 1}), (with_value, "run", None), (with_value, "seconds", None),
+    (with_weight, torch.zeros(1)), (with_weight, torch.zeros(2, 160)), (with_weight, None)]
+
+
+def test_checkpoints_of_another_content_are_one_line(shards, tmp_path):
+    argv = *INIT, "--max-steps", 1
+    run(shards, tmp_path / "out", *argv)
+    path, = (tmp_path / "out" / "checkpoints").glob("step-*.pt")
+    content = path.read_bytes()
+    for change, *arguments in CRAFTED:
+        path.write_bytes(content)
+        checkpoint = train.read_checkpoint(path)
+        change(checkpoint, *arguments)
+        train.write_checkpoint(path.parent, checkpoint, [])
+        outcome, = run(shards, tmp_path / "out", *INIT, check=False)
+        assert isinstance(outcome, (train.CheckpointError, train.ConfigError)), (change, arguments)
+        assert "\n" not in str(outcome)
+
+
+def test_a_link_in_the_place_of_the_unfinished_checkpoint_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "unfinished").symlink_to(tmp_path / "precious")
+    train.write_checkpoint(tmp_path / "checkpoints", {"step": 1, "run": {}}, [])
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert train.read_checkpoint(tmp_path / "checkpoints" / "step-00000001.pt")["step"] == 1
