@@ -775,8 +775,10 @@ def restore(plan, world, log, state):
     try:
         log.cut_metrics(checkpoint["log_bytes"])
         for name, master in state.masters.items():
-            # Of another shape, it would be repeated until it fits.
-            master.data.copy_(checkpoint["weights"][name].view_as(master))
+            weight = checkpoint["weights"][name]
+            if weight.shape != master.shape:         # copy_ would repeat it until it fits
+                raise ValueError(f"{name} is {tuple(weight.shape)}")
+            master.data.copy_(weight)
         optim.copy_to_model(state.masters, state.model)
         state.optimizer.load_state_dict(checkpoint["optimizer"])
         state.scaler = optim.LossScaler(**checkpoint["scaler"])

@@ -371,8 +371,8 @@ def test_a_folder_of_16_bits_holds_the_masters(shards, tmp_path, precision):
     assert not torch.equal(master, master.to(optim.PRECISIONS[precision]).float())
 
     # And back: no step, the same file
-    run(shards, tmp_path / "again", "--steps", 0, 0, "--workers", 0, "--batch", 8, "--precision", precision,
-        "--init", tmp_path / "out" / "model", size=2)
+    run(shards, tmp_path / "again", *"--batch 8 --workers 0 --steps 0 0".split(),
+        "--precision", precision, "--init", tmp_path / "out" / "model", size=2)
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
 

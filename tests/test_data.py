@@ -461,7 +461,8 @@ import data
 
 def loop(then):
     steps = ([[i, i + 1]] for i in range(10**9))
-    loader = data.loader(data.PretrainingData(sys.argv[1], 32), list, steps, 2)    # alive to the end
+    dataset = data.PretrainingData(sys.argv[1], 32)
+    loader = data.loader(dataset, list, steps, 2)                              # alive to the end
     for number, batches in enumerate(loader):
         if number == 20:
             print(*(p.pid for p in multiprocessing.active_children()), flush=True)
@@ -633,7 +634,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
         assert run(*flags.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith("data.py: argument --") and said.count("\n") == 1
-    assert "too few for 300 shards (a shard needs two): part them by blank lines, or lower data.py's --shards" in run(
+    assert "too few for 300 shards (a shard needs two): part them by blank lines, or lower" in run(
         "--tokenizer", model, "--shards", 300)
     said = run("--vocab-size", 20)
     assert said.startswith("data.py: --vocab-size 20: ") and "Increase vocab_size" in said
@@ -833,7 +834,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
     shutil.copytree(shards, folder)
     before = files_of(folder)
     assert data.prepare(documents, folder, 320, 4) == data.load_manifest(folder)  # nothing to do
-    with pytest.raises(data.DataError, match="prepared otherwise .corpus, shards.; remove it first"):
+    with pytest.raises(data.DataError, match="prepared otherwise .corpus, shards.; remove it"):
         data.prepare(documents[1:], folder, 320, 2)
     assert files_of(folder) == before
     (tmp_path / "full").mkdir()
