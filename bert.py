@@ -127,7 +127,7 @@ def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
     bounds and lengths say which rows belong to one example. With examples of 3, 3 and 6 tokens, and
-    if N were a multiple of 16 and not of 64:
+    drawn as if N were filled up to a multiple of 16, not of 64:
 
         row        0  1  2 | 3  4  5 | 6  7  8  9 10 11 | 12 13 14 15  |
                    ex. 0   | ex. 1   | example 2        | only fill up |
@@ -184,7 +184,8 @@ class Block(nn.Module):
 
     def forward(self, x, bounds, lengths, rows=None):
         """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
-        alone, (R, D). bounds, lengths: as in `attention`."""
+        alone, (R, D): so is the last block called, since the heads read no others. bounds, lengths:
+        as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
         # Torch's function for attention does not know whether the model is in training.
         dropout = self.dropout.p if self.training else 0.0
@@ -231,7 +232,8 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient):
         """Returns the gradient of the logits, loss_gradient * (softmax(logits) - one_hot(labels)),
-        in rows whose label counts, and 0 in others. The labels have none."""
+        in rows whose label counts, and 0 in others; autograd casts it to the logits' format. The
+        labels have none."""
         logs, labels = ctx.saved_tensors
         is_counted = (labels >= 0).to(logs.dtype).unsqueeze(1)   # (M, 1), 1 or 0
         columns = labels.clamp(min=0).unsqueeze(1)               # (M, 1)
@@ -310,7 +312,7 @@ class BertForPreTraining(nn.Module):
             nsp_hits = (nsp_logits.argmax(1) == batch.pair_labels).sum()
             mlm_hits = (mlm_logits.argmax(1) == batch.labels).sum()
 
-        # The losses come last, since CrossEntropy overwrites the logits.
+        # These come last: to save memory, CrossEntropy writes into the logits.
         mlm_sum = CrossEntropy.apply(mlm_logits, batch.labels)
         nsp_sum = CrossEntropy.apply(nsp_logits, batch.pair_labels)
         return Losses(mlm_sum, nsp_sum, mlm_hits, nsp_hits)
@@ -394,7 +396,7 @@ def is_plain_unigram(tokenizer, vocab):
     """Returns whether our tokenizer.json can do what a SentencePieceProcessor does. vocab: its
     pieces and their scores, [(piece, score)]."""
     try:
-        # Other models cannot tell the second-best way to cut a text, and raise.
+        # Models of other kinds cannot tell the second-best way to cut a text, and raise.
         tokenizer.nbest_encode("a", nbest_size=2)
     except RuntimeError:
         return False
@@ -402,8 +404,8 @@ def is_plain_unigram(tokenizer, vocab):
     if tokenizer.normalize(" a  b ") != "▁a▁b":
         return False
     for piece, score in vocab[len(SPECIALS):]:
-        # Single bytes and symbols that a user has defined have a score of 0. A piece with a "▁" in
-        # it would span two words.
+        # data.py makes no piece with a score of 0 (a single byte, or a symbol that a user defines),
+        # and none with a "▁" in it, which would span two words.
         if score == 0 or "▁" in piece[1:]:
             return False
     return True
@@ -427,6 +429,7 @@ def normalizer_steps(tokenizer_model):
         {"type": "Strip", "strip_left": False, "strip_right": True},
         {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
     if table:
+        # "Precompiled" is Hugging Face's name for such a table.
         charsmap = base64.b64encode(table).decode()
         steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
     return steps
@@ -437,7 +440,7 @@ def tokenizer_json(tokenizer_model):
 
     Three things differ in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
-    - it drops an accent that Unicode cannot join with its letter;
+    - it drops an accent that has no character together with its letter, as in "x\u0301";
     - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text.
     Raises ModelError for a SentencePiece model of which more would differ.
     """
@@ -453,8 +456,8 @@ def tokenizer_json(tokenizer_model):
             "id": i, "content": special, "special": True, "normalized": False,
             "lstrip": False, "rstrip": False, "single_word": False})
 
-    # Text before the first [MASK] begins with a new word; text after a [MASK] does so only if it
-    # begins with a space. `encode_with_masks` does the same.
+    # "Metaspace" puts a "▁" for each space. Text before the first [MASK] begins with a new word;
+    # text after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
     spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
     return json.dumps({
         "version": "1.0",
@@ -620,7 +623,8 @@ def load_huggingface(folder):
         lacking = [part for part in names if part not in weights]
         if not lacking:
             # Rows that only pad the vocabulary stay 0. Q, K and V are the thirds of one matrix.
-            targets = parameter.detach().zero_().chunk(len(names))
+            parameter.data.zero_()
+            targets = parameter.data.chunk(len(names))
             for part, target in zip(names, targets):
                 if name in ("embeddings.tokens.weight", "mlm_bias"):
                     target = target[:config.vocab_size]
@@ -778,7 +782,7 @@ def state_gigabytes(config, size, lossy):
         "masters": 4 if size < 4 else 0,
         "gradients": 4,
         "moments": 8,                            # two of them
-        "residuals": 8 if lossy else 0}          # two of them, see dist.Bucket
+        "residuals": 8 if lossy else 0}          # the last one, and the one that is being made
     return {part: 1e-9 * elements * each for part, each in parts.items()}
 
 

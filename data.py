@@ -158,8 +158,8 @@ class PretrainingData:
 
     Example i comes from shard i modulo the number of shards. Its text is found in three steps:
 
-    1. Each document is cut into windows, as long as the text of an example can be. An epoch of a
-       shard takes all its windows, in an order of its own, one for each example.
+    1. Each document is cut into windows, as long as the text of an example can be. An example has
+       the text of one window. An epoch of a shard takes each window once, in an order of its own.
     2. In each epoch the windows of all documents shift by a fraction of a window, so that texts
        begin at other tokens. None reaches over the end of its document.
     3. The text begins with the first sentence that begins in the first half of the window, if there
@@ -183,9 +183,6 @@ class PretrainingData:
     10 % stay (BERT, appendix A.1). whole_words: all tokens of a word are chosen, or none; a word is
     what stands between spaces, with its punctuation (BERT splits that off).
 
-    What is in a small shard is seen more often. With 300 documents in 8 shards the largest has
-    about twice the text of the smallest, with 60 documents four times.
-
     Raises DataError where the folder holds no shards.
     """
 
@@ -203,7 +200,8 @@ class PretrainingData:
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
         self.window_size = seq_len - self.specials      # the most text that an example has, tokens
 
-        # One key for each use of random numbers, so that the draws are independent.
+        # One key for each use of random numbers, so that the draws are independent: to cut a text,
+        # to choose tokens, for what becomes of them ([MASK] or not), for the random ones of them.
         self.seed = (seed, phase)
         keys = np.random.SeedSequence(self.seed).generate_state(4, np.uint64)
         self.cut_key, self.choice_key, self.fate_key, self.token_key = keys
@@ -218,7 +216,7 @@ class PretrainingData:
         self.orders = {}            # of each shard: (the epoch that it is in, the order of windows)
 
     def __getstate__(self):
-        # A worker process maps the files itself
+        # Called when a data set is sent to a worker process, which maps the files itself.
         return {**self.__dict__, "shards": {}, "orders": {}}
 
     def shard(self, s):
@@ -244,7 +242,7 @@ class PretrainingData:
 
     def text(self, shard, epoch, window, length, place):
         """Returns the Text of a window in an epoch: at most `length` tokens, cut in two where a
-        sentence ends; `place` in [0, 1) says at which."""
+        sentence ends, or in the middle if none does; `place` in [0, 1) says at which."""
         sentences = shard.sentences
         document = bisect_right(shard.windows, window) - 1
         first = shard.documents[document]
@@ -258,14 +256,15 @@ class PretrainingData:
         start = first + int((number + shift) * self.window_size)
         start = max(first, min(start, last - self.window_size))
 
-        # It is in this document, if it is less than half a window away: the document ends a window
-        # later, or is shorter than a window, and then `start` is where its first sentence begins.
+        # bisect_left: the first sentence that begins at `start` or later.
         next_sentence = sentences[bisect_left(sentences, start)]
         if next_sentence - start < self.window_size / 2:
+            # It is in this document, which goes on for a window (or is shorter, and begins here).
             start = next_sentence
         end = min(start + length, last)
 
-        # Sentences low <= k < high begin inside of the text: it can be cut there.
+        # Sentences low <= k < high begin inside of the text, after its start and before its end: it
+        # can be cut there.
         low = bisect_right(sentences, start)
         if self.pairs == "sop":
             # It ends with a whole sentence, for half a sentence in the middle would show the swap.
@@ -300,15 +299,16 @@ class PretrainingData:
 
         # B from elsewhere begins as true ones do, with the second part of a text, and is about as
         # long: else a model could tell them apart without reading. Its window is any but those of
-        # A's document: so many after the end of that one, where after the last comes the first.
+        # A's document: so many after the end of that one, where after the last comes the first. Of
+        # 5 windows, of which A's document has number 1 and 2, it is 3, 4 or 0.
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
-        window = (after + int(window_draw * others)) % windows
-        text = self.text(shard, epoch, window, length, cut_draw)
+        other_window = (after + int(window_draw * others)) % windows
+        other = self.text(shard, epoch, other_window, length, cut_draw)
         b_length = length - (middle - start)
-        b_end = min(text.middle + b_length, text.document_end)
-        return Spans(i, s, start, middle, text.middle, b_end, 1)
+        b_end = min(other.middle + b_length, other.document_end)
+        return Spans(i, s, start, middle, other.middle, b_end, 1)
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
@@ -336,6 +336,7 @@ class PretrainingData:
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
         stood there where a token was chosen, IGNORED elsewhere."""
+        # Each token of each example has a number, from which `uniform` makes its random ones.
         positions = np.arange(tokens.shape[1])                         # (T,)
         counters = indices[:, None] * self.seq_len + positions         # (B, T)
         chosen = self.choose(tokens, counters)                         # (B, T)
@@ -417,16 +418,16 @@ class PretrainingData:
         is_real = tokens != PAD                                        # (B, T)
         example_of, positions = np.nonzero(is_real)                    # (N,), of each row
         segments = (positions >= b_starts[example_of]).astype(np.int64)      # (N,)
-        labels = labels[is_real]                                       # (N,)
-        masked_positions = np.flatnonzero(labels != IGNORED)           # (M,)
-        labels = labels[masked_positions]                              # (M,)
+        row_labels = labels[is_real]                                   # (N,)
+        masked_rows = np.flatnonzero(row_labels != IGNORED)            # (M,)
+        masked_labels = row_labels[masked_rows]                        # (M,)
 
         padding = -len(positions) % 64                                 # up to a multiple of 64
-        lengths = np.append(lengths, padding)                          # (B + 1,)
-        bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)     # (B + 2,)
+        padded_lengths = np.append(lengths, padding)                   # (B + 1,)
+        bounds = np.append(0, np.cumsum(padded_lengths)).astype(np.int32)    # (B + 2,)
         return Batch(pad(tokens[is_real], 64), pad(segments, 64), pad(positions, 64),
-                     pad(masked_positions, 16), pad(labels, 16, IGNORED), bounds,
-                     pair_labels, lengths)
+                     pad(masked_rows, 16), pad(masked_labels, 16, IGNORED), bounds,
+                     pair_labels, padded_lengths)
 
 
 def pad(values, multiple, fill=0):
@@ -465,9 +466,9 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     owner = indices % size
     if lengths is not None:
         indices = indices[np.argsort(lengths(indices), kind="stable")]
-        # The owners of 8 examples on 3 ranks, from the shortest one on:  1 0 | 0 1 2 | 2 1 0.  The
-        # longest come last, since the backward pass of the last micro-batch hides the all-reduce.
-        # They are dealt first, so that where a rank gets one example more, that is a short one.
+        # Dealt from the longest on, so that where a rank gets one example more, it is a short one:
+        # 8 examples go to 3 ranks as  0 1 2 | 2 1 0 | 0 1.  The longest of a rank come last in its
+        # list, since the backward pass of the last micro-batch hides the all-reduce.
         from_longest = np.arange(global_batch)[::-1]
         round_number, place = np.divmod(from_longest, size)
         owner = np.where(round_number % 2 == 1, size - 1 - place, place)
@@ -478,7 +479,7 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 def loader(dataset, deal, steps, workers=1):
     """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
     this one). deal(step) returns the micro-batches of a step, each a list of indices; it is called
-    in the worker."""
+    in the worker. train.py gives `micro_batches` with all arguments but the step filled in."""
     return in_workers(functools.partial(make_step, dataset, deal), steps, workers)
 
 
@@ -540,7 +541,7 @@ def start_worker(function):
     context = multiprocessing.get_context("forkserver")
     context.Process(target=work, args=(function, theirs)).start()
     theirs.close()                          # so that the pipe ends if the worker does
-    atexit.register(ours.close)             # else Python would wait at exit for this process
+    atexit.register(ours.close)             # it ends the worker, for which Python waits at exit
     return ours
 
 
@@ -594,6 +595,10 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     of the documents that training never reads, at least; see `enough_to_measure`. workers: default
     one a core, none for less than 32 MB. split: "lines" takes a line as a sentence, "prose" joins a
     document's lines and splits at sentence ends; by default the first thousand lines decide.
+
+    Every shard gives as many examples as any other, so what is in a small one is seen more often.
+    With 300 documents in 8 shards the largest has about twice the text of the smallest, with 60
+    documents four times.
 
     A folder that was prepared the same way already is left as it is. Raises DataError if the folder
     holds something else or the text is of no use.
@@ -788,9 +793,9 @@ def lines_in(path, file):
         for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
-                # JSON begins with {"text" or { alone, templates and TeX with {{ or {\bf. An array
-                # of JSON, as [{, and wikiextractor's <doc id=...>, without --json, fail below: they
-                # must not pass as text.
+                # JSON begins with {"text" or { alone; text can begin with {{ or {\bf, in templates
+                # and TeX. Two more must not pass as text, and so fail below as JSON: an array, as
+                # [{, and wikiextractor's <doc id=...>, without --json.
                 is_json = re.match(r'\{\s*("|\}|$)|\[\s*(\{|$)|<doc ', line) is not None
             if line and is_json:
                 text = json.loads(line)["text"] or ""
@@ -822,8 +827,9 @@ def cut_text(text, n):
     """Returns a text in parts of at most n characters, cut at white space if there is any."""
     if len(text) <= n:
         return [text]
-    words = rf"\S.{{,{n - 1}}}(?<=\S)(?!\S)"            # as many whole words as there is room for
-    part_of_word = rf"\S{{1,{n}}}"                      # where a word is longer than that
+    # Up to n characters, the first no space, that end where a word does; else a part of a word.
+    words = rf"\S.{{,{n - 1}}}(?<=\S)(?!\S)"
+    part_of_word = rf"\S{{1,{n}}}"
     return re.findall(f"{words}|{part_of_word}", text, re.DOTALL)
 
 
@@ -839,7 +845,8 @@ ABBREVIATIONS = [
 
 
 def not_after(words):
-    """Returns a regular expression that matches where none of these words and a full stop end."""
+    """Returns a regular expression that matches any place but right after one of these words and a
+    full stop."""
     any_of_them = "|".join(map(re.escape, words.split()))
     return rf"(?<!\b(?:{any_of_them})\.)"
 
@@ -917,6 +924,7 @@ def write_shards(encoded, folder, settings):
     token_type = "uint16" if settings["vocab_size"] <= 1 << 16 else "uint32"
     types = {"tokens": token_type, "sentences": "int64", "documents": "int64"}
     unigrams = np.zeros(settings["vocab_size"], np.int64)
+    # Lengths follow these zeros. Their running sums are then where each one begins.
     for name in names:
         np.zeros(1, np.int64).tofile(folder / f"{name}.sentences")
         np.zeros(1, np.int64).tofile(folder / f"{name}.documents")
@@ -943,8 +951,8 @@ def write_shards(encoded, folder, settings):
         counts.append([int(documents[-1]), len(sentences) - 1, len(documents) - 1])
     train = np.sum(counts[1:], axis=0).tolist()
     if min(documents for _, _, documents in counts) < 2:
-        raise DataError(f"{train[2]} documents are too few for {settings['shards']} shards (a shard "
-                        "needs two): part them by blank lines, or lower data.py's --shards")
+        raise DataError(f"{train[2]} documents are too few for {settings['shards']} shards (a "
+                        "shard needs two): part them by blank lines, or lower data.py's --shards")
     return {"token_type": token_type, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 
@@ -1004,7 +1012,7 @@ def verify(folder, rank=0, size=1, everything=False):
     shards = manifest["shards"]
     names = shard_names(shards)[1:]
     # This rank's examples are rank, rank + size, rank + 2 size ...; example i is of shard i modulo
-    # the number of shards. After so many examples the shards come round again.
+    # the number of shards. From example shards * size on the pattern repeats.
     read_here = {names[i % shards] for i in range(rank, shards * size, size)}
     for name, file in manifest["files"].items():
         path = Path(folder, Path(name).name)
@@ -1033,7 +1041,7 @@ def machine_documentation():
     """
     from pydoc_data.topics import topics
     texts = list(topics.values())
-    for module in (os, np, torch):
+    for module in (os, np, torch):              # os lies where the standard library does
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts

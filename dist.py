@@ -16,7 +16,7 @@ rank dies or hangs, the others get an error in their next collective. They then 
 store who is alive, and one of them says which ranks are lost (section Failures). All processes end,
 and torchrun may start them again. Only this file imports torch.distributed.
 
-In comments on shapes: N ranks, n elements of a bucket.
+In comments on shapes: N ranks (bert.py and data.py say N for rows), n elements of a bucket.
 """
 import argparse
 import contextlib
@@ -48,7 +48,8 @@ class DistError(Exception):
 
 
 class RankLost(DistError):
-    """A rank died, did not answer in time or never came. End by `leave`: a clean exit can hang."""
+    """A rank died, did not answer in time or never came. After it call `leave`, at the end of this
+    file, not sys.exit: a clean exit can wait for the lost rank."""
 
 
 # ----- Ranks and collectives -----
@@ -57,8 +58,8 @@ class RankLost(DistError):
 class World:
     """This process among all of them, and the collectives: calls that every rank makes together.
 
-    Numbers and objects go over Gloo even where there are GPUs: a rank that died is then an
-    exception in the training loop, while NCCL would abort the process.
+    Numbers and objects go as CPU tensors, and so over Gloo, even where there are GPUs: a rank that
+    died is then an exception in the training loop, while NCCL would abort the process.
     """
     rank: int = 0            # among all processes
     size: int = 1
@@ -101,7 +102,8 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        gathered = torch.stack([tensor] * self.size)     # with one rank already the answer
+        # Memory for the answer; with one rank it is the answer already.
+        gathered = torch.stack([tensor] * self.size)
         rows = list(gathered.unbind())
         self._run(distributed.all_gather, rows, tensor)
         return gathered
@@ -151,7 +153,8 @@ class World:
 
     def _run(self, collective, *arguments, **options):
         """Calls a collective of torch; raises RankLost if a rank does not take part."""
-        # Tensors on the device "meta" have a shape but no elements: `wire_bytes` only counts.
+        # Tensors on the device "meta" have a shape but no elements. With them `wire_bytes` runs the
+        # compressors, to count bytes.
         if self.size == 1 or self.device.type == "meta":
             return
         try:
@@ -241,6 +244,7 @@ def meet(world, init_method, limit):
 
     So no process meets one that was there before a restart.
     """
+    # torch's rendezvous yields (store, rank, size), here once.
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("processes", 1)
@@ -263,12 +267,13 @@ def ranks_without(store, word, size):
 
 
 def choose_interface(world, store):
-    """Sets the network interface that Gloo uses, unless the user has: the one towards the other
-    nodes. Gloo itself takes the one of the host's own name, which others often cannot reach."""
+    """Sets the network interface that Gloo uses, unless the user has: on node 0 the one towards the
+    last node, on all others the one towards node 0. Gloo itself would take that of the host's own
+    name, which others often cannot reach."""
     name, address = interface_towards(os.environ.get("MASTER_ADDR", ""))
     store.set(f"address/{world.rank}", address)
     if world.rank == world.local_rank:
-        # This rank is of node 0, the master itself: it asks for the way to the last node instead.
+        # This rank is on node 0.
         last_address = store.get(f"address/{world.size - 1}").decode()
         name, _ = interface_towards(last_address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -318,8 +323,8 @@ def check_nodes(world):
 
 
 def two_levels(world, limit):
-    """Returns the World, on several nodes with several ranks each with its levels: the Worlds of
-    the ranks on this node, and of the ranks with this local rank on all nodes.
+    """Returns the World. With several nodes of several ranks each, it gets its levels: the World of
+    the ranks on this node, and that of the ranks with this local rank on all nodes.
 
         node 0: ranks 0 1        level 0: (0 1) and (2 3)
         node 1: ranks 2 3        level 1: (0 2) and (1 3)
@@ -364,16 +369,17 @@ class Reducer:
 
     1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
        bucket_mb MB (by default a 12th of all gradients, within 1 and 25 MB), then to the next.
-       Each gradient has a view of its bucket. The `p.grad` of an fp32 parameter is this view.
-       The `p.grad` of a 16-bit one is added to the view and dropped, so that micro-batches add up
+       Each parameter has a view of its bucket, in which the gradients of its micro-batches add up
        in fp32. All ranks start from rank 0's weights.
-    2. Ready. Autograd has added a parameter's gradient to its view.
+    2. Ready. A parameter's gradient is in its view:
+           fp32      p.grad is the view, and autograd adds to it
+           16 bits   autograd makes p.grad; `_ready` adds it to the view and drops it
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
        communication thread, which averages one bucket after another while backward goes on.
     4. Finish. Waits for the thread.
 
         reducer = Reducer(model, world)
-        reducer.zero_grad()                        # now reducer.sends is True
+        reducer.zero_grad()
         for k, batch in enumerate(micro_batches):
             reducer.sends = k == len(micro_batches) - 1          # only the last one sends
             loss(batch).backward()
@@ -406,9 +412,8 @@ class Reducer:
             hook = functools.partial(self._ready, name)
             self.hooks.append(p.register_post_accumulate_grad_hook(hook))
 
-        # The thread computes on one core. OpenMP would give it as many threads as backward has.
-        # Together they are more than the cores, and OpenMP then puts those of backward to sleep
-        # after each operation: a step of the model tiny took 1.36 times as long.
+        # The thread computes on one core. On more it would take them away from backward: a step of
+        # the model tiny took 1.36 times as long.
         self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self.stream = None
         if world.device.type == "cuda":
@@ -417,7 +422,8 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step, whose loss is multiplied by `scale`."""
+        """Begins a step, whose loss is multiplied by `scale`. Only lossy compression needs to know
+        it: its residuals are unscaled."""
         wait(self.jobs)         # after an error some may still be running
         self.jobs = []
         self.scale = scale
@@ -462,16 +468,16 @@ class Reducer:
             if any(name in self.missing for name in bucket.shapes):
                 return
             previous_job = self.jobs[-1] if self.jobs else None
-            event = None
+            gradients_done = None
             if self.stream:
                 # A mark in the GPU's queue: it is reached when what backward has queued until now
                 # is done.
-                event = torch.cuda.Event(blocking=True)
-                event.record()
-            job = self.thread.submit(self._average, bucket, previous_job, event)
+                gradients_done = torch.cuda.Event(blocking=True)
+                gradients_done.record()
+            job = self.thread.submit(self._average, bucket, previous_job, gradients_done)
             self.jobs.append(job)
 
-    def _average(self, bucket, previous_job, event):
+    def _average(self, bucket, previous_job, gradients_done):
         """Averages a bucket, in the communication thread; returns (bytes sent, seconds)."""
         if previous_job:
             previous_job.result()          # raises its error: after one, no further bucket is sent
@@ -480,13 +486,14 @@ class Reducer:
             # its own, beside that of backward. The call also makes the stream's GPU the thread's:
             # each thread begins with GPU 0, and even to wait there would take memory of it.
             torch.cuda.set_stream(self.stream)
-            event.synchronize()
+            gradients_done.synchronize()
         began = time.perf_counter()
         sent = bucket.average(self.scale)
         if self.stream:
             # Only this thread waits, until the bucket is averaged: so its seconds are real.
-            event.record()
-            event.synchronize()
+            averaged = torch.cuda.Event(blocking=True)
+            averaged.record()
+            averaged.synchronize()
         return sent, time.perf_counter() - began
 
     # 4. Finish
@@ -538,9 +545,10 @@ class Reducer:
 
 
 def order_of_readiness(module):
-    """Returns two lists of (name, trainable parameter), each about as backward completes gradients:
-    of modules that hold no embedding, and of those that do."""
-    # Backward ends with embeddings. A bucket with anything else in it would wait for them.
+    """Returns two lists of (name, trainable parameter), each in about the order in which backward
+    completes gradients: parameters of modules without an embedding, and of modules with one."""
+    # Backward ends with embeddings, and with what stands beside them, their LayerNorm. A bucket
+    # with anything else in it would wait for them.
     late = set()
     for owner in module.modules():
         if any(isinstance(child, torch.nn.Embedding) for child in owner.children()):
@@ -575,9 +583,9 @@ def fill_buckets(groups, bucket_mb, world, compression):
 def fold_buckets(buckets):
     """Returns what lossy compression of Buckets has not yet sent, {name: fp32 tensor}. Collective.
 
-    Saving changes the run: each rank goes on with the mean of all residuals, and without what else
-    compressors keep. So any number of ranks can resume, and on as many ranks a resumed run equals
-    the run that saved, bit for bit. A run that saves in other steps gets other bits.
+    Saving changes the run: each rank's residual becomes the mean of all ranks', and what else a
+    compressor keeps is dropped. So any number of ranks can resume, and on as many ranks a resumed
+    run equals the run that saved, bit for bit. A run that saves in other steps gets other bits.
     """
     state = {}
     for bucket in buckets:
@@ -615,19 +623,21 @@ class Bucket:
         2. compressor        0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
-    So a node sends no more than one rank. Bucket `number` decides who leads, which spreads memory
-    and work over the node's GPUs. Dense sums on GPUs go without: NCCL has levels of its own.
+    So a node sends no more than a single rank would. Bucket `number` decides who leads, which
+    spreads memory and work over the node's GPUs. Dense sums on GPUs do without these levels, since
+    NCCL has its own.
     """
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
         self.lossy = self.compressor is not dense
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        # The ranks of `inner` add up first, then those of `outer` exchange.
+        # The ranks of `inner` add up first, then those of `outer` exchange. With one level, `inner`
+        # is this rank alone.
         if world.levels and (self.lossy or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
         else:
-            self.inner = World()                   # this rank alone
+            self.inner = World()
             self.outer = world
         self.leader = number % self.inner.size
         self.keeps_residual = self.lossy and self.inner.rank == self.leader
@@ -704,6 +714,7 @@ class Bucket:
             rest.copy_(self.residual[:n])
             dense(self.outer, rest)
             if "server" in self.state:             # a part of it on each rank, see `two_phase`
+                # It is what the mean lacks, so it is not divided.
                 parts = self.outer.all_gather(self.state["server"])
                 rest += parts.view(-1)[:n]
         self.inner.broadcast(rest, self.leader)
@@ -714,8 +725,9 @@ class Bucket:
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
+        # The shapes are for tests/variants/powersgd.py.
         self.state = {"n": len(self.flat), "shapes": list(self.shapes.values())}
-        self.next_state = None                     # what `_send` left, until `commit`
+        self.next_state = None                     # from `_send` to `commit` the new state
         if not self.keeps_residual:
             return
         self.residual = torch.zeros_like(self.padded)
@@ -756,9 +768,10 @@ def dense(world, value, dtype=torch.float32):
     as well. Returns the bytes of a ring of N ranks: each sends (N - 1) / N of the tensor twice, to
     sum it up and to spread the sums.
     """
-    wire = value.div_(world.size).to(dtype)        # before the sum, which might overflow fp16
+    value.div_(world.size)                         # before the sum, which might overflow fp16
+    wire = value.to(dtype)                         # in fp32 it is `value` itself
     world.all_reduce(wire)
-    value.copy_(wire)                              # in fp32 they are the same tensor
+    value.copy_(wire)
     return 2 * (world.size - 1) * wire.numel() * wire.element_size() // world.size
 
 
@@ -791,7 +804,8 @@ def topk(world, value, mean, state, fraction):
 def two_phase(world, value, mean, state, quantiser):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). Rank j
     is the server of part j of the bucket: it averages what all ranks send of that part, and sends
-    the average to all. With two ranks, whose values are (a0 a1) and (b0 b1):
+    the average to all. C(x) is what is left of x when it is encoded and decoded. With two ranks,
+    whose values are (a0 a1) and (b0 b1):
 
                        rank 0                 rank 1
         value          a0     a1              b0     b1
@@ -801,29 +815,31 @@ def two_phase(world, value, mean, state, quantiser):
         encode         C(m0)                  C(m1)               m - C(m) is the next s
         all_gather     C(m0)  C(m1)           C(m0)  C(m1)        the mean, on both
 
-        q_r = C(v_r)                  rest_r = v_r - q_r                   worker r, all parts
-        q = C(mean_r q_r + s)         s = mean_r q_r + s - q               server j, part j
+        c_r = C(v_r)                  rest_r = v_r - c_r                   sender r, all parts
+        q = C(mean_r c_r + s)         s = mean_r c_r + s - q               server j, part j
     """
     quantise, unpack, block = quantiser
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
     # Until the end `mean` is memory to compute in: to take new memory costs more than to compute.
     scratch = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
-    # How many elements of each block are no padding, (N, blocks of a part, 1)
+    # How many elements of each block are no padding, (N, blocks of a part, 1); at least 1, since
+    # onebit divides by it.
     sizes = (state["n"] - starts).clamp(1, block).view(world.size, -1, 1)
 
-    # 1. As a worker: sends each part to its server.
+    # 1. Send each part to its server.
     codes = encode(quantise, parts, sizes, scratch)        # (N, blocks of a part, bytes of a block)
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
-    # 2. As a server: averages its part.
+    # 2. As a server, average the part of all ranks.
     server = torch.zeros_like(parts[0]) + state.get("server", 0)         # new, as rule 3 asks
     for part in decode(unpack, received, scratch):
         server.add_(part, alpha=1 / world.size)
+    # Where the bucket ends in this part, if it does: onebit has made signs of the padding there.
     first_padding = max(0, state["n"] - world.rank * server.numel())
-    server.view(-1)[first_padding:] = 0                    # onebit has made signs of the padding
+    server.view(-1)[first_padding:] = 0
 
-    # 3. As a server: sends the average to all; what is lost in that stays in `server`.
+    # 3. As a server, send the average to all; what is lost in that stays in `server`.
     codes = encode(quantise, server, sizes[world.rank], scratch[0])
     state["server"] = server
     decode(unpack, world.all_gather(codes), mean.view_as(parts))
@@ -879,7 +895,7 @@ def quantise_onebit(blocks, sizes, out):
     embedding, then ||x - q|| > ||x||, and the residual grows from step to step. mean |x| is the
     scale with the smallest error (Karimireddy et al., arXiv 1901.09847).
     """
-    sums = torch.abs(blocks, out=out).sum(-1, keepdim=True)        # |x| is in `out` only for this
+    sums = torch.abs(blocks, out=out).sum(-1, keepdim=True)        # |x| is in `out` only here
     scales = sums.div_(sizes)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
         packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
@@ -1067,8 +1083,10 @@ def ask(question):
     if not distributed.is_initialized():
         return None
     store = distributed.group.WORLD.get_group_store()
-    with contextlib.suppress(RuntimeError, TimeoutError):
+    try:
         return ThreadPoolExecutor().submit(question, store).result(timeout=3)
+    except (RuntimeError, TimeoutError):
+        return None
 
 
 def leave(message, restart_helps):

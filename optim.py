@@ -78,15 +78,16 @@ def learning_rate(phase_step, phase):
          0 | /___________________\    fraction of the phase that is done
             0   warmup  decay_from 1
 
-    With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase,
-    so that at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power.
+    With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
+    So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase
+    1 of "nvlamb-64k" from 6e-3 to 5.1e-3.
     """
     # This lies strictly between 0 and 1, so that no step has a rate of 0.
     done = (phase_step + 1) / (phase.steps + 1)
     if done < phase.warmup:
         return phase.lr * done / phase.warmup
-    left = (1 - done) / (1 - phase.decay_from)               # above 1 before the decay begins
-    return phase.lr * min(1.0, left) ** phase.power
+    left = min(1.0, (1 - done) / (1 - phase.decay_from))     # 1 before the decay begins
+    return phase.lr * left ** phase.power
 
 
 # ----- Precision: 16-bit models and their fp32 master weights -----
@@ -234,14 +235,14 @@ class Optimizer(torch.optim.Optimizer):
 
     An update computes on lists of tensors by `torch._foreach_*`: on a GPU a few kernels for a list,
     not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient; `state`
-    has m and v of each, under the names that torch's AdamW gives them.
+    has m and v of each, under the names of torch's AdamW: so train.py can check both alike.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "step": 0,                     # t; here, because torch saves the options of a group
+        "step": 0,                     # t: one number for a group, saved with its options
     }
 
     def __init__(self, params, **options):
@@ -328,16 +329,16 @@ class LAMB(Optimizer):
         ratios = safe_ratios(norms(w), norms(u))
         if not decay and not group["adapt_all"]:
             ratios.fill_(1.0)
-        # `unbind` makes a list of n tensors of one number each. As numbers of Python they would
-        # make the CPU wait for the GPU.
+        # `unbind` makes a list of n tensors of one number each: for n numbers of Python the CPU
+        # would have to wait for the GPU.
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)
 
 
 class LANS(Optimizer):
     """LAMB with a Nesterov term and normalised gradients, for batches of 96K (Zheng et al., arXiv
-    2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp). Ratios, and 1 / ||g||, are 1 where a
-    norm is 0.
+    2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp). All tensors have ratios, those without
+    decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0.
 
         g = g / ||g||                           so that their scale does not matter
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2

@@ -184,6 +184,7 @@ class Plan:
     gpu_memory: float            # GB of the smallest GPU; None on CPUs
     config: bert.BertConfig
     save_every: int              # steps
+    # make_plan fills in the next two, which follow from the others, and `prepare` the last.
     phases: list = None          # of optim.Phase, with the flags' numbers
     ends: list = None            # the number of each phase's last step, counted in the whole run
     run: dict = None             # what the results depend on; known when the shards are there
@@ -235,7 +236,7 @@ def one_for_each(flag, numbers, count):
 
 
 def state_gigabytes(plan):
-    """Returns {part: GB} of what a rank holds besides activations."""
+    """Returns {part: GB} of what a rank holds besides activations, by bert.state_gigabytes."""
     itemsize = optim.PRECISIONS[plan.precision].itemsize
     return bert.state_gigabytes(plan.config, itemsize, dist.is_lossy(plan.flags.compression))
 
@@ -563,7 +564,8 @@ def build(plan, world):
 
     scaler = optim.LossScaler()
     if "fp16" not in (plan.precision, plan.flags.compression):
-        # bf16 has the range of fp32: no gradient becomes 0, so no loss has to be scaled.
+        # Nothing is in fp16, neither the model nor what is sent. bf16 has the range of fp32: no
+        # gradient becomes 0, so no loss has to be scaled.
         scaler = optim.LossScaler(scale=1.0, largest=1.0)
     return State(model, reducer, masters, optimizer, scaler)
 
@@ -624,7 +626,8 @@ def write_checkpoint(folder, checkpoint, keep):
     finally:
         temporary.unlink(missing_ok=True)
 
-    # A later one is there only if it was damaged when this run resumed: it goes as well.
+    # A later one is there only if it was damaged when this run resumed (see find_checkpoint): it
+    # goes as well.
     found = checkpoints_in(folder)
     older = [step for step in found if step < checkpoint["step"]]
     kept = {checkpoint["step"], max(older, default=0), *keep}
@@ -716,8 +719,9 @@ def find_checkpoint(plan, log):
 
 
 def check_for_later_checkpoints(plan, world):
-    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0: without a
-    shared disk, the node that was the first may have another rank now."""
+    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0. Without a
+    shared disk only the first node has checkpoints, and when a run is started again another node
+    may be the first."""
     newest = max(checkpoints_in(plan.out / "checkpoints"), default=0)
     place = f"{os.uname().nodename}:{plan.out.absolute()}"
     places = world.all_gather_object((newest, place))
@@ -756,10 +760,12 @@ def broadcast_checkpoint(world, checkpoint):
 
 
 def restore(plan, world, log, state):
-    """Gives the State what the checkpoint of --resume holds; changes nothing if there is none.
+    """Gives the State what the checkpoint of --resume holds, and cuts metrics.jsonl to where it was
+    then. If there is none, the State stays as it is and metrics.jsonl becomes empty.
 
-    Collective: rank 0 reads and sends. Raises ConfigError on every rank if there is none that can
-    be used, or if the disk of another node has a later one.
+    Collective: rank 0 reads and sends. Raises on every rank: ConfigError if there is none that can
+    be used, or if the disk of another node has a later one; CheckpointError if what is in it does
+    not fit.
     """
     check_for_later_checkpoints(plan, world)
 
@@ -817,11 +823,11 @@ class StepTotals(NamedTuple):
 def step_totals(world, micro_batches):
     """Returns the StepTotals. Counts on the CPU, before batches go to a GPU, so nothing waits for
     the device. Collective."""
-    masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    rows = sum(len(batch.tokens) for batch in micro_batches)
+    own_masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
+    own_rows = sum(len(batch.tokens) for batch in micro_batches)
     # The last length is that of the rows that only pad.
-    tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
-    table = world.all_gather(torch.tensor([masked, rows, tokens]))       # (ranks, 3)
+    own_tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
+    table = world.all_gather(torch.tensor([own_masked, own_rows, own_tokens]))   # (ranks, 3)
     masked, rows, _ = table.sum(0).tolist()
     return StepTotals(masked, rows, table[:, 2].tolist())
 
@@ -946,7 +952,8 @@ def leave_after_signal(world, state, stop):
     would leave the torchrun of other nodes waiting. stop: of dist.asked_to_stop, all ranks'."""
     if stop < dist.SIGNALLED or not dist.TORCHRUN:
         return
-    world.sum([0])                       # wait for rank 0: a rank that leaves has the others killed
+    # Rank 0 still writes the model. A rank that leaves has the others killed, so all wait for it.
+    world.sum([0])
     message = f"stopped after step {state.step}; the same command resumes"
     if stop == dist.TORCHRUN_DIED:
         raise dist.RankLost(message)     # then a restart helps
@@ -981,7 +988,6 @@ def train(plan, world):
             steps = open_phase(plan, world, state, phase_index)
             # All ranks have so many micro-batches in a step, and some may have one more.
             common = ceil_div(phase.global_batch // world.size, phase.micro_batch)
-            reducer = state.reducer
         began = time.perf_counter()
 
         # 1. This rank's examples of the step, in micro-batches that workers have made ahead.
@@ -996,6 +1002,7 @@ def train(plan, world):
         # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
         scale = state.scaler.scale
         loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        reducer = state.reducer
         reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks agree
@@ -1094,15 +1101,15 @@ def step_seconds(plan, world, phase, shapes):
     masked = plan.mask_fraction * phase.seq_len
     flops = share * bert.flops_per_example(plan.config, phase.seq_len, masked)
     compute = 1e-12 * flops / plan.flags.tflops
-    backward = 2 / 3 * compute
+    all_backward = 2 / 3 * compute
     if plan.flags.recompute:
         # Backward computes the forward pass once more.
-        backward += compute / 3
-        compute += compute / 3
+        all_backward = compute
+        compute = 4 / 3 * compute
     # Gradients are exchanged during the last micro-batch only.
-    backward *= min(1, phase.micro_batch / share)
+    backward = all_backward * min(1, phase.micro_batch / share)
 
-    # Dense sums go in a ring through all GPUs, lossy ones between nodes only; see dist.Bucket.
+    # What is lossy is exchanged by one rank of each node, dense sums in a ring through all ranks.
     ring = world.nodes
     if world.nodes > 1 and not dist.is_lossy(plan.flags.compression):
         ring = world.size

@@ -183,7 +183,7 @@ EXERCISES = {
         "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits "
         "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
         "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
-        90, 53, "all that the next step depends on, and a file that is whole or not there",
+        90, 60, "all that the next step depends on, and a file that is whole or not there",
         ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
          "leave no unfinished file. `read_checkpoint` says what is expected.",
          "`save`: first `check_weights`. All ranks collect what the next step depends on, since "

@@ -31,12 +31,12 @@ WRONG = {
             ("b_end, 1)", "b_end, 0)")),
         "B from where its text begins": (
             "data.PretrainingData.pair",
-            ("text.middle, b_end", "text.start, b_end"),
-            ("min(text.middle + b_length", "min(text.start + b_length")),
+            ("other.middle, b_end", "other.start, b_end"),
+            ("min(other.middle + b_length", "min(other.start + b_length")),
         "B as long as its document": (
             "data.PretrainingData.pair",
-            ("min(text.middle + b_length, text.document_end)",
-             "text.document_end")),
+            ("min(other.middle + b_length, other.document_end)",
+             "other.document_end")),
     },
     "attention": {
         "over the queries": (
@@ -70,7 +70,7 @@ WRONG = {
             ("(1 - phase.decay_from)", "(1 - phase.warmup)")),
         "above the peak": (
             "optim.learning_rate",
-            ("min(1.0, left)", "left")),
+            ("min(1.0, (1 - done) / (1 - phase.decay_from))", "(1 - done) / (1 - phase.decay_from)")),
     },
     "precision": {
         "takes an overflowed step": (
@@ -123,11 +123,11 @@ WRONG = {
     "buckets": {
         "divides after the sum": (
             "dist.dense",
-            ("value.div_(world.size).to(dtype)", "value.to(dtype)"),
+            ("value.div_(world.size)", "pass"),
             ("value.copy_(wire)", "value.copy_(wire.div_(world.size))")),
         "a sum, no mean": (
             "dist.dense",
-            ("value.div_(world.size).to(dtype)", "value.to(dtype)")),
+            ("value.div_(world.size)", "pass")),
         "a bucket for each tensor": (
             "dist.fill_buckets",
             ("if room <= 0:", "if True:")),
@@ -154,7 +154,7 @@ WRONG = {
              '            if vars(bucket).get("begun") is self.jobs:\n'
              "                continue\n"),
             ("                return\n", "                continue\n"),
-            ("event.record()", "event.record()\n            bucket.begun = self.jobs")),
+            ("self.jobs.append(job)", "self.jobs.append(job)\n            bucket.begun = self.jobs")),
         "the last micro-batch alone": (
             "dist.Reducer._ready",
             ("view.add_(p.grad)", "view.copy_(p.grad)")),
@@ -193,18 +193,19 @@ WRONG = {
             "train.write_checkpoint",
             ('folder / "unfinished"', "folder / f\"step-{checkpoint['step']:08d}.pt\""),
             ("        os.replace(temporary, folder / f\"step-{checkpoint['step']:08d}.pt\")\n", ""),
-            ("        temporary.unlink(missing_ok=True)\n", "        pass\n")),
+            ("    finally:\n        temporary.unlink(missing_ok=True)\n",
+             "    finally:\n        pass\n")),
         "weights in 16 bits": (
             "train.save",
             ('"weights": state.masters,', '"weights": dict(state.model.named_parameters()),')),
         "forgets the residuals": (
             "train.restore",
-            ('    state.reducer.load_state_dict(checkpoint["residuals"])\n', "")),
+            ('        state.reducer.load_state_dict(checkpoint["residuals"])\n', "")),
         "forgets the moments": (
             "train.restore",
-            ('    state.optimizer.load_state_dict(checkpoint["optimizer"])\n', "")),
+            ('        state.optimizer.load_state_dict(checkpoint["optimizer"])\n', "")),
         "forgets the loss scale": (
             "train.restore",
-            ('    state.scaler = optim.LossScaler(**checkpoint["scaler"])\n', "")),
+            ('        state.scaler = optim.LossScaler(**checkpoint["scaler"])\n', "")),
     },
 }
