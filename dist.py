@@ -832,7 +832,10 @@ def two_phase(world, value, mean, state, quantiser):
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server, average the part of all ranks.
-    server = torch.zeros_like(parts[0]) + state.get("server", 0)         # new, as rule 3 asks
+    if "server" in state:
+        server = state["server"].clone()                   # as rule 3 asks
+    else:
+        server = torch.zeros_like(parts[0])
     for part in decode(unpack, received, scratch):
         server.add_(part, alpha=1 / world.size)
     # Where the bucket ends in this part, if it does: onebit has made signs of the padding there.
