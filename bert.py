@@ -72,8 +72,8 @@ class BertConfig:
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
     vocab_size: int                     # V, the rows of the embedding, a multiple of 64
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the fraction of hidden states, and of attention weights,
-                                        # that is set to 0 in training
+    dropout: float = 0.1                # the fraction of hidden states that is set to 0 in training
+    attention_dropout: float = 0.0      # the same of attention weights; 0.1 in the original
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
     init_std: float = 0.02              # the standard deviation of initial weights
 
@@ -181,6 +181,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.feed_forward, width)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.attention_dropout = config.attention_dropout
 
     def forward(self, x, bounds, lengths, rows=None):
         """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
@@ -188,7 +189,7 @@ class Block(nn.Module):
         as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
         # Torch's function for attention does not know whether the model is in training.
-        dropout = self.dropout.p if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
             x = x.index_select(0, rows)                          # (R, D)
@@ -344,6 +345,7 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
     "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
@@ -507,7 +509,6 @@ def save_huggingface(model, tokenizer_path, folder):
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG_NAMES.items()}
     config |= {
         "architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
-        "attention_probs_dropout_prob": model.config.dropout,
         "type_vocab_size": 2, "pad_token_id": PAD, "tie_word_embeddings": True}
 
     tokenizer_config = {
@@ -753,9 +754,11 @@ def activation_bytes(config, tokens, masked, size, recompute=False):
     """
     width = config.width
     per_layer = size * (9 * width + 2 * config.feed_forward)
+    # The masks of dropout have a byte an element: two of D in the block, about D in attention.
     if config.dropout > 0:
-        # A byte an element: two masks of D in the block, and about D bytes in attention's kernel.
-        per_layer += 3 * width
+        per_layer += 2 * width
+    if config.attention_dropout > 0:
+        per_layer += width
     per_token = config.layers * per_layer
     if recompute:
         # Each layer keeps its input alone, but for the one that is being computed again.

@@ -15,6 +15,10 @@ from typing import NamedTuple
 import torch
 
 
+class TrainingStopped(ArithmeticError):
+    """Training cannot begin or go on; the message says why."""
+
+
 # ----- Recipes: batches and learning rates over the steps -----
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Recipe(NamedTuple):
     optimizer: str
     betas: tuple             # where steps are few the second one must forget sooner
     dropout: float           # 0 where every text is seen a few times only
+    attention_dropout: float # 0 lets bf16 GPUs take all lengths at once, see bert.attention
     mask_fraction: float     # of the tokens; small models learn faster with more (arXiv 2202.08005)
     phases: list
 
@@ -44,7 +49,8 @@ class Recipe(NamedTuple):
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe(
-        optimizer="lamb", betas=(0.9, 0.98), dropout=0.0, mask_fraction=0.3,
+        optimizer="lamb", betas=(0.9, 0.98), dropout=0.0, attention_dropout=0.0,
+        mask_fraction=0.3,
         phases=[
             Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1),
@@ -52,7 +58,8 @@ RECIPES = {
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. Their
     # script leaves use_nvlamb off, so the optimizer is "lamb".
     "nvlamb-64k": Recipe(
-        optimizer="lamb", betas=(0.9, 0.999), dropout=0.1, mask_fraction=0.15,
+        optimizer="lamb", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
+        mask_fraction=0.15,
         phases=[
             Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5),
             Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0, power=0.5),
@@ -60,7 +67,8 @@ RECIPES = {
     # BERT-large in 54 minutes (arXiv 2006.13484). The batches and the shape of the schedule were
     # read in the paper; the steps, rates and fractions were not checked against it.
     "lans-96k": Recipe(
-        optimizer="lans", betas=(0.9, 0.999), dropout=0.1, mask_fraction=0.15,
+        optimizer="lans", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
+        mask_fraction=0.15,
         phases=[
             Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
             Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
@@ -97,16 +105,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 def choose_precision(name, device):
     """Returns the name of the precision to train in: for "auto" the fastest of the device, for any
-    other name that name."""
-    if name != "auto":
-        return name
+    other name that name. Raises TrainingStopped for "bf16" on a GPU that would only emulate it."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bf16" if has_bf16 else "fp16"
-    # A CPU without instructions for bf16 takes 10 to 200 times as long with it as with fp32.
-    features = torch.cpu.get_capabilities()
-    has_bf16 = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
-    return "bf16" if has_bf16 else "fp32"
+        if name == "bf16" and not has_bf16:
+            raise TrainingStopped("this GPU has no bf16; take --precision fp16")
+        otherwise = "fp16"
+    else:
+        # A CPU without instructions for bf16 takes 10 to 200 times as long with it as with fp32.
+        features = torch.cpu.get_capabilities()
+        has_bf16 = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
+        otherwise = "fp32"
+    if name != "auto":
+        return name
+    return "bf16" if has_bf16 else otherwise
 
 
 def master_weights(model, dtype):
@@ -130,10 +142,6 @@ def copy_to_model(masters, model):
 
 
 # ----- Loss scaling and clipping -----
-
-class TrainingStopped(ArithmeticError):
-    """Training cannot continue; the message names the step and what is not finite."""
-
 
 @dataclasses.dataclass
 class LossScaler:

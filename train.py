@@ -302,7 +302,6 @@ def make_plan(flags, world):
     shards = Path(flags.data or data.default_folder(flags.corpus))
     name = flags.recipe if reads_docs else shards.name
     vocab_size = planned_vocab_size(flags, shards)
-    dropout = given_or(flags.dropout, recipe.dropout)
     dist.parse_compression(flags.compression)    # raises DistError if it is unknown
 
     plan = Plan(
@@ -316,7 +315,11 @@ def make_plan(flags, world):
         mask_fraction=given_or(flags.mask_fraction, recipe.mask_fraction),
         precision=optim.choose_precision(flags.precision, world.device),
         gpu_memory=smallest_gpu_memory(flags, world),
-        config=bert.BertConfig.preset(flags.model, vocab_size, dropout=dropout),
+        config=bert.BertConfig.preset(
+            flags.model,
+            vocab_size,
+            dropout=given_or(flags.dropout, recipe.dropout),
+            attention_dropout=given_or(flags.dropout, recipe.attention_dropout)),
         # Where steps are long, to save every 300th would be too often, or too seldom.
         save_every=flags.checkpoint_every or (300 if reads_docs else sys.maxsize))
     # This needs the fields above: what fits a GPU depends on the model and its precision.
@@ -734,13 +737,11 @@ def check_for_later_checkpoints(plan, world):
 
 
 def replace_tensors(value, function):
-    """Returns nested dicts and lists with function(tensor) in the place of each tensor."""
+    """Returns nested dicts with function(tensor) in the place of each tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
         return {key: replace_tensors(part, function) for key, part in value.items()}
-    if isinstance(value, list):
-        return [replace_tensors(part, function) for part in value]
     return value
 
 

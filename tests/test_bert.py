@@ -287,7 +287,8 @@ def test_flops_are_those_that_torch_counts():
 
 @pytest.mark.parametrize("dropout,recompute", [(0.0, False), (0.1, False), (0.0, True)])
 def test_activation_bytes_are_about_what_autograd_keeps(dropout, recompute):
-    config = bert.BertConfig.preset("mini", 1024, dropout=dropout)
+    config = bert.BertConfig.preset(
+        "mini", 1024, dropout=dropout, attention_dropout=dropout)
     model, batch = bert.BertForPreTraining(config), make_batch(lengths=[64] * 4, masked=8)
     model.recompute = recompute
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
@@ -381,7 +382,8 @@ def test_saved_weights_come_back_bit_for_bit(saved, shards):
     assert (folder / "tokenizer.model").read_bytes() == (shards / "tokenizer.model").read_bytes()
     assert not list(folder.glob("*.tmp"))
     config = json.loads((folder / "config.json").read_text())
-    assert {config[key] for key in config if "dropout" in key} == {model.config.dropout}
+    assert config["hidden_dropout_prob"] == model.config.dropout
+    assert config["attention_probs_dropout_prob"] == model.config.attention_dropout
     numbers = int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
     assert numbers % 8 == 0                                  # they are aligned
 

@@ -178,7 +178,7 @@ def test_dropout_is_the_recipes_or_the_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flags, dropout in ((), 0.1), (("--dropout", "0"), 0):
         plan = plan_of("--recipe", "nvlamb-64k", *flags)
-        assert plan.config.dropout == dropout
+        assert plan.config.dropout == plan.config.attention_dropout == dropout
 
 
 def test_the_published_recipes():
@@ -200,6 +200,8 @@ def test_auto_precision_needs_hardware(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True:
                         including_emulation)
     assert optim.choose_precision("auto", torch.device("cuda")) == "fp16"
+    with pytest.raises(optim.TrainingStopped, match="--precision fp16"):
+        optim.choose_precision("bf16", torch.device("cuda"))
 
 
 # ----- --plan -----

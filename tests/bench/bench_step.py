@@ -91,7 +91,8 @@ class Theirs:
         self.model = transformers.BertForPreTraining(transformers.BertConfig(
             vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
             num_attention_heads=config.heads, intermediate_size=config.feed_forward,
-            hidden_dropout_prob=config.dropout, attention_probs_dropout_prob=config.dropout))
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.attention_dropout))
         self.model.to(world.device).train()
         if world.size > 1:
             self.model = DistributedDataParallel(self.model)
@@ -227,7 +228,8 @@ def main():
                         batches = real_batches(world, args.data, examples, length, args.batches)
                     else:
                         batches = [random_batch(vocabulary, examples, length)] * args.batches
-                    config = bert.BertConfig.preset(model, vocabulary, dropout=dropout)
+                    config = bert.BertConfig.preset(
+                        model, vocabulary, dropout=dropout, attention_dropout=dropout)
                     row = compare(world, config, precision, batches, args.rounds)
                     say(f"{f'{model}, {examples} x {length}':<18}{precision:>8}{dropout:>9g}{row}",
                         flush=True)
