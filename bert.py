@@ -139,8 +139,8 @@ def attention(qkv, bounds, lengths, dropout):
     weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
-        # This kernel takes examples of all lengths at once. It has no dropout, and GPUs that train
-        # in fp16 are too old for it. Its import takes a second, so it stands here.
+        # This kernel takes examples of all lengths at once. It has no dropout, and old GPUs, which
+        # need fp16, do not have it. Its import takes a second, so it stands here.
         from torch.nn.attention.varlen import varlen_attn
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         longest = int(lengths.max())
@@ -185,8 +185,8 @@ class Block(nn.Module):
 
     def forward(self, x, bounds, lengths, rows=None):
         """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
-        alone, (R, D): so is the last block called, since the heads read no others. bounds, lengths:
-        as in `attention`."""
+        alone, (R, D). The last block is called with rows, since the heads read no others. bounds,
+        lengths: as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
         # Torch's function for attention does not know whether the model is in training.
         dropout = self.attention_dropout if self.training else 0.0
@@ -225,7 +225,8 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels):
         # A sum of V exponentials needs at least fp32. (Tests use fp64, which stays.)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logs = logits.detach().to(dtype)     # (M, V); in fp32 the logits' memory, else a copy
+        # (M, V). In fp32 this is the memory of the logits, which nobody reads again.
+        logs = logits.detach().to(dtype)
         torch.log_softmax(logs, -1, out=logs)
         ctx.save_for_backward(logs, labels)
         return F.nll_loss(logs, labels, reduction="sum")
@@ -419,10 +420,10 @@ def normalizer_steps(tokenizer_model):
     """
     normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
     spec = normalizer.serialized_normalizer_spec()
-    # The spec is a protobuf message of two fields. Its bytes are:
-    #     tag, length of the name, the name, tag, length of the table (up to 4 bytes), the table
-    # Of a length, each byte has 7 bits, and a highest bit that says whether another byte follows.
-    at = 3 + spec[1]                 # three bytes and the name stand before the table's length
+    # The spec is a protobuf message of two fields. Its bytes are, if the name has n of them:
+    #     0: tag   1: n   2 to n + 1: the name   n + 2: tag   n + 3: length of the table, the table
+    # The length takes up to 4 bytes of 7 bits each; the highest bit says whether another follows.
+    at = spec[1] + 3
     while spec[at] >= 128:
         at += 1
     table = spec[at + 1:]
@@ -442,7 +443,7 @@ def tokenizer_json(tokenizer_model):
 
     Three things differ in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
-    - it drops an accent that has no character together with its letter, as in "x\u0301";
+    - where no character stands for a letter with its accent, as in "x\u0301", the accent is lost;
     - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text.
     Raises ModelError for a SentencePiece model of which more would differ.
     """
@@ -558,7 +559,8 @@ def read_config(folder):
         if config.width % config.heads:
             raise ValueError(f"{config.heads} heads do not divide {config.width}")
         return config
-    except (OSError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+    except Exception as error:
+        # JSON can hold anything, and so raise anything.
         raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
 
 
@@ -583,7 +585,7 @@ def read_weights(folder):
         header = json.loads(content[8:begin])
         header.pop("__metadata__", None)
 
-        elements = memoryview(bytearray(content[begin:]))
+        elements = memoryview(bytearray(content[begin:]))        # torch wants memory to write to
         weights = {}
         for name, entry in header.items():
             first, last = entry["data_offsets"]
@@ -609,8 +611,8 @@ def load_huggingface(folder):
     if layers != config.layers:
         raise ModelError(f"{folder} has weights of {layers} layers, not {config.layers}")
     padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
-    # A wrong number in config.json must not fill the memory. Heads that the file lacks, and the
-    # padding of the vocabulary, are less than what it has.
+    # A wrong number in config.json must not fill the memory. The model may be larger than the file,
+    # by heads that this lacks and by the padding of the vocabulary, but not twice as large.
     described = sum(shape.numel() for shape in parameter_shapes(padded))
     found = sum(tensor.numel() for tensor in weights.values())
     if described > 2 * found:
@@ -668,7 +670,8 @@ STAND_IN = "\ue000"
 
 
 def encode_with_masks(tokenizer, text):
-    """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token."""
+    """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token. Of
+    "a [MASK]s" the pieces are "▁a", "▁", STAND_IN, "s", and the tokens "▁a", [MASK], "s"."""
     tokens = [CLS]
     for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
         # Unknown characters that stand together are one piece, with the stand-in among them. The

@@ -158,8 +158,9 @@ class PretrainingData:
 
     Example i comes from shard i modulo the number of shards. Its text is found in three steps:
 
-    1. Each document is cut into windows, as long as the text of an example can be. An example has
-       the text of one window. An epoch of a shard takes each window once, in an order of its own.
+    1. Each document is cut into windows, as long as the text of an example can be. A window says
+       about where the text of an example begins. An epoch of a shard takes each window once, in an
+       order of its own.
     2. In each epoch the windows of all documents shift by a fraction of a window, so that texts
        begin at other tokens. None reaches over the end of its document.
     3. The text begins with the first sentence that begins in the first half of the window, if there
@@ -249,8 +250,9 @@ class PretrainingData:
         last = shard.documents[document + 1]
 
         # Multiples of the golden ratio, 0.618, modulo 1 are spread evenly over [0, 1); so the
-        # shifts, in windows, are over [-0.75, 0.25). One forward skips the document's begin, one
-        # back is stopped there: with three of four back, begins are seen about as often as ends.
+        # shifts, in windows, are over [-0.75, 0.25). A shift forward skips the document's begin; a
+        # shift back is stopped there, and shows it. With three of four back, a begin is seen about
+        # as often as an end, which is shown in every epoch.
         shift = (0.618 * epoch + 0.75) % 1 - 0.75
         number = window - shard.windows[document]       # of the window in its document: 0, 1, 2 ...
         start = first + int((number + shift) * self.window_size)
@@ -259,7 +261,8 @@ class PretrainingData:
         # bisect_left: the first sentence that begins at `start` or later.
         next_sentence = sentences[bisect_left(sentences, start)]
         if next_sentence - start < self.window_size / 2:
-            # It is in this document, which goes on for a window (or is shorter, and begins here).
+            # It is in the same document: `start` is at least a window before the document's end,
+            # or, in a short document, at its begin, where a sentence begins.
             start = next_sentence
         end = min(start + length, last)
 
@@ -299,8 +302,8 @@ class PretrainingData:
 
         # B from elsewhere begins as true ones do, with the second part of a text, and is about as
         # long: else a model could tell them apart without reading. Its window is any but those of
-        # A's document: so many after the end of that one, where after the last comes the first. Of
-        # 5 windows, of which A's document has number 1 and 2, it is 3, 4 or 0.
+        # A's document. They are counted from the end of that document on, and after the last one
+        # from 0: if there are 5 windows and A's document has 1 and 2, they are 3, 4 and 0.
         own = shard.windows[document]
         after = shard.windows[document + 1]
         others = windows - (after - own)
@@ -541,7 +544,8 @@ def start_worker(function):
     context = multiprocessing.get_context("forkserver")
     context.Process(target=work, args=(function, theirs)).start()
     theirs.close()                          # so that the pipe ends if the worker does
-    atexit.register(ours.close)             # it ends the worker, for which Python waits at exit
+    # At exit Python waits for the worker, which ends when we close the pipe.
+    atexit.register(ours.close)
     return ours
 
 
@@ -662,13 +666,12 @@ def blocks(corpus, total=None):
     block = []
     size = 0
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
-        size += len(document)
-        if size >= BLOCK and block:
+        if block and size + len(document) > BLOCK:
             yield block
             block = []
-        # A document can end several blocks. Only what is over counts for the next one.
-        size %= BLOCK
+            size = 0
         block.append(document)
+        size += len(document)
     if block:
         yield block
 
@@ -705,7 +708,7 @@ def write_folder(corpus, folder, settings, model, workers):
         workers = os.cpu_count() if identity["bytes"] > 32 * BLOCK else 0
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as path:
-        temporary = Path(path) / "shards"       # `path` itself is closed to other users
+        temporary = Path(path) / "shards"       # only we may read `path` itself
         temporary.mkdir()
         (temporary / "tokenizer.model").write_bytes(model)
         tokenizer = load_tokenizer(temporary / "tokenizer.model")
@@ -747,7 +750,7 @@ def default_folder(paths):
     if not paths:
         return Path("shards/docs")
     name = Path(paths[0]).absolute().name.split(".")[0]
-    if name in ("", "docs"):
+    if name in ("", "docs"):                    # shards/docs is for this machine's documentation
         name = "corpus"
     return Path("shards", name)
 
@@ -784,6 +787,10 @@ class TextFiles:
                 yield from documents_in(lines_in(path, io.BufferedReader(file)))
 
 
+# A file that begins so is JSON, or what wikiextractor without --json, Wikipedia and others export.
+NO_TEXT = ('{"', "{}", "[{", "<doc", "<mediawiki", "<page", "<html", "<!doctype", "<?xml")
+
+
 def lines_in(path, file):
     """Yields the lines of an open binary file without the white space around them; of a JSON record
     the lines of its text, then a blank one. Raises DataError, with file and line, if it cannot."""
@@ -793,10 +800,10 @@ def lines_in(path, file):
         for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
-                # JSON begins with {"text" or { alone; text can begin with {{ or {\bf, in templates
-                # and TeX. Two more must not pass as text, and so fail below as JSON: an array, as
-                # [{, and wikiextractor's <doc id=...>, without --json.
-                is_json = re.match(r'\{\s*("|\}|$)|\[\s*(\{|$)|<doc ', line) is not None
+                # A text can begin with {{ or {\bf, in templates and TeX. What begins as an array or
+                # as XML is no text either; it fails below as JSON, and the message helps.
+                begin = line.replace(" ", "").lower()
+                is_json = begin in ("{", "[") or begin.startswith(NO_TEXT)
             if line and is_json:
                 text = json.loads(line)["text"] or ""
                 # "replace": half of a surrogate pair cannot be written as UTF-8
@@ -903,6 +910,7 @@ def encode(tokenizer, prose, held_out, shards, documents):
     encoded = iter(tokenizer.encode(list(itertools.chain(*texts)), num_threads=1))
     parts = {}
     for document, text in zip(documents, texts):
+        # The next len(text) results are this document's.
         sentences = list(filter(None, itertools.islice(encoded, len(text))))
         tokens = list(itertools.chain(*sentences))
         if len(tokens) < 2:             # there is no A and B
@@ -1015,7 +1023,7 @@ def verify(folder, rank=0, size=1, everything=False):
     # the number of shards. From example shards * size on the pattern repeats.
     read_here = {names[i % shards] for i in range(rank, shards * size, size)}
     for name, file in manifest["files"].items():
-        path = Path(folder, Path(name).name)
+        path = Path(folder, Path(name).name)                 # never a file outside of the folder
         if path.stem in names and path.stem not in read_here and not everything:
             continue
         if not path.is_file() or sha256_of(path) != file["sha256"]:

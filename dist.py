@@ -9,12 +9,12 @@ arXiv 2006.15704, section 3.2). Of the compressors, `dense` is enough at first; 
 can be read alone: it is lossy, and keeps what it did not send (the residual) to add it to what it
 sends in the next step (error feedback).
 
-A collective is a call that all ranks of a process group make together, such as a sum over them; of
-one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks
-find each other by a store, a small dictionary that all share, kept by a process of node 0. When a
-rank dies or hangs, the others get an error in their next collective. They then ask through the
-store who is alive, and one of them says which ranks are lost (section Failures). All processes end,
-and torchrun may start them again. Only this file imports torch.distributed.
+A collective is a call that all ranks of a process group make together, such as a sum over them; if
+there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
+CPUs. Ranks find each other by a store, a small dictionary that all share, kept by a process of node
+0. When a rank dies or hangs, the others get an error in their next collective. They then ask
+through the store who is alive, and one of them says which ranks are lost (section Failures). All
+processes end, and torchrun may start them again. Only this file imports torch.distributed.
 
 In comments on shapes: N ranks (bert.py and data.py say N for rows), n elements of a bucket.
 """
@@ -54,6 +54,10 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
+# torch 2.13 has given it another name.
+ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class World:
     """This process among all of them, and the collectives: calls that every rank makes together.
@@ -85,6 +89,10 @@ class World:
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(distributed.all_reduce, tensor)
 
+    def barrier(self):
+        """Returns when all ranks have called it."""
+        self.sum([0])
+
     def reduce(self, tensor, target):
         """Sums a tensor over all ranks, in place on rank `target`; elsewhere it is undefined."""
         self._run(distributed.reduce, tensor, group_dst=target)
@@ -102,10 +110,10 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        # Memory for the answer; with one rank it is the answer already.
-        gathered = torch.stack([tensor] * self.size)
-        rows = list(gathered.unbind())
-        self._run(distributed.all_gather, rows, tensor)
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_zeros(self.size, *tensor.shape)
+        self._run(ALL_GATHER, gathered.view(-1), tensor.view(-1))
         return gathered
 
     def all_to_all(self, rows):
@@ -185,8 +193,8 @@ def init(timeout=600.0, init_method="env://", lossy=True):
     """Returns this process's World from the environment that torchrun sets; without, of one rank.
 
     timeout: seconds that a collective waits for a rank. lossy: whether gradients are to be
-    compressed with losses, for which GPUs need two levels. Raises DistError if the nodes are unlike
-    (numbers of ranks, GPUs), RankLost if the ranks do not meet.
+    compressed with losses; only then GPUs need two levels, see Bucket. Raises DistError if the
+    nodes are unlike (numbers of ranks, GPUs), RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -440,10 +448,9 @@ class Reducer:
     def _ready(self, name, p):
         """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
 
-        Adds the gradient to its view, unless p.grad is the view, as in fp32 (or was, until somebody
-        set p.grad to None). If this micro-batch sends,
-        launches what is complete now; raises DistError where the gradient is complete for the
-        second time in a step."""
+        Adds p.grad to its view, unless it is the view, as in fp32. (If an optimizer's own zero_grad
+        has dropped the view, it is put back.) In the micro-batch that sends, launches the buckets
+        that are complete now, and raises DistError if the gradient is complete twice."""
         view = self.gradients[name]
         if p.grad is not view:
             view.add_(p.grad)
@@ -461,8 +468,7 @@ class Reducer:
         """Gives the thread each bucket that may start now."""
         # The first collective on one rank is matched with the first on the others, and so on. So
         # buckets start in the order of their numbers on every rank, in whatever order they become
-        # complete. The embedding that is tied to the output matrix is ready last: no backward is
-        # left to overlap its bucket.
+        # complete.
         while len(self.jobs) < len(self.buckets):
             bucket = self.buckets[len(self.jobs)]
             if any(name in self.missing for name in bucket.shapes):
@@ -510,7 +516,7 @@ class Reducer:
             torch.cuda.current_stream().synchronize()
             # A rank that died in backward is an exception here, over Gloo. NCCL would wait for it
             # until the timeout, and then abort the process without a line.
-            self.world.sum([0])
+            self.world.barrier()
         began = time.perf_counter()
         for job in self.jobs:
             sent, seconds = job.result()
@@ -548,7 +554,7 @@ def order_of_readiness(module):
     """Returns two lists of (name, trainable parameter), each in about the order in which backward
     completes gradients: parameters of modules without an embedding, and of modules with one."""
     # Backward ends with embeddings, and with what stands beside them, their LayerNorm. A bucket
-    # with anything else in it would wait for them.
+    # with anything else in it would wait for them. (No backward is left to hide their own bucket.)
     late = set()
     for owner in module.modules():
         if any(isinstance(child, torch.nn.Embedding) for child in owner.children()):
@@ -584,7 +590,7 @@ def fold_buckets(buckets):
     """Returns what lossy compression of Buckets has not yet sent, {name: fp32 tensor}. Collective.
 
     Saving changes the run: each rank's residual becomes the mean of all ranks', and what else a
-    compressor keeps is dropped. So any number of ranks can resume, and on as many ranks a resumed
+    compressor keeps is dropped. So any number of ranks can resume, and on the same number a resumed
     run equals the run that saved, bit for bit. A run that saves in other steps gets other bits.
     """
     state = {}
@@ -606,7 +612,8 @@ class Bucket:
         g = scale * q
         e_r = rest_r                           `commit`: only if the step is taken
 
-    Nothing is lost: mean_r v_r = q + mean_r rest_r. Until `commit`, rest_r waits in next_residual,
+    Nothing is lost: mean_r v_r = q + mean_r rest_r. (`two_phase` loses twice, and keeps the second
+    rest, "server", in its state.) Until `commit`, rest_r waits in next_residual,
     so a step that is skipped after an overflow leaves no trace:
 
                                 residual    next_residual
@@ -673,8 +680,8 @@ class Bucket:
                 sent = dense(self.outer, self.flat, self.argument)
         self.inner.broadcast(self.flat, self.leader)
         if self.outer.nodes > 1:
-            # Without levels the ring passes through all ranks. Only one rank of a node sends to
-            # another node, so each rank's share of that is a fraction.
+            # This is the world of all ranks (a level has nodes = 1), so there are no levels, and a
+            # ring passes through all ranks. Of each node one rank sends to another node.
             sent //= self.outer.local_size
         return sent
 
@@ -685,7 +692,7 @@ class Bucket:
             raise DistError("lossy compression needs a call of commit() after each step")
         # No memory is taken here; two flat tensors get new contents:
         #     next_residual   v, and after the compressor the rest
-        #     padded          g / N of this node, and after the compressor q; `flat` is a part of it
+        #     padded          this node's g_r, and after the compressor q; `flat` is a part of it
         n = len(self.flat)
         value = self.next_residual
         torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])
@@ -714,7 +721,7 @@ class Bucket:
             rest.copy_(self.residual[:n])
             dense(self.outer, rest)
             if "server" in self.state:             # a part of it on each rank, see `two_phase`
-                # It is what the mean lacks, so it is not divided.
+                # That was lost after the average, so it is not divided.
                 parts = self.outer.all_gather(self.state["server"])
                 rest += parts.view(-1)[:n]
         self.inner.broadcast(rest, self.leader)
@@ -725,8 +732,7 @@ class Bucket:
 
     def restart(self, residual=None):
         """Forgets all that earlier steps left, and takes up {name: residual} if there is one."""
-        # The shapes are for tests/variants/powersgd.py.
-        self.state = {"n": len(self.flat), "shapes": list(self.shapes.values())}
+        self.state = {"shapes": list(self.shapes.values())}
         self.next_state = None                     # from `_send` to `commit` the new state
         if not self.keeps_residual:
             return
@@ -745,7 +751,7 @@ class Bucket:
 #
 #     value (n + padding,)      flat fp32, another on each rank: what is to be averaged
 #     mean (n + padding,)       where q is written, the mean of what was sent, equal on every rank
-#     state                     a dict: "n", the "shapes" of the tensors in value, and what the
+#     state                     a dict: the "shapes" of the tensors in value, and what the
 #                               compressor keeps for the next step
 #     argument                  as in COMPRESSORS below
 #
@@ -755,7 +761,8 @@ class Bucket:
 # 2. Where an element of one rank is not finite, an element of `mean` is not, on all ranks: all
 #    must skip the same step.
 # 3. It puts new tensors into `state` and never changes one in place, since after a skipped step the
-#    old ones are used again. At each save the state is emptied: what counts must be in `value`.
+#    old ones are used again. At each save the state is emptied, but for what `fold` takes out of
+#    it ("server"): what counts must be in `value`.
 # 4. The shapes alone decide how many bytes it sends: `wire_bytes` calls it with tensors on the
 #    device "meta", which have no elements.
 # 5. The padding at the end of `value` is zeros before; what is left in it is ignored.
@@ -819,13 +826,14 @@ def two_phase(world, value, mean, state, quantiser):
         q = C(mean_r c_r + s)         s = mean_r c_r + s - q               server j, part j
     """
     quantise, unpack, block = quantiser
+    n = sum(math.prod(shape) for shape in state["shapes"])
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
     # Until the end `mean` is memory to compute in: to take new memory costs more than to compute.
     scratch = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
     # How many elements of each block are no padding, (N, blocks of a part, 1); at least 1, since
     # onebit divides by it.
-    sizes = (state["n"] - starts).clamp(1, block).view(world.size, -1, 1)
+    sizes = (n - starts).clamp(1, block).view(world.size, -1, 1)
 
     # 1. Send each part to its server.
     codes = encode(quantise, parts, sizes, scratch)        # (N, blocks of a part, bytes of a block)
@@ -839,7 +847,7 @@ def two_phase(world, value, mean, state, quantiser):
     for part in decode(unpack, received, scratch):
         server.add_(part, alpha=1 / world.size)
     # Where the bucket ends in this part, if it does: onebit has made signs of the padding there.
-    first_padding = max(0, state["n"] - world.rank * server.numel())
+    first_padding = max(0, n - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0
 
     # 3. As a server, send the average to all; what is lost in that stays in `server`.
@@ -971,9 +979,9 @@ TORCHRUN = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 def listen_to_signals(max_minutes):
     """Returns a list that SIGTERM, Ctrl-C, a closed terminal (SIGHUP) and the end of max_minutes
-    add their names to, so that training can stop with a checkpoint. After any of them, Ctrl-C ends
-    the process at once. Signals that nohup has set to be ignored stay ignored. Under torchrun they
-    do not: it passes the signals that it gets on to its ranks, and kills those that ignore them."""
+    add their names to, so that training can stop with a checkpoint. After a signal, Ctrl-C ends the
+    process at once. Without torchrun, signals that are ignored (by nohup) stay so. Torchrun passes
+    its own signals on to the ranks and kills those that ignore them, so there none stays so."""
     requests = []
 
     def request(signum, _):
@@ -1025,14 +1033,14 @@ def answer():
     store = distributed.group.WORLD.get_group_store()
     rank = distributed.get_rank()
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
-        # No daemon thread: Python would abort if it ended amid a request of it to the store.
+        # It is no daemon thread: Python aborts if it exits while such a thread asks the store.
         while distributed.is_initialized() and threading.main_thread().is_alive():
             if store.check(["failed"]):
                 store.set(f"alive/{rank}", "")
                 time.sleep(1)                      # each thread looks five times a second
                 store.set("answered", "")
-                # This ends the process in 60 s, even if it hangs. A program that is saving needs
-                # that time. One that waits for a dead rank in NCCL would wait twice the timeout.
+                # This ends the process in 60 s, even if all its threads hang. A program that is
+                # saving needs that time. One that waits for a dead rank in NCCL would wait longer.
                 faulthandler.dump_traceback_later(60, exit=True)
                 return
             time.sleep(0.2)
@@ -1040,7 +1048,8 @@ def answer():
 
 def rank_lost(error):
     """Returns the RankLost that an error in a collective means, naming the ranks that are lost."""
-    # All ranks wait until the first to fail has asked: when one ends, torchrun ends the others.
+    # The first to fail asks, and the others wait for what it finds: nobody may end before, since
+    # torchrun then ends all.
     lost = ask(find_silent_ranks if claim_failure() else told_silent_ranks)
     lost = lost or "? (node 0, which would know, does not answer)"
     return RankLost(f"rank {lost} died or did not answer in time; the same command resumes (was it "
@@ -1049,7 +1058,8 @@ def rank_lost(error):
 
 def claim_failure():
     """Tells all ranks, by the key "failed", that this one has failed. Returns True if it is the
-    first, which knows the reason. Without a store, or an answer of it, one of each node is."""
+    first, which knows the reason; a second call returns the same. If the store does not answer,
+    local rank 0 of each node counts as the first."""
     # compare_set writes our rank if the key is not set yet, and returns what it then holds.
     me = os.environ.get("RANK", "0").encode()
     first = ask(lambda store: store.compare_set("failed", "", me))
@@ -1118,7 +1128,7 @@ def measure(world, name, megabytes, rounds=5):
     seconds = []
     for _ in range(rounds + 1):
         bucket.flat.copy_(gradient)
-        world.sum([0])                             # all ranks start together
+        world.barrier()                            # all ranks start together
         began = time.perf_counter()
         sent = bucket.average(1.0)
         bucket.flat[0].item()                      # waits for a GPU

@@ -123,8 +123,8 @@ def choose_precision(name, device):
 
 def master_weights(model, dtype):
     """Casts a model to a format, in place. Returns the weights that the optimizer updates, {name:
-    fp32 tensor}: copies of the parameters from before the cast, which in 16 bits rounds them; the
-    parameters themselves if the format is fp32 (arXiv 1710.03740, section 3.1)."""
+    fp32 tensor}. In 16 bits they are copies of the parameters from before the cast; in fp32 they
+    are the parameters themselves (arXiv 1710.03740, section 3.1)."""
     masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if dtype.itemsize == 2:
         # bf16 keeps 8 bits: an update of less than 0.2 % of a weight would be rounded away.
@@ -152,7 +152,8 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
     bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
-    largest=1) skips steps that are not finite, and after 15 of them in a row stops the training.
+    largest=1) skips steps that are not finite, and stops the training when they have halved the
+    scale 15 times more often than it has grown back.
     """
     scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
     growth_interval: int = 1000
@@ -189,7 +190,7 @@ def name_of_broken(gradients):
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
             return name
-    return "another rank"              # only where ranks keep their own, as in tests/variants
+    return "another rank"              # averaged gradients are the same on all, so not in train.py
 
 
 # Returns the 2-norm of all elements of a list of tensors, as a tensor of one number; NaN or inf if
@@ -218,8 +219,8 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
         w = w - lr (||w|| / ||u||) u            the ratio is 1 where a norm is 0
 
-    Nothing calls this: it is here to be read. For tensors with decay class LAMB computes the same
-    in fewer passes over memory, and a test compares the two.
+    Nothing calls this: it is here to be read. The class LAMB computes the same, for tensors that
+    decay, in fewer passes over memory, and a test compares the two.
     """
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g ** 2
@@ -243,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
 
     An update computes on lists of tensors by `torch._foreach_*`: on a GPU a few kernels for a list,
     not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient; `state`
-    has m and v of each, under the names of torch's AdamW: so train.py can check both alike.
+    has m and v of each, under the names of torch's AdamW, which train.check_weights reads.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -334,9 +335,9 @@ class LAMB(Optimizer):
         u = torch._foreach_mul(w, decay)
         torch._foreach_addcdiv_(u, m, roots, value=1 / (1 - b1 ** t))
 
-        ratios = safe_ratios(norms(w), norms(u))
-        if not decay and not group["adapt_all"]:
-            ratios.fill_(1.0)
+        ratios = w[0].new_ones(len(w))
+        if decay or group["adapt_all"]:
+            ratios = safe_ratios(norms(w), norms(u))
         # `unbind` makes a list of n tensors of one number each: for n numbers of Python the CPU
         # would have to wait for the GPU.
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())

@@ -148,10 +148,11 @@ def parse_arguments(argv=None):
     add("--max-minutes", type=data.number(float, 0, 1e6),
         help="stop after this many minutes, with a checkpoint")
     add("--eval-every", type=COUNT, default=300,
-        help="evaluate after so many steps, half an hour and each phase (default: %(default)s)")
+        help="evaluate every so many steps, and when a phase ends or half an hour is over "
+             "(default: %(default)s)")
     add("--checkpoint-every", type=COUNT,
-        help="save after so many steps, half an hour and each phase; without it 300 steps in the "
-             "demo, and elsewhere no number")
+        help="save every so many steps, and when a phase ends or half an hour is over; without it "
+             "every 300 steps in the demo")
 
     add = parser.add_argument_group("what a run would take").add_argument
     add("--plan", type=COUNT,
@@ -213,7 +214,8 @@ def planned_vocab_size(flags, shards):
 
 
 def smallest_gpu_memory(flags, world):
-    """Returns the GB of the smallest GPU of all ranks, which decides for all; None on CPUs."""
+    """Returns the GB of the smallest GPU of all ranks, which decides for all; None on CPUs, but 16
+    for a plan."""
     if flags.gpu_memory:
         return flags.gpu_memory
     if world.device.type != "cuda":
@@ -320,7 +322,7 @@ def make_plan(flags, world):
             vocab_size,
             dropout=given_or(flags.dropout, recipe.dropout),
             attention_dropout=given_or(flags.dropout, recipe.attention_dropout)),
-        # Where steps are long, to save every 300th would be too often, or too seldom.
+        # Only the demo saves by steps: its phases take minutes. Elsewhere the half hour decides.
         save_every=flags.checkpoint_every or (300 if reads_docs else sys.maxsize))
     # This needs the fields above: what fits a GPU depends on the model and its precision.
     plan.phases = plan_phases(plan, recipe.phases, world)
@@ -517,8 +519,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
     rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
-    # Subtracting the mean changes no probability, but makes the norm eight times smaller: bf16
-    # rounds less, and the steps of LANS, which are proportional to the norm, are not too large.
+    # Subtracting the mean changes no probability, and makes the numbers smaller. LANS needs that:
+    # its steps are proportional to their norm, which is eight times as large otherwise.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -556,12 +558,14 @@ def build_model(plan, world):
 def build(plan, world):
     """Returns the State before the first step, the same weights on all ranks."""
     model = build_model(plan, world)
+    # The masters shall be copies of rank 0's weights. The Reducer will send them too, but too late.
     for parameter in model.parameters():
         world.broadcast(parameter.detach())
     masters = optim.master_weights(model, optim.PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
     for name, master in masters.items():
-        # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied.
+        # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied, and
+        # the view stays the same in the whole run.
         master.grad = reducer.gradients[name]
     optimizer = optim.make_optimizer(plan.optimizer, masters, plan.betas)
 
@@ -629,8 +633,7 @@ def write_checkpoint(folder, checkpoint, keep):
     finally:
         temporary.unlink(missing_ok=True)
 
-    # A later one is there only if it was damaged when this run resumed (see find_checkpoint): it
-    # goes as well.
+    # Later ones go, too: this run would have resumed from them, had they not been damaged.
     found = checkpoints_in(folder)
     older = [step for step in found if step < checkpoint["step"]]
     kept = {checkpoint["step"], max(older, default=0), *keep}
@@ -747,7 +750,7 @@ def replace_tensors(value, function):
 
 def broadcast_checkpoint(world, checkpoint):
     """Returns rank 0's checkpoint, on every rank: first its outline, in which tensors have a shape
-    but no content, then one tensor after another."""
+    but no content, then one tensor after another, on all ranks in the order of the outline."""
     def share(tensor):
         if world.rank > 0:
             tensor = torch.empty_like(tensor, device=world.device)
@@ -954,10 +957,10 @@ def leave_after_signal(world, state, stop):
     if stop < dist.SIGNALLED or not dist.TORCHRUN:
         return
     # Rank 0 still writes the model. A rank that leaves has the others killed, so all wait for it.
-    world.sum([0])
+    world.barrier()
     message = f"stopped after step {state.step}; the same command resumes"
     if stop == dist.TORCHRUN_DIED:
-        raise dist.RankLost(message)     # then a restart helps
+        raise dist.RankLost(message)     # a restart by the other nodes' torchruns helps
     raise dist.DistError(message)
 
 
@@ -987,7 +990,7 @@ def train(plan, world):
             phase = plan.phases[phase_index]
             phase_begin = plan.ends[phase_index] - phase.steps
             steps = open_phase(plan, world, state, phase_index)
-            # All ranks have so many micro-batches in a step, and some may have one more.
+            # So many micro-batches has every rank in a step; some ranks may have one more.
             common = ceil_div(phase.global_batch // world.size, phase.micro_batch)
         began = time.perf_counter()
 
@@ -1006,8 +1009,8 @@ def train(plan, world):
         reducer = state.reducer
         reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks agree
-            # whether to stop before each further micro-batch that all of them have.
+            # A step can take minutes, and torchrun kills 30 s after SIGTERM. So the ranks ask each
+            # other whether to stop before each micro-batch that all have, as all must take part.
             if 0 < number < common:
                 stop = world.max(dist.asked_to_stop(stop_requests))
             if stop:
@@ -1127,7 +1130,7 @@ def print_plan(flags):
     if not flags.tflops:
         raise ConfigError("--plan needs --tflops, what a GPU reaches in training: see `tflops` in "
                           "the metrics.jsonl of a short run")
-    here = dist.init()
+    here = dist.world_of_environment()
     # As many ranks as there would be, though none of them exists.
     world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
     plan = make_plan(flags, world)
@@ -1151,7 +1154,7 @@ def print_plan(flags):
 
 def explain(error):
     """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
-    # Python, CUDA, torch on a CPU and cuBLAS say it in these words, in several kinds of exceptions.
+    # Of Python; CUDA; torch on a CPU; cuBLAS. Several kinds of exceptions have these words.
     for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
         if words in repr(error):
             return f"out of memory; set --micro-batch lower ({str(error):.160})"
@@ -1177,7 +1180,8 @@ def main():
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         # A restart may help after a lost rank or a bug of ours, not after what a user has to mend
         # or has stopped.
-        restart_helps = isinstance(error, dist.RankLost) or not isinstance(error, EXPECTED)
+        mendable = isinstance(error, EXPECTED) or isinstance(error, KeyboardInterrupt)
+        restart_helps = isinstance(error, dist.RankLost) or not mendable
         dist.leave(f"train.py: {message}", restart_helps)
 
 

@@ -662,7 +662,7 @@ def fifty_steps(world, name, number=0):
     rest = torch.cat([part.flatten() for part in bucket.fold().values()]).double()
     if bucket.keeps_residual:                                  # the run goes on from the mean
         assert torch.equal(bucket.residual[:COUNT].double(), rest)
-        assert bucket.state.keys() == {"shapes", "n"}
+        assert bucket.state.keys() == {"shapes"}
     difference = (went_in - went_out - rest).abs().max().item()
     return difference, mean, sent, rest.norm().item() / went_in.norm().item()
 

@@ -99,7 +99,7 @@ WRONG = {
              '        torch._foreach_mul_(w, 1 - group["lr"] * decay)')),
         "ratio without decay": (
             "optim.LAMB._update",
-            ('not decay and not group["adapt_all"]', "False")),
+            ('decay or group["adapt_all"]', "True")),
         "zero weights stay zero": (
             "optim.LAMB._update",
             ("safe_ratios(norms(w), norms(u))",
