@@ -558,9 +558,6 @@ def build_model(plan, world):
 def build(plan, world):
     """Returns the State before the first step, the same weights on all ranks."""
     model = build_model(plan, world)
-    # The masters shall be copies of rank 0's weights. The Reducer will send them too, but too late.
-    for parameter in model.parameters():
-        world.broadcast(parameter.detach())
     masters = optim.master_weights(model, optim.PRECISIONS[plan.precision])
     reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
     for name, master in masters.items():
@@ -765,7 +762,7 @@ def broadcast_checkpoint(world, checkpoint):
 
 def restore(plan, world, log, state):
     """Gives the State what the checkpoint of --resume holds, and cuts metrics.jsonl to where it was
-    then. If there is none, the State stays as it is and metrics.jsonl becomes empty.
+    then. If there is none, all ranks get rank 0's weights, and metrics.jsonl becomes empty.
 
     Collective: rank 0 reads and sends. Raises on every rank: ConfigError if there is none that can
     be used, or if the disk of another node has a later one; CheckpointError if what is in it does
@@ -780,6 +777,10 @@ def restore(plan, world, log, state):
     checkpoint = broadcast_checkpoint(world, checkpoint)
     if checkpoint is None:
         log.cut_metrics(0)                           # the lines of a run that saved nothing
+        # The Reducer has sent rank 0's weights to all, but in 16 bits not the masters.
+        for master in state.masters.values():
+            world.broadcast(master.detach())
+        optim.copy_to_model(state.masters, state.model)
         return
 
     try:
