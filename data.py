@@ -462,7 +462,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     lengths: a function of indices (n,), to deal the examples by length: sorted, then to the ranks
     in snake order, so that each has about as many tokens; a micro-batch takes neighbours, since
     attention computes equal lengths together. Lengths follow from indices, so that ranks need not
-    talk. (Presorting: Kim et al., arXiv 2402.02447; Zeng et al., 2208.08124.)
+    talk; each computes those of all examples, at about 8 us each, a step ahead. (Presorting: Kim et
+    al., arXiv 2402.02447; Zeng et al., 2208.08124.)
     """
     first = step * global_batch
     indices = np.arange(first, first + global_batch)
@@ -859,16 +860,18 @@ def not_after(words):
 
 
 # A sentence ends at one of . ! ? ... with its closing quotes, then white space, then what can open
-# a sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Smith`)
-# or an abbreviation, nor before lower case (`3.5 m. long`).
-SENTENCE_END = re.compile(
-    r"[.!?…](?<!\b[A-Za-z]\.)" + "".join(map(not_after, ABBREVIATIONS)) +
-    r"""["'”’)\]]*\s+(?=["'“‘(\[`]*[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])""")
+# a sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Ray`),
+# one or two digits (German `21. Juni`) or an abbreviation, nor before lower case (`3.5 m. long`).
+NO_END = r"(?<!\b[A-Za-z]\.)(?<!\s\d\.)(?<!\s\d\d\.)" + "".join(map(not_after, ABBREVIATIONS))
+LATIN_END = rf"{NO_END}[\"'”’»)\]]*\s+(?=[\"'“‘«(\[`]*\s?[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])"
+# Chinese, Japanese, Hindi and Arabic marks need no space after them.
+OTHER_END = r"(?<=[。！？।؟])[。！？।؟\"'”’」』）)\]]*\s*"
+SENTENCE_END = re.compile(f"[.!?…。！？।؟](?:{LATIN_END}|{OTHER_END})")
 
 
 def split_sentences(text):
     """Returns the sentences of a piece of prose (str), white space around them removed. Where a
-    script has no capitals, or other ones than SENTENCE_END knows, a paragraph is one sentence."""
+    script has neither capitals nor marks that SENTENCE_END knows, a paragraph is one sentence."""
     sentences = []
     start = 0
     for match in SENTENCE_END.finditer(text):

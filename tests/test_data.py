@@ -523,10 +523,12 @@ Use one (e.g. Python).| It works.
 He said "Stop."| Then he left.
 “Why not?”| She had no answer.
 (He was late.)| [It rained.]| So we went in.
-See Fig. 3 and No. 5, pp. 7 and Vol. 2.| The answer is no.| Then he left.
+See Fig. 3 and No. 5, pp. 7 and Vol. 123.| The answer is no.| Then he left.
 We used lists, tuples, etc. and so on.| We used lists, etc.| The rest is easy.
 Smith et al. Nature 2010 found it.| Others did not.
-The value is 3.14 or 2.71.| Both are close to 3.| 4 is far.
+The value is 3.14 or 2.71.| Both are close to 3. 4 is far.
+Er kam am 21. März 1999 in Wien an.| Am 3. Mai ging er.| Im Jahr 1999.| Danach kam nichts.
+Est-ce vrai ?| Oui.| « Non. »
 It costs $3.50.| Buy it at 5 p.m. Monday.
 Version 2.0 is out (really!).| It works...
 The U.S. Army left.| He lives there.
@@ -542,6 +544,11 @@ no end
 @pytest.mark.parametrize("text", SENTENCES)
 def test_sentences(text):
     assert data.split_sentences(f" {text.replace('|', '')} ") == text.split("| ")
+
+
+@pytest.mark.parametrize("text", ["他来了。|她走了！|「真的吗？」|是的。", "वह आया।| वह गया।", "هل جاء؟| نعم"])
+def test_sentences_without_capitals(text):
+    assert data.split_sentences(text.replace("|", "")) == [part.strip() for part in text.split("|")]
 
 
 def test_prose_and_lines_are_told_apart(documents):
@@ -684,6 +691,9 @@ BAD = {
     "pretty.json": (b'{\n  "text": "One."\n}\n', "line 1: .*`text`"),
     "array.json": (b' [{"text": "One."}]', "line 1: .*`text`"),
     "wiki_00": (b'\n<doc id="1">\nOne.\n</doc>\n', "line 2: .*--json"),
+    "dump.xml": (b'<mediawiki xmlns="x">\n<page>\n', "line 1: .*--json"),
+    "page.xml": (b"  <page>\n    <title>", "line 1: .*--json"),
+    "page.html": (b"<!DOCTYPE html>\n<html>\n", "line 1: .*--json"),
 }
 
 

@@ -87,6 +87,25 @@ def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypa
     assert code == 1 and "shards/my was prepared otherwise (corpus)" in line
 
 
+CHINESE = "他们在城里，她看见一条河。", "这本书很好，他不知道！", "山上有雪。", "你的家人从哪里来？"
+GERMAN = "Er kam am 21. März nach Wien.", "Der Fluss ist breit und tief.", "Wer weiß das schon?"
+
+
+@pytest.mark.parametrize("sentences,between", [(CHINESE, ""), (GERMAN, " ")])
+def test_text_of_other_languages(tmp_path, sentences, between):
+    documents = []
+    for k in range(200):
+        some = [sentences[(k * i + i) % len(sentences)] for i in range(3, 12)]
+        documents.append(between.join(some) + str(k))
+    (tmp_path / "my.txt").write_text("\n\n".join(documents))
+    arguments = *"--corpus my.txt --vocab-size 64 --workers 0".split(), *LITTLE
+    run = run_script(ROOT / "train.py", *arguments, "--steps", 4, 0, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = re.search(r"200 of 200 documents .* ([\d,]+) sentences", run.stdout)
+    assert abs(int(found.group(1).replace(",", "")) - 9 * 200) <= 200      # with the number behind
+    assert "Done after step 4 of 4" in run.stdout
+
+
 # ----- The log -----
 
 def log_in(folder, *flags):
