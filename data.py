@@ -281,7 +281,12 @@ class PretrainingData:
         return Text(start, middle, end, document, last)
 
     def pair(self, i, draws):
-        """Returns the Spans of example i. draws: five random numbers in [0, 1)."""
+        """Returns the Spans of example i. draws: five random numbers in [0, 1).
+
+        A B from elsewhere is of the same shard and epoch. It begins with the second part of a text
+        of another document, and ends where A and B together have the length that was drawn, or
+        with its document.
+        """
         short_draw, length_draw, cut_draw, truth_draw, window_draw = draws
         earlier, s = divmod(i, len(self.names))     # examples of shard s before this one
         shard = self.shard(s)
@@ -338,8 +343,12 @@ class PretrainingData:
 
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
-        stood there where a token was chosen, IGNORED elsewhere."""
-        # Each token of each example has a number, from which `uniform` makes its random ones.
+        stood there where a token was chosen, IGNORED elsewhere.
+
+        Position t of example i has the counter i * seq_len + t, in a batch of any width. `choose`
+        draws with choice_key. What becomes of a chosen token is drawn with fate_key: below 0.8
+        [MASK], below 0.9 a token that is drawn with token_key, none of SPECIALS, else it stays.
+        """
         positions = np.arange(tokens.shape[1])                         # (T,)
         counters = indices[:, None] * self.seq_len + positions         # (B, T)
         chosen = self.choose(tokens, counters)                         # (B, T)
@@ -457,7 +466,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
 
     The step has the examples step * global_batch up to (step + 1) * global_batch; a rank takes
     those that are `rank` modulo `size`, or by length (below). Nothing has to divide: a rank may
-    have one example more than another, and its last micro-batch may be smaller.
+    have one example more than another, and its last micro-batch may be smaller. By length, a rank's
+    examples are in order, the longest last.
 
     lengths: a function of indices (n,), to deal the examples by length: sorted, then to the ranks
     in snake order, so that each has about as many tokens; a micro-batch takes neighbours, since

@@ -572,8 +572,9 @@ def order_of_readiness(module):
 
 
 def fill_buckets(groups, bucket_mb, world, compression):
-    """Returns Buckets of lists of (name, tensor): each at least bucket_mb MB, except the last of
-    a list."""
+    """Returns Buckets of lists of (name, tensor), numbered from 0. A bucket takes tensors of one
+    list until it has at least bucket_mb MB (4 bytes an element); the last of a list may have less.
+    """
     contents = []                                  # {name: shape} of each bucket
     for group in groups:
         room = 0.0                                 # in MB; a new list begins a new bucket
@@ -768,7 +769,8 @@ class Bucket:
 # 5. The padding at the end of `value` is zeros before; what is left in it is ignored.
 
 def dense(world, value, dtype=torch.float32):
-    """none, fp16 and bf16: averages by one all-reduce in this format, in place.
+    """none, fp16 and bf16: averages by one all-reduce in the format `dtype`, in place. It divides
+    first, then casts, then sums.
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
     6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds

@@ -84,6 +84,18 @@ def test_pairs_are_half_true_and_others_from_elsewhere(shards, seq_len):
             assert homes(shard, b) - homes(shard, a)
         replaced += example.pair_label
     assert near(replaced, count, 0.5)
+    labels = [spans.pair_label for spans in dataset.spans(range(20_000))]
+    assert abs(np.mean(labels) - 0.5) < 0.014, "half of the pairs are true, four standard errors"
+
+
+def test_both_parts_of_a_pair_are_of_the_same_epoch(shards, monkeypatch):
+    dataset = data.PretrainingData(shards, 32)
+    text, epochs = dataset.text, []
+    monkeypatch.setattr(dataset, "text", lambda shard, epoch, *rest: (
+        epochs.append(epoch) or text(shard, epoch, *rest)))
+    windows = dataset.shard(0).windows[-1]
+    dataset.spans(range(4 * 2 * windows, 4 * 3 * windows, 4))                # of shard 0
+    assert set(epochs) == {2}, "windows shift from epoch to epoch: B's as A's"
 
 
 def test_sentence_order_and_no_pairs(shards):
@@ -195,6 +207,12 @@ def test_the_masks_of_an_array(shards, whole_words):
         assert same(chosen, np.take_along_axis(chosen, starts, 1))
     else:
         assert (np.abs(chosen.sum(1) - np.maximum(0.15 * text.sum(1), 1)) < 1).all()
+        for size in range(20, 50):
+            counts = set(chosen.sum(1)[text.sum(1) == size].tolist())
+            if 0.3 < 0.15 * size % 1 < 0.7:
+                assert len(counts) == 2, f"of {size} tokens sometimes one more is chosen: {counts}"
+    replacements = after[(after != before) & (after != data.MASK)]
+    assert replacements.min() < 40 and replacements.max() > 285, "random tokens are of all ids"
     some = np.flatnonzero(ends <= 60)[[1, 0]]          # as in another batch, of shorter examples
     alone = before[some, :60]
     assert same(dataset.mask(alone, indices[some]), cells[some, :60])

@@ -196,13 +196,17 @@ def half_model(world, dtype):
 
 
 def sixteen_bits(world):
-    return (sums_of_large_numbers(world), half_model(world, torch.bfloat16),
-            half_model(world, torch.float16))
+    return half_model(world, torch.bfloat16), half_model(world, torch.float16)
 
 
-def test_16_bits_neither_overflow_nor_swallow_small_gradients(tmp_path):
-    for large, *small in run_ranks(sixteen_bits, 2, tmp_path):
-        assert large == [40000.0] * 4 and small == [[200.0] * 4] * 2
+def test_16_bits_do_not_swallow_small_gradients(tmp_path):
+    for small in run_ranks(sixteen_bits, 2, tmp_path):
+        assert small == ([200.0] * 4,) * 2
+
+
+def test_a_mean_that_fits_fp16_does_not_overflow_on_the_way(tmp_path):
+    for large in run_ranks(sums_of_large_numbers, 2, tmp_path):
+        assert large == [40000.0] * 4, "divide before the sum, and before the cast"
 
 
 # ----- Order and overlap -----
@@ -270,6 +274,14 @@ def test_embeddings_have_the_last_buckets():
     reducer.close()
     assert names[0] == ["blocks.3.bias", "blocks.3.weight", "blocks.2.bias", "blocks.2.weight"]
     assert names[-1] == [f"embeddings.{k}" for k in ("norm.bias", "norm.weight", "table.weight")]
+
+
+def test_buckets_take_turns_to_be_led():
+    node = dist.World(0, 2)
+    world = dist.World(0, 4, 0, 2, 2, levels=(node, node))
+    named = [(f"{k}", torch.zeros(9)) for k in range(4)]
+    buckets = dist.fill_buckets([named], 4e-6, world, "none")
+    assert [bucket.leader for bucket in buckets] == [0, 1, 0, 1]
 
 
 @pytest.fixture

@@ -236,9 +236,9 @@ def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
     scaler = optim.LossScaler(scale=4.0, smallest=2.0)
     gradients = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}
     scaler.update(True, 41, gradients)
-    with pytest.raises(optim.TrainingStopped, match="step 42.*broken.*floor of 2"):
+    with pytest.raises(optim.TrainingStopped, match="42.*broken"):
         scaler.update(True, 42, gradients)
-    with pytest.raises(optim.TrainingStopped, match="gradient of another rank is not finite"):
+    with pytest.raises(optim.TrainingStopped, match="another rank"):
         scaler.update(True, 43, {"fine": torch.ones(2)})
 
 
@@ -272,6 +272,11 @@ def test_learning_rate_with_decay_from_0_is_nvidias():
     assert rates[top + 1] == pytest.approx(6e-3 * (1 - 0.2843) ** 0.5, rel=1e-3)
     assert rates[0] > 0 and rates[-1] > 0
     assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True)
+
+
+def test_learning_rate_decays_by_a_power_of_what_is_left():
+    phase = SimpleNamespace(steps=999, lr=2.0, warmup=0.1, decay_from=0.6, power=0.5)
+    assert optim.learning_rate(799, phase) == pytest.approx(2.0 * 0.5 ** 0.5)   # half of it is left
 
 
 def test_learning_rate_warms_up_holds_and_decays_to_zero():

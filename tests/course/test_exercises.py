@@ -52,10 +52,11 @@ def test_blanked_is_red_and_solved_green(tmp_path, monkeypatch, capsys):
     exercises.copy_repository(tmp_path / "copy")
     source = Path("optim.py").read_text()
     exercises.start("schedule")
+    assert exercises.is_blank("schedule") and not exercises.is_blank("precision")
     with pytest.raises(SystemExit, match="optim.py has uncommitted changes; commit or stash"):
         exercises.start("precision")
     red, line = exercises.check("schedule")
-    assert red is False and line.startswith("schedule: 0 of 2 tests pass; to see why: "), line
+    assert red is False and line.startswith("schedule: 0 of 3 tests pass; to see why: "), line
     assert line.endswith("-m pytest 'tests/test_optim.py::test_learning_rate_with_decay_"
                          "from_0_is_nvidias'")
     for count in 1, 2, 3, 3:
@@ -64,7 +65,7 @@ def test_blanked_is_red_and_solved_green(tmp_path, monkeypatch, capsys):
     exercises.solve("schedule")
     assert Path("optim.py").read_text() == source
     green, line = exercises.check("schedule")
-    assert green and line.startswith("schedule: all 2 tests pass ("), line
+    assert green and line.startswith("schedule: all 3 tests pass ("), line
 
 
 @in_git

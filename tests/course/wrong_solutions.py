@@ -7,6 +7,12 @@ Each old text stands once in the function as it is in the repository.
 
 WRONG = {
     "masking": {
+        "one stream for fate and token": (
+            "data.PretrainingData.mask",
+            ("self.token_key", "self.fate_key")),
+        "counts rounded": (
+            "data.PretrainingData.choose",
+            ("draws[:, 0] < wanted % 1", "wanted % 1 >= 0.5")),
         "always [MASK]": (
             "data.PretrainingData.mask",
             ("np.where(fates < 0.8, MASK, not_masked)", "MASK")),
@@ -22,6 +28,12 @@ WRONG = {
              "self.mask_fraction * np.full(len(tokens), tokens.shape[1])")),
     },
     "pairs": {
+        "53 % true": (
+            "data.PretrainingData.pair",
+            ("truth_draw >= 0.5", "truth_draw >= 0.47")),
+        "B cut as in epoch 0": (
+            "data.PretrainingData.pair",
+            ("self.text(shard, epoch, other_window", "self.text(shard, 0, other_window")),
         "B of the same document": (
             "data.PretrainingData.pair",
             ("windows - (after - own)", "windows")),
@@ -62,6 +74,11 @@ WRONG = {
              "output.flatten(0, 2).view(-1, *output.shape[1:3:2], output.shape[3])")),
     },
     "schedule": {
+        "the power on the numerator alone": (
+            "optim.learning_rate",
+            ("(1 - done) / (1 - phase.decay_from)",
+             "(1 - done) ** phase.power / (1 - phase.decay_from)"),
+            ("left ** phase.power", "left")),
         "begins at 0": (
             "optim.learning_rate",
             ("(phase_step + 1) / (phase.steps + 1)", "phase_step / phase.steps")),
@@ -125,6 +142,13 @@ WRONG = {
             "dist.dense",
             ("value.div_(world.size)", "pass"),
             ("value.copy_(wire)", "value.copy_(wire.div_(world.size))")),
+        "casts before it divides": (
+            "dist.dense",
+            ("value.div_(world.size)", "pass"),
+            ("value.to(dtype)", "value.to(dtype).div_(world.size)")),
+        "one leader for all buckets": (
+            "dist.fill_buckets",
+            ("world, compression, k)", "world, compression)")),
         "a sum, no mean": (
             "dist.dense",
             ("value.div_(world.size)", "pass")),
