@@ -292,9 +292,6 @@ def check(name, *flags):
     """Runs an exercise's tests; returns (True if all pass, False if not, None if they cannot run;
     a line that says so)."""
     began, tests = time.monotonic(), [f"tests/{test}" for test in EXERCISES[name].tests.split()]
-    before = itertools.takewhile(lambda other: other != name, EXERCISES)
-    if blank_still := [other for other in (*before, name) if is_blank(other)]:
-        print(f"{', '.join(blank_still)}: still blank; {name} may need what comes before it")
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", *flags, *tests]
     # Ranks that wait for each other are ended after two minutes, see tests/ranks.py. A pipe would
     # stay open until the server of the ranks has ended, too
@@ -315,7 +312,7 @@ def check(name, *flags):
 def is_blank(name):
     """Returns True if a function of an exercise has no body but the one that `blank` gives it."""
     for path, function in functions_of(name):
-        if text_of((ROOT / path).read_text(), function)[-1].strip() == "raise NotImplementedError":
+        if text_of(path.read_text(), function)[-1].strip() == "raise NotImplementedError":
             return True
     return False
 
@@ -410,6 +407,10 @@ def main():
     elif not args.name:
         parser.error(f"{args.command} needs a name")
     elif args.command == "check":
+        before = itertools.takewhile(lambda other: other != args.name, EXERCISES)
+        still_blank = [other for other in (*before, args.name) if is_blank(other)]
+        if still_blank:
+            print(f"{', '.join(still_blank)}: still blank; {args.name} may need what comes before")
         print(f"{args.name}: the tests run, which takes up to a minute", flush=True)
         passes, line = check(args.name)
         print(line)
