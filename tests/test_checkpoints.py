@@ -289,6 +289,21 @@ def test_a_full_disk_costs_one_checkpoint(shards, tmp_path):
             in (out / "log.txt").read_text())
 
 
+def half_an_hour_is_over(world):
+    """On rank 1 alone: the ranks' clocks differ, and all must save after the same step."""
+    if world.rank == 1:
+        train.CHECKPOINT_SECONDS = 0
+
+
+def test_a_run_of_ones_own_saves_by_the_clock(shards, tmp_path):
+    argv = "--batch 8 --workers 0 --precision fp32 --steps 3 0 --eval-every 100".split()
+    run(shards, tmp_path / "seldom", *argv)
+    assert steps_kept(tmp_path / "seldom") == [3]
+    run(shards, tmp_path / "often", *argv, size=2, sabotage=(half_an_hour_is_over,))
+    assert [line["step"] for line in metrics(tmp_path / "often", "eval")] == [1, 2, 3]
+    assert steps_kept(tmp_path / "often") == [2, 3]
+
+
 # ----- --init: begin with the weights of a model folder -----
 
 INIT = "--batch 33 --dropout 0 --precision fp32 --workers 0 --steps 4 0".split()
