@@ -143,7 +143,7 @@ EXERCISES = {
     "overlap": Exercise(
         "dist.Reducer._ready dist.Reducer._launch dist.Reducer.finish",
         "test_dist.py::test_gradients_are_those_of_one_process[2-2] "
-        "test_dist.py::test_a_mean_that_fits_fp16_does_not_overflow_on_the_way "
+        "test_dist.py::test_16_bits_do_not_swallow_small_gradients "
         "test_dist.py::test_buckets_are_averaged_in_order_while_backward_goes_on "
         "test_dist.py::test_an_unused_parameter_is_named "
         "test_dist.py::test_seconds_of_the_thread_are_counted "
