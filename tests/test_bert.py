@@ -638,3 +638,15 @@ def test_a_folder_with_a_weight_that_is_not_finite_is_refused(saved, shards, tmp
     bert.save_huggingface(broken, shards / "tokenizer.model", tmp_path / "model")
     with pytest.raises(bert.ModelError, match="bert.pooler.dense.weight .*is not finite"):
         bert.load_huggingface(tmp_path / "model")
+
+
+def test_the_program_refuses_a_tokenizer_that_is_not_the_models(saved, tmp_path, monkeypatch):
+    _, folder = saved
+    text = tmp_path / "text"
+    text.write_text("a b c d e f g\n" * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "other"), vocab_size=11, minloglevel=2)
+    (tmp_path / "other.model").replace(folder / "tokenizer.model")
+    monkeypatch.setattr(sys, "argv", ["bert.py", str(folder), "[MASK]"])
+    with pytest.raises(SystemExit, match="bert.py: the tokenizer.model in .* is not that of the"):
+        bert.main()

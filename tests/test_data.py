@@ -1004,3 +1004,22 @@ def test_a_rank_needs_no_other_ranks_shards(shards, tmp_path):
         data.verify(tmp_path, rank, 4)
         assert all(same(part[i], everything[i]) for i in range(rank, 100, 4))
     assert data.show(tmp_path) == data.show(shards)          # needs no training shard
+
+
+def test_an_empty_tokenizer_is_refused_before_anything_is_prepared(documents, tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(data.DataError, match="is not a tokenizer.model that data.py has made"):
+        data.prepare(documents, tmp_path / "out", tokenizer=tmp_path / "tokenizer.model")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../etc/passwd"])
+def test_a_manifest_names_no_files_of_others(shards, tmp_path, name):
+    folder = tmp_path / "shards"
+    shutil.copytree(shards, folder)
+    manifest = data.load_manifest(folder)
+    manifest["files"][name] = {"sha256": "0"}
+    manifest["sha256"] = data.manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(data.DataError, match=f"{folder}/{os.path.basename(name)} is missing"):
+        data.verify(folder)
