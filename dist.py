@@ -200,7 +200,7 @@ def init(timeout=600.0, init_method="env://", lossy=True):
     if world.size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
-    # Gloo opens a socket to a rank when it first sends to it, not to all ranks at once; and the
+    # So Gloo opens a socket to a rank when it first sends to it, not to all ranks at once. And the
     # system's usual limit, 1,024 open files, is too low for a thousand ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -614,8 +614,8 @@ class Bucket:
         e_r = rest_r                           `commit`: only if the step is taken
 
     Nothing is lost: mean_r v_r = q + mean_r rest_r. (`two_phase` loses twice, and keeps the second
-    rest, "server", in its state.) Until `commit`, rest_r waits in next_residual,
-    so a step that is skipped after an overflow leaves no trace:
+    rest, "server", in its state.) Until `commit`, rest_r waits in next_residual, so a step that is
+    skipped after an overflow leaves no trace:
 
                                 residual    next_residual
         before the step         e_r         free
@@ -1022,8 +1022,9 @@ def asked_to_stop(requests):
 #     0.1   error: sets "failed"      error: is not the first   -          sees it, sends SIGTERM,
 #     0.2   thread: sets "alive/0"    thread: sets "alive/1"    -          a request to stop
 #     1.2   thread: sets "answered"   thread: the same          -
-#           reads: no "alive/2"       reads the same
-#           prints "rank 2 died ..."  prints nothing
+#           no "alive/2": sets        waits for "silent"
+#           "silent" to 2; prints     reads it
+#           "rank 2 died ..."         prints nothing
 #           ends, see `leave`         ends                                 ends, or starts all again
 #
 # A rank that raises an exception of its own is the first to fail, and prints that.
@@ -1061,7 +1062,9 @@ def rank_lost(error):
 def claim_failure():
     """Tells all ranks, by the key "failed", that this one has failed. Returns True if it is the
     first, which knows the reason; a second call returns the same. If the store does not answer,
-    local rank 0 of each node counts as the first."""
+    local rank 0 of each node counts as the first; before there is a store, each rank does."""
+    if not distributed.is_initialized():
+        return True
     # compare_set writes our rank if the key is not set yet, and returns what it then holds.
     me = os.environ.get("RANK", "0").encode()
     first = ask(lambda store: store.compare_set("failed", "", me))

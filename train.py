@@ -83,6 +83,15 @@ FRACTION = data.number(float, 0, 1)
 AMOUNT = data.number(float, 1e-6)            # any positive number
 
 
+def known_compression(text):
+    """Returns the text of --compression, for argparse's `type`; refuses what dist.py cannot do."""
+    try:
+        dist.parse_compression(text)
+    except dist.DistError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def parse_arguments(argv=None):
     """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
@@ -127,7 +136,7 @@ def parse_arguments(argv=None):
     add("--micro-batch", type=COUNT, nargs="+",
         help="compute this many examples at a time on a rank; without it as many as a GPU's "
              "memory holds, or 8,192 tokens on a CPU")
-    add("--compression", default="none",
+    add("--compression", type=known_compression, default="none",
         help=f"send gradients as one of {', '.join(dist.COMPRESSORS)}; topk:0.05 sets its "
              "fraction (default: %(default)s)")
     add("--bucket-mb", type=AMOUNT,
@@ -304,7 +313,6 @@ def make_plan(flags, world):
     shards = Path(flags.data or data.default_folder(flags.corpus))
     name = flags.recipe if reads_docs else shards.name
     vocab_size = planned_vocab_size(flags, shards)
-    dist.parse_compression(flags.compression)    # raises DistError if it is unknown
 
     plan = Plan(
         flags=flags,
@@ -784,7 +792,6 @@ def restore(plan, world, log, state):
         return
 
     try:
-        log.cut_metrics(checkpoint["log_bytes"])
         for name, master in state.masters.items():
             weight = checkpoint["weights"][name]
             if weight.shape != master.shape:         # copy_ would repeat it until it fits
@@ -797,6 +804,7 @@ def restore(plan, world, log, state):
         state.step = checkpoint["step"]
         state.examples = checkpoint["examples"]
         state.seconds = float(checkpoint["seconds"])
+        log.cut_metrics(checkpoint["log_bytes"])     # last: what cannot be loaded loses no line
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the checkpoint is not of this program: {error!r}") from None
 
@@ -944,9 +952,9 @@ def report(plan, log, state, stop, stop_requests):
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
 
-    ended = "Done"
-    if stop:
-        ended = "Stopped by " + "".join(stop_requests[:1] or ["another rank"])
+    ended = "Stopped" if stop else "Done"
+    if stop and stop_requests:
+        ended = f"Stopped by {stop_requests[0]}"
     log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; another --out starts over. "
             "Fill in your own:\n"
             f'    python bert.py "{plan.out}/model" "A text with a [MASK] in it."')
@@ -991,7 +999,7 @@ def train(plan, world):
             phase = plan.phases[phase_index]
             phase_begin = plan.ends[phase_index] - phase.steps
             steps = open_phase(plan, world, state, phase_index)
-            # So many micro-batches has every rank in a step; some ranks may have one more.
+            # Every rank has at least so many micro-batches in a step; some have one more.
             common = ceil_div(phase.global_batch // world.size, phase.micro_batch)
         began = time.perf_counter()
 
@@ -1077,6 +1085,8 @@ def train(plan, world):
             saved_at = time.monotonic()
 
     bar.close()
+    if state.step == last_step(plan):
+        stop = dist.TRAIN_ON                     # what was asked in the last step comes too late
     if state.step > saved_step:
         save(plan, world, log, state)
     state.reducer.close()

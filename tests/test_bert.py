@@ -222,6 +222,16 @@ def test_dropout_is_of_embeddings_and_of_both_branches_in_training_alone():
     assert torch.equal(encode(model.eval(), batch), encode(make_model(), batch))
 
 
+def test_a_block_drops_attention_weights_by_their_own_fraction():
+    batch, block = make_batch(), bert.Block(replace(CONFIG, attention_dropout=0.5)).double()
+    x = torch.randn(len(batch.tokens), CONFIG.width, dtype=torch.float64)
+    some, others = (block(x, batch.bounds, batch.lengths) for _ in range(2))
+    assert not torch.equal(some, others)
+    block.eval()
+    some, others = (block(x, batch.bounds, batch.lengths) for _ in range(2))
+    assert torch.equal(some, others)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
 def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
