@@ -17,12 +17,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.bench_network import ADDRESS, make_hosts  # noqa: E402
+
 HOSTS = "resume0", "resume1"
-ADDRESS = "10.87.75."
-
-
-def run(*command):
-    subprocess.run(command, check=True)
 
 
 def sent(host):
@@ -71,14 +70,7 @@ def main():
     parser.add_argument("--precision", default="auto")
     args = parser.parse_args()
     try:
-        for name in HOSTS:
-            run("ip", "netns", "add", name)
-        run("ip", "link", "add", "link0", "netns", HOSTS[0], "type", "veth", "peer", "link0",
-            "netns", HOSTS[1])
-        for number, host in enumerate(HOSTS, 1):
-            run("ip", "-n", host, "addr", "add", f"{ADDRESS}{number}/24", "dev", "link0")
-            run("ip", "-n", host, "link", "set", "link0", "up")
-            run("ip", "-n", host, "link", "set", "lo", "up")
+        make_hosts(HOSTS)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "run")
             train(args, out)

@@ -126,7 +126,7 @@ def fake(shards, sizes, schedules):
 
 
 def processes(root):
-    """Returns the pids of the ranks under torchrun: its children that hold many sockets."""
+    """Returns the pids of the ranks under torchrun, its children."""
     listed = subprocess.run(["pgrep", "-P", str(root)], capture_output=True, text=True).stdout
     return [int(pid) for pid in listed.split()]
 
