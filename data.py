@@ -42,7 +42,6 @@ import traceback
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
@@ -510,7 +509,6 @@ def in_workers(function, items, workers):
     if not workers:
         yield from map(function, items)
         return
-    start_server()
     items = iter(items)
     pipes = []
     try:
@@ -532,28 +530,24 @@ def in_workers(function, items, workers):
             pipe.close()
 
 
-def start_server():
-    """Starts the fork server, if there is none: a small process that has imported torch and copies
-    itself for each worker. To fork this process instead could hang, since a fork copies locks that
-    other threads hold; to start each worker as a new Python would import torch each time."""
-    forkserver.set_forkserver_preload(["torch", "sentencepiece"])
-    # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C or SIGHUP, to all processes of
-    # a run. We still need our workers then, to finish the step and save it. So the server starts
-    # while these signals are ignored: it and its children inherit that.
-    handlers = {}
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        handlers[signum] = signal.signal(signum, signal.SIG_IGN)
-    forkserver.ensure_running()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-
-
 def start_worker(function):
     """Returns our end of the pipe to a new worker process; the process ends when we close it, or
     when this program ends, however it does."""
     ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("forkserver")
-    context.Process(target=work, args=(function, theirs)).start()
+    # A new Python, which imports torch again in one or two seconds. A fork of this process could
+    # hang, since it copies locks that other threads hold; a fork server leaves files behind when
+    # this process is killed.
+    context = multiprocessing.get_context("spawn")
+    worker = context.Process(target=work, args=(function, theirs))
+    # Batch systems and torchrun send SIGTERM, and a terminal Ctrl-C or SIGHUP, to all processes of
+    # a run. We still need our workers then, to finish the step and save it. A process that starts
+    # while these signals are ignored goes on ignoring them.
+    handlers = {}
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        handlers[signum] = signal.signal(signum, signal.SIG_IGN)
+    worker.start()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     theirs.close()                          # so that the pipe ends if the worker does
     # At exit Python waits for the worker, which ends when we close the pipe.
     atexit.register(ours.close)
@@ -624,7 +618,6 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, held_out=0.0
     if tokenizer:
         vocab_size = load_tokenizer(tokenizer).get_piece_size()
         digest = sha256_of(tokenizer)
-    start_server()                      # it imports torch while we read the corpus
     prose = split == "prose" if split else is_prose(corpus)
     identity, sample = survey(corpus)
     settings = {"version": VERSION, "corpus": identity, "vocab_size": vocab_size, "cased": cased,

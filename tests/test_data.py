@@ -511,19 +511,22 @@ ENDS = [(FIRST, -signal.SIGINT, "KeyboardInterrupt"),
 
 def test_workers_end_with_their_loop_and_not_before(shards, tmp_path):
     processes = []
+    left = tmp_path / "left"                                 # for what a killed program leaves
+    left.mkdir()
     for k, (program, _, _) in enumerate(ENDS):               # both at once, which takes less time
         (tmp_path / f"{k}.py").write_text(LOOP.format(program=program))
         processes.append(subprocess.Popen(
             [sys.executable, tmp_path / f"{k}.py", shards], stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True))
+            stderr=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(left)}))
     try:
         for process, (program, status, says) in zip(processes, ENDS):
             workers = process.stdout.readline().split()
-            out, said = process.communicate(timeout=15)      # until the last worker has ended, too
+            out, said = process.communicate(timeout=60)      # until the last worker has ended, too
             assert len(workers) == 2 and process.returncode == status and says in said
             rest = out.splitlines()
             assert (rest[:1] == ["after 40 more steps"] and len(rest) == 2) == (program == FIRST)
+        assert not list(left.iterdir())
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
