@@ -535,22 +535,25 @@ def set_bias_to_frequencies(model, shards):
     model.mlm_bias.data[:len(bias)] = bias
 
 
-def build_model(plan, world):
-    """Returns an fp32 model on this rank's device, initialised as --seed and --init say."""
+def build_model(plan, world, checkpoint):
+    """Returns an fp32 model on this rank's device. On rank 0 it has the weights of the checkpoint
+    (dict) if there is one. All others, and heads that do not train, are as --seed and --init say.
+    """
     torch.manual_seed(plan.flags.seed)
     model = bert.BertForPreTraining(plan.config)
-    set_bias_to_frequencies(model, plan.data)
-
-    def load_init():
-        # Rank 0 is enough: it sends its weights to the others.
-        if plan.flags.init and world.rank == 0:
-            bert.copy_weights(plan.flags.init, model, plan.data / "tokenizer.model")
-
-    world.on_all_ranks(EXPECTED, load_init)
     # Without pairs these two have no gradient, and weight decay alone would wear them away.
     for head in (model.pooler, model.nsp):
         head.requires_grad_(plan.flags.pairs != "none")
+    set_bias_to_frequencies(model, plan.data)
 
+    def load_weights():
+        # Rank 0 is enough: it sends its weights to the others.
+        if plan.flags.init and world.rank == 0:
+            bert.copy_weights(plan.flags.init, model, plan.data / "tokenizer.model")
+        if checkpoint:
+            copy_checkpoint_weights(checkpoint, model)
+
+    world.on_all_ranks(EXPECTED, load_weights)
     model.to(world.device)
     model.recompute = plan.flags.recompute
     if plan.flags.compile:
@@ -563,11 +566,17 @@ def build_model(plan, world):
     return model
 
 
-def build(plan, world):
-    """Returns the State before the first step, the same weights on all ranks."""
-    model = build_model(plan, world)
-    masters = optim.master_weights(model, optim.PRECISIONS[plan.precision])
+def build(plan, world, checkpoint):
+    """Returns the State before the first step, the same weights on all ranks: those of rank 0's
+    checkpoint (dict, or None), see `build_model`. Collective."""
+    dtype = optim.PRECISIONS[plan.precision]
+    model = build_model(plan, world, checkpoint)
+    masters = optim.master_weights(model, dtype)
+    # It sends the model's weights from rank 0 to all. In 16 bits the masters are others.
     reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
+    if dtype.itemsize == 2:
+        for master in masters.values():
+            world.broadcast(master)
     for name, master in masters.items():
         # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied, and
         # the view stays the same in the whole run.
@@ -701,10 +710,10 @@ def newest_whole_checkpoint(found, log):
 
 
 def find_checkpoint(plan, log):
-    """Returns the checkpoint (dict) that --resume asks for, or None to start anew.
+    """Returns the checkpoint (dict) that --resume asks for, or None to start anew; for rank 0.
 
     Raises ConfigError if none of the folder is whole, if it is of another run, or if later steps in
-    the folder would be overwritten.
+    the folder would be overwritten; CheckpointError if the one that is asked for is damaged.
     """
     folder = plan.out / "checkpoints"
     found = checkpoints_in(folder)
@@ -744,6 +753,27 @@ def check_for_later_checkpoints(plan, world):
                           "a shared disk")
 
 
+@contextlib.contextmanager
+def contents_checked():
+    """Raises CheckpointError for the errors of a checkpoint that is whole, but has wrong contents.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint is not of this program: {error!r}") from None
+
+
+def copy_checkpoint_weights(checkpoint, model):
+    """Gives a model's trainable parameters the weights of a checkpoint."""
+    with contents_checked():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                weight = checkpoint["weights"][name]
+                if weight.shape != parameter.shape:  # copy_ would repeat it until it fits
+                    raise ValueError(f"{name} is {tuple(weight.shape)}")
+                parameter.data.copy_(weight)
+
+
 def replace_tensors(value, function):
     """Returns nested dicts with function(tensor) in the place of each tensor."""
     if isinstance(value, torch.Tensor):
@@ -768,36 +798,30 @@ def broadcast_checkpoint(world, checkpoint):
     return replace_tensors(checkpoint if world.rank == 0 else outline, share)
 
 
-def restore(plan, world, log, state):
-    """Gives the State what the checkpoint of --resume holds, and cuts metrics.jsonl to where it was
-    then. If there is none, all ranks get rank 0's weights, and metrics.jsonl becomes empty.
-
-    Collective: rank 0 reads and sends. Raises on every rank: ConfigError if there is none that can
-    be used, or if the disk of another node has a later one; CheckpointError if what is in it does
-    not fit.
-    """
+def resume_point(plan, world, log):
+    """Returns on rank 0 what find_checkpoint does, on other ranks None. Collective; raises on every
+    rank, also if the disk of another node has a later checkpoint."""
     check_for_later_checkpoints(plan, world)
 
-    def read():
+    def find():
         return find_checkpoint(plan, log) if world.rank == 0 else None
 
-    checkpoint = world.on_all_ranks(EXPECTED, read)
+    return world.on_all_ranks(EXPECTED, find)
+
+
+def restore(world, log, state, checkpoint):
+    """Gives the State what rank 0's checkpoint (dict) holds beside the weights, and cuts
+    metrics.jsonl to where it was then; if it is None, to nothing.
+
+    Collective. Raises CheckpointError on every rank if what is in it does not fit.
+    """
+    if checkpoint:
+        del checkpoint["weights"]                    # the model has them already
     checkpoint = broadcast_checkpoint(world, checkpoint)
     if checkpoint is None:
         log.cut_metrics(0)                           # the lines of a run that saved nothing
-        # The Reducer has sent rank 0's weights to all, but in 16 bits not the masters.
-        for master in state.masters.values():
-            world.broadcast(master.detach())
-        optim.copy_to_model(state.masters, state.model)
         return
-
-    try:
-        for name, master in state.masters.items():
-            weight = checkpoint["weights"][name]
-            if weight.shape != master.shape:         # copy_ would repeat it until it fits
-                raise ValueError(f"{name} is {tuple(weight.shape)}")
-            master.data.copy_(weight)
-        optim.copy_to_model(state.masters, state.model)
+    with contents_checked():
         state.optimizer.load_state_dict(checkpoint["optimizer"])
         state.scaler = optim.LossScaler(**checkpoint["scaler"])
         state.reducer.load_state_dict(checkpoint["residuals"])
@@ -805,8 +829,6 @@ def restore(plan, world, log, state):
         state.examples = checkpoint["examples"]
         state.seconds = float(checkpoint["seconds"])
         log.cut_metrics(checkpoint["log_bytes"])     # last: what cannot be loaded loses no line
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint is not of this program: {error!r}") from None
 
 
 # ----- The parts of a step -----
@@ -982,8 +1004,9 @@ def train(plan, world):
     plan = prepare(plan, world)
     # From here on a signal does not end the program. It asks for a checkpoint and a stop.
     stop_requests = dist.listen_to_signals(plan.flags.max_minutes)
-    state = build(plan, world)
-    restore(plan, world, log, state)
+    checkpoint = resume_point(plan, world, log)
+    state = build(plan, world, checkpoint)
+    restore(world, log, state, checkpoint)
     log_start(plan, world, log, state)
 
     phase_index = None

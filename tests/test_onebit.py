@@ -415,7 +415,7 @@ def test_where_the_variance_freezes(installed, shards):
 def test_0_1_adam_agrees_less_often_after_a_quarter_of_the_run(installed, shards, tmp_path):
     installed(zeroone_adam)
     plan = plan_of("--data", shards, "--out", tmp_path)
-    state = train.build(plan, dist.World())
+    state = train.build(plan, dist.World(), None)
     state.reducer.close()
     assert state.optimizer.agreement_steps == 2700 * 32678 // 125000
 

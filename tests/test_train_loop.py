@@ -169,7 +169,8 @@ def test_each_optimizer_in_16_bits_follows_fp32(shards, tmp_path, optimizer):
 
 def build(shards, *flags):
     """Returns the state before the first step of a run on one rank."""
-    return train.build(plan_of("--data", shards, "--precision", "fp32", *flags), dist.World())
+    plan = plan_of("--data", shards, "--precision", "fp32", *flags)
+    return train.build(plan, dist.World(), None)
 
 
 def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(

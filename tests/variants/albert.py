@@ -79,10 +79,10 @@ def install():
     same_run = train.same_run
     save = bert.save_huggingface
 
-    def build_albert(plan, world):
+    def build_albert(plan, world, checkpoint):
         if plan.flags.init:
             raise train.ConfigError("the layers of a BERT are not equal: leave out --init")
-        return build(plan, world)
+        return build(plan, world, checkpoint)
 
     bert.BertForPreTraining = Albert
     train.build = build_albert

@@ -97,10 +97,10 @@ def install():
     build = train.build
     same_run = train.same_run
 
-    def build_local(plan, world):
+    def build_local(plan, world, checkpoint):
         if plan.flags.compression != "none":
             raise train.ConfigError("local steps send no gradients: leave out --compression")
-        state = build(plan, world)
+        state = build(plan, world, checkpoint)
         # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of.
         state.reducer.weights = state.masters
         return state

@@ -246,8 +246,8 @@ def install(name="onebit-adam", optimizer=OneBitAdam):
         check_plan(plan, name)
         return plan
 
-    def build_connected(plan, world):
-        state = build(plan, world)
+    def build_connected(plan, world, checkpoint):
+        state = build(plan, world, checkpoint)
         state.optimizer.connect(plan, world, state)
         state.reducer.asks = lambda: state.optimizer.begin_step(is_frozen(plan, state.step))
         return state

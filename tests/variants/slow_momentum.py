@@ -99,11 +99,11 @@ def install():
     build = train.build
     same_run = train.same_run
 
-    def build_slow(plan, world):
+    def build_slow(plan, world, checkpoint):
         if plan.optimizer != "slow-momentum" or plan.flags.compression != "none":
             raise train.ConfigError("slow momentum is an optimizer that sends no gradients: leave "
                                     "out --optimizer and --compression")
-        state = build(plan, world)
+        state = build(plan, world, checkpoint)
         state.optimizer.connect(world, state.reducer)
         return state
 

@@ -112,11 +112,11 @@ def install():
     open_phase = train.open_phase
     same_run = train.same_run
 
-    def build_growing(plan, world):
+    def build_growing(plan, world, checkpoint):
         if plan.config.layers % STAGES or dist.is_lossy(plan.flags.compression):
             raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
                                     "compression")
-        state = build(plan, world)
+        state = build(plan, world, checkpoint)
         if isinstance(state.optimizer, optim.Optimizer):             # torch's does so by itself
             state.optimizer._update = only_with_gradient(state.optimizer._update)
         return state
