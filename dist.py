@@ -1004,7 +1004,7 @@ def asked_to_stop(requests):
     """Returns one of the four numbers above for this rank. requests: of `listen_to_signals`."""
     if TORCHRUN and os.getppid() != TORCHRUN:
         return TORCHRUN_DIED
-    if set(requests) - {"--max-minutes"}:
+    if any(request.startswith("SIG") for request in requests):
         return SIGNALLED
     return TIME_IS_UP if requests else TRAIN_ON
 

@@ -49,6 +49,7 @@ CPU_TOKENS = 8192            # tokens of a micro-batch on a CPU, if the user giv
 CHECKPOINT_SECONDS = 1800    # a checkpoint is saved at least this often
 LOG_EVERY = 50               # steps between two lines of the log
 LOG_SECONDS = 60             # and the most seconds between two of them
+TRIAL_SECONDS = 5            # --hours times the steps of each phase so long
 LOCAL_FLAGS = "data", "corpus", "out", "workers", "timeout"      # each node may have its own
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
@@ -153,6 +154,9 @@ def parse_arguments(argv=None):
         help="give a rank up after this many seconds of silence (default: %(default)s)")
 
     add = parser.add_argument_group("when to stop, evaluate and save").add_argument
+    add("--hours", type=data.number(float, 1e-4, 1e5),
+        help="time a few steps, then take as many as fit into this time; the recipe's steps say "
+             "only how it is shared between the phases")
     add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
     add("--max-minutes", type=data.number(float, 0, 1e6),
         help="stop after this many minutes, with a checkpoint")
@@ -301,6 +305,22 @@ def plan_phases(plan, phases, world):
     return planned
 
 
+def with_steps(plan, steps):
+    """Returns the plan with other numbers of steps, one for each phase."""
+    phases = []
+    for phase, number in zip(plan.phases, steps, strict=True):
+        phases.append(dataclasses.replace(phase, steps=number))
+    return dataclasses.replace(plan, phases=phases, ends=np.cumsum(steps).tolist())
+
+
+def steps_that_fit(plan, step_seconds, seconds):
+    """Returns how many steps of each phase (list) take `seconds` together, in the same proportions
+    as those of the plan: at least one of a phase that has any. step_seconds: of each phase."""
+    planned = sum(phase.steps * each for phase, each in zip(plan.phases, step_seconds))
+    fraction = max(seconds, 0.0) / max(planned, 1e-9)
+    return [min(phase.steps, 1) + int(phase.steps * fraction) for phase in plan.phases]
+
+
 def make_plan(flags, world):
     """Returns the Plan of the flags. Decides only: it writes nothing, and no shards are needed yet.
 
@@ -343,17 +363,21 @@ def same_run(plan, manifest):
 
     It is equal on all ranks, and a checkpoint with another one is refused. Ranks, micro-batches and
     buckets are left out, so a run may resume with others: they change only how sums are rounded,
-    which activations dropout drops, and what lossy compression leaves over.
+    which activations dropout drops, and what lossy compression leaves over. With --hours the steps
+    are left out, too: how many fit is measured once, and then stands in the checkpoint.
     """
+    left_out = {"micro_batch"}
+    if plan.flags.hours:
+        left_out.add("steps")
     run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
            "mask_fraction": plan.mask_fraction, "precision": plan.precision}
-    for flag in ("compression", "balance", "init", "seed", "pairs", "whole_words"):
+    for flag in ("compression", "balance", "hours", "init", "seed", "pairs", "whole_words"):
         run[flag] = getattr(plan.flags, flag)
     for field, value in dataclasses.asdict(plan.config).items():
         run[f"model.{field}"] = value
     for number, phase in enumerate(plan.phases, 1):
         for field, value in dataclasses.asdict(phase).items():
-            if field != "micro_batch":
+            if field not in left_out:
                 run[f"phase{number}.{field}"] = value
     return run
 
@@ -664,6 +688,7 @@ def save(plan, world, log, state):
     check_weights(world, state)
     checkpoint = {
         "run": plan.run,
+        "phase_steps": [phase.steps for phase in plan.phases],
         "step": state.step,
         "examples": state.examples,
         "seconds": state.seconds,
@@ -966,49 +991,9 @@ def log_evaluation(plan, log, state, phase_index, result):
 
 # ----- Training -----
 
-def report(plan, log, state, stop, stop_requests):
-    """Says how the run ended, and for the demo how the model fills in its sentences."""
-    if plan.reads_docs:
-        tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
-        for sentence in DEMO_SENTENCES:
-            words = bert.fill_mask(state.model, tokenizer, sentence, 3)
-            log.say(f"\n{sentence}\n    {words[0]}")
-
-    ended = "Stopped" if stop else "Done"
-    if stop and stop_requests:
-        ended = f"Stopped by {stop_requests[0]}"
-    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; another --out starts over. "
-            "Fill in your own:\n"
-            f'    python bert.py "{plan.out}/model" "A text with a [MASK] in it."')
-
-
-def leave_after_signal(world, state, stop):
-    """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
-    would leave the torchrun of other nodes waiting. stop: of dist.asked_to_stop, all ranks'."""
-    if stop < dist.SIGNALLED or not dist.TORCHRUN:
-        return
-    # Rank 0 still writes the model. A rank that leaves has the others killed, so all wait for it.
-    world.barrier()
-    message = f"stopped after step {state.step}; the same command resumes"
-    if stop == dist.TORCHRUN_DIED:
-        raise dist.RankLost(message)     # a restart by the other nodes' torchruns helps
-    raise dist.DistError(message)
-
-
-def train(plan, world):
-    """Trains as the plan says. Returns nothing: all results are in the folder plan.out.
-
-    Raises one of EXPECTED; see `main`.
-    """
-    log = world.on_all_ranks(EXPECTED, functools.partial(Log, plan, world.rank == 0))
-    plan = prepare(plan, world)
-    # From here on a signal does not end the program. It asks for a checkpoint and a stop.
-    stop_requests = dist.listen_to_signals(plan.flags.max_minutes)
-    checkpoint = resume_point(plan, world, log)
-    state = build(plan, world, checkpoint)
-    restore(world, log, state, checkpoint)
-    log_start(plan, world, log, state)
-
+def training_loop(plan, world, log, state, stop_requests):
+    """Takes the steps of the plan that are left, saves the last one, and returns dist.TRAIN_ON, or
+    why it stopped before (see dist.asked_to_stop). stop_requests: of dist.listen_to_signals."""
     phase_index = None
     stop = dist.TRAIN_ON
     saved_step = state.step
@@ -1112,6 +1097,122 @@ def train(plan, world):
         stop = dist.TRAIN_ON                     # what was asked in the last step comes too late
     if state.step > saved_step:
         save(plan, world, log, state)
+    return stop
+
+
+# ----- A schedule that ends when the time is over: --hours -----
+
+class StepTimer(Log):
+    """A silent Log that notes when each step ended, and asks for a stop when it has timed enough.
+    """
+
+    def __init__(self, plan):
+        super().__init__(plan, active=False)
+        self.ended_at = []
+        self.stop_requests = []
+
+    def step(self, plan, figures):
+        """Notes the time, in place of logging the figures of a step."""
+        self.ended_at.append(time.monotonic())
+        if len(self.ended_at) > 3 and self.ended_at[-1] - self.ended_at[1] > TRIAL_SECONDS:
+            self.stop_requests.append("--hours")
+
+    def step_seconds(self):
+        """Returns the mean time of a step after the first two, in which workers start and memory is
+        taken."""
+        first, *_, last = self.ended_at[1:]
+        return (last - first) / (len(self.ended_at) - 2)
+
+
+def time_phases(plan, world):
+    """Returns the seconds that a step of each phase takes here (list), its part of an evaluation
+    included. Real steps are timed, on a model that is thrown away. Collective."""
+    state = build(plan, world, None)
+    # The phases are so long that none ends here, nor does --max-steps end them.
+    trial = with_steps(plan, [10 ** 6] * len(plan.phases))
+    trial.flags = argparse.Namespace(**vars(plan.flags) | {"max_steps": None})
+    seconds = []
+    for phase, end in zip(trial.phases, trial.ends):
+        state.step = end - phase.steps
+        timer = StepTimer(trial)
+        training_loop(trial, world, timer, state, timer.stop_requests)
+        began = time.monotonic()
+        evaluate(trial, world, state, phase)
+        evaluation = time.monotonic() - began
+        seconds.append(timer.step_seconds() + evaluation / plan.flags.eval_every)
+    state.reducer.close()
+    return seconds
+
+
+def fit_to_hours(plan, world, checkpoint):
+    """Returns the plan with as many steps as fit into --hours; on a resume, with the same steps as
+    before. Collective.
+
+    A schedule should end when the time is over, at a learning rate of 0 (Izsak et al., arXiv
+    2104.07705, section 3). Their code and that of "Cramming" (2212.14034) make the rate a function
+    of the clock. Here the steps are fixed before the first one, by the speed of a few: so a run
+    stays a function of its steps, and a resume has the same bits. In return it ends late on a
+    machine that becomes slower.
+    """
+    began = time.monotonic()
+    steps = world.broadcast_object(checkpoint and checkpoint.get("phase_steps"))
+    if steps is None:
+        step_seconds = time_phases(plan, world)
+        left = 3600 * plan.flags.hours - (time.monotonic() - began)
+        # Ranks step together, so that rank 0 can decide for all.
+        steps = world.broadcast_object(steps_that_fit(plan, step_seconds, left))
+    with contents_checked():
+        return with_steps(plan, steps)
+
+
+# ----- A whole run -----
+
+def report(plan, log, state, stop, stop_requests):
+    """Says how the run ended, and for the demo how the model fills in its sentences."""
+    if plan.reads_docs:
+        tokenizer = data.load_tokenizer(plan.data / "tokenizer.model")
+        for sentence in DEMO_SENTENCES:
+            words = bert.fill_mask(state.model, tokenizer, sentence, 3)
+            log.say(f"\n{sentence}\n    {words[0]}")
+
+    ended = "Stopped" if stop else "Done"
+    if stop and stop_requests:
+        ended = f"Stopped by {stop_requests[0]}"
+    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; another --out starts over. "
+            "Fill in your own:\n"
+            f'    python bert.py "{plan.out}/model" "A text with a [MASK] in it."')
+
+
+def leave_after_signal(world, state, stop):
+    """Raises dist.DistError where a signal under torchrun has stopped the training: a status of 0
+    would leave the torchrun of other nodes waiting. stop: of dist.asked_to_stop, all ranks'."""
+    if stop < dist.SIGNALLED or not dist.TORCHRUN:
+        return
+    # Rank 0 still writes the model. A rank that leaves has the others killed, so all wait for it.
+    world.barrier()
+    message = f"stopped after step {state.step}; the same command resumes"
+    if stop == dist.TORCHRUN_DIED:
+        raise dist.RankLost(message)     # a restart by the other nodes' torchruns helps
+    raise dist.DistError(message)
+
+
+def train(plan, world):
+    """Trains as the plan says. Returns nothing: all results are in the folder plan.out.
+
+    Raises one of EXPECTED; see `main`.
+    """
+    log = world.on_all_ranks(EXPECTED, functools.partial(Log, plan, world.rank == 0))
+    plan = prepare(plan, world)
+    # From here on a signal does not end the program. It asks for a checkpoint and a stop.
+    stop_requests = dist.listen_to_signals(plan.flags.max_minutes)
+    checkpoint = resume_point(plan, world, log)
+    if plan.flags.hours:
+        plan = fit_to_hours(plan, world, checkpoint)
+    state = build(plan, world, checkpoint)
+    restore(world, log, state, checkpoint)
+    log_start(plan, world, log, state)
+    stop = training_loop(plan, world, log, state, stop_requests)
+
     state.reducer.close()
     if log.active:
         # The folder gets the masters: in 16 bits the model's weights are rounded.
@@ -1173,13 +1274,17 @@ def print_plan(flags):
     print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
           f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression "
           f"{flags.compression}")
+    if flags.hours:
+        step_seconds_each = [step_seconds(plan, world, phase, shapes)[2] for phase in plan.phases]
+        plan = with_steps(plan, steps_that_fit(plan, step_seconds_each, 3600 * flags.hours))
     for number, phase in enumerate(plan.phases, 1):
         activations = example_gigabytes(plan, phase) * phase.micro_batch
         compute, exchange, step = step_seconds(plan, world, phase, shapes)
         print(f"phase {number}: micro-batch {phase.micro_batch}, {activations:.2f} GB of "
               f"activations ({examples_that_fit(plan, phase)} examples fit {plan.gpu_memory:g} "
               f"GB); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
-              f"{step - compute:.3g} s of it not hidden: {phase.steps * step / 86400:.3g} days")
+              f"{step - compute:.3g} s of it not hidden: {phase.steps * step / 86400:.3g} days "
+              f"for {phase.steps:,} steps")
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state_gigabytes(plan).items()]
     print(f"GB of a rank in {plan.precision}:", *parts)
 
