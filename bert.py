@@ -726,6 +726,28 @@ def fill_mask(model, tokenizer, text, count=5):
 
 # ----- The arithmetic of `train.py --plan` -----
 
+# name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
+# the examples a second that somebody has published, times `flops_per_example`; none was measured
+# with this program. Sources are letters:
+#   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
+#   B   fine-tuning on SQuAD, 384 tokens, which is a little slower: Lambda, deeplearning-benchmark,
+#       pytorch-train-throughput-fp16.csv
+#   C   MLPerf Training v3.1, BERT without padding, 256 tokens on average, evaluation included
+#   D   fine-tuning of ModernBERT-base on a T4, one blog; an upper bound
+GPUS = {
+    "t4": (9, 16),               # D
+    "v100": (38, 16),            # A, container 20.06: 164 examples a second
+    "a100": (97, 40),            # A, container 20.06: 415
+    "a100-80g": (136, 80),       # A, container 21.11: 580
+    "h100": (229, 80),           # B: 310
+    "a6000": (50, 48),           # B: 68
+    "rtx2080ti": (17, 11),       # B: 23
+    "rtx3090": (38, 24),         # B: 52
+    "rtx4090": (69, 24),         # B: 93
+    "l4": (25, 24),              # C, xFusion: 53
+}
+
+
 def flops_per_example(config, length, masked):
     """Returns the floating-point operations of one example, forward and backward.
 

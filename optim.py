@@ -23,9 +23,9 @@ class TrainingStopped(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of pre-training with one sequence length and one schedule. There are two: most steps
-    take short texts, which are cheap; the last ones take long texts, since short ones do not reach
-    the higher positions."""
+    """A part of pre-training with one sequence length and one schedule. Most recipes have two: most
+    steps take short texts, which are cheap; the last ones take long texts, since short ones do not
+    reach the higher positions."""
     seq_len: int             # tokens of an example, the special ones included
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int
@@ -43,6 +43,7 @@ class Recipe(NamedTuple):
     dropout: float           # 0 where every text is seen a few times only
     attention_dropout: float # 0 lets bf16 GPUs take all lengths at once, see bert.attention
     mask_fraction: float     # of the tokens; small models learn faster with more (arXiv 2202.08005)
+    pairs: str               # "nsp", "sop" or "none", see --pairs
     phases: list
 
 
@@ -50,16 +51,25 @@ RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes.
     "demo": Recipe(
         optimizer="lamb", betas=(0.9, 0.98), dropout=0.0, attention_dropout=0.0,
-        mask_fraction=0.3,
+        mask_fraction=0.3, pairs="nsp",
         phases=[
             Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1),
         ]),
+    # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; with --hours it ends on
+    # time. Not yet run. All but the steps is of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
+    # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 % and has
+    # another encoder. 24hBERT (2104.07705) trains BERT-large so, at a rate of 1e-3, with 15 % masks.
+    # 20,900 steps: a day at the 69 TFLOP/s of an RTX 4090, see bert.GPUS. Only 128 positions train.
+    "day": Recipe(
+        optimizer="adamw", betas=(0.9, 0.98), dropout=0.1, attention_dropout=0.0,
+        mask_fraction=0.3, pairs="none",
+        phases=[Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06)]),
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. Their
     # script leaves use_nvlamb off, so the optimizer is "lamb".
     "nvlamb-64k": Recipe(
         optimizer="lamb", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
-        mask_fraction=0.15,
+        mask_fraction=0.15, pairs="nsp",
         phases=[
             Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5),
             Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0, power=0.5),
@@ -68,7 +78,7 @@ RECIPES = {
     # read in the paper; the steps, rates and fractions were not checked against it.
     "lans-96k": Recipe(
         optimizer="lans", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
-        mask_fraction=0.15,
+        mask_fraction=0.15, pairs="nsp",
         phases=[
             Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
             Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),

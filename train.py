@@ -35,7 +35,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import bert
 import data
@@ -124,9 +123,9 @@ def parse_arguments(argv=None):
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
     add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")
-    add("--pairs", choices=["nsp", "sop", "none"], default="nsp",
-        help="learn whether B follows A (nsp), in which order they are (sop), or masked tokens "
-             "only (none) (default: %(default)s)")
+    add("--pairs", choices=["nsp", "sop", "none"],
+        help="replace the recipe's pairs: learn whether B follows A (nsp), in which order they are "
+             "(sop), or masked tokens only (none)")
     add("--whole-words", action="store_true", help="mask all tokens of a word, or none of them")
     add("--seed", type=data.number(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
@@ -173,7 +172,9 @@ def parse_arguments(argv=None):
     add("--gpus-per-node", type=COUNT, default=8,
         help="with --plan: the GPUs of a node, a rank each (default: %(default)s)")
     add("--gpu-memory", type=AMOUNT,
-        help="the GB of a GPU; without it what the GPU here has, or 16")
+        help="the GB of a GPU; without it what --gpu or the GPU here has, or 16")
+    add("--gpu", choices=bert.GPUS,
+        help="with --plan: take the memory of this GPU, and the speed that others have published")
     add("--tflops", type=AMOUNT,
         help="with --plan: the TFLOP/s of a GPU in training, as metrics.jsonl of a short run says")
     add("--gbps", type=AMOUNT, default=10.0,
@@ -194,6 +195,7 @@ class Plan:
     optimizer: str
     betas: tuple                 # of the optimizer's moments
     mask_fraction: float         # of the tokens that are to be predicted
+    pairs: str                   # "nsp", "sop" or "none"
     precision: str               # "fp32", "bf16" or "fp16"
     gpu_memory: float            # GB of the smallest GPU; None on CPUs
     config: bert.BertConfig
@@ -231,6 +233,8 @@ def smallest_gpu_memory(flags, world):
     for a plan."""
     if flags.gpu_memory:
         return flags.gpu_memory
+    if flags.gpu:
+        return bert.GPUS[flags.gpu][1]
     if world.device.type != "cuda":
         return 16.0 if flags.plan else None
     own = 1e-9 * torch.cuda.get_device_properties(world.device).total_memory
@@ -343,6 +347,7 @@ def make_plan(flags, world):
         optimizer=flags.optimizer or recipe.optimizer,
         betas=recipe.betas,
         mask_fraction=given_or(flags.mask_fraction, recipe.mask_fraction),
+        pairs=flags.pairs or recipe.pairs,
         precision=optim.choose_precision(flags.precision, world.device),
         gpu_memory=smallest_gpu_memory(flags, world),
         config=bert.BertConfig.preset(
@@ -370,8 +375,8 @@ def same_run(plan, manifest):
     if plan.flags.hours:
         left_out.add("steps")
     run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
-           "mask_fraction": plan.mask_fraction, "precision": plan.precision}
-    for flag in ("compression", "balance", "hours", "init", "seed", "pairs", "whole_words"):
+           "mask_fraction": plan.mask_fraction, "pairs": plan.pairs, "precision": plan.precision}
+    for flag in ("compression", "balance", "hours", "init", "seed", "whole_words"):
         run[flag] = getattr(plan.flags, flag)
     for field, value in dataclasses.asdict(plan.config).items():
         run[f"model.{field}"] = value
@@ -456,7 +461,7 @@ class Log:
                               f"({error.strerror}); take another --out") from None
 
     def say(self, text):
-        """Prints a line above the progress bar and adds it to log.txt."""
+        """Prints a line and adds it to log.txt."""
         if self.active:
             self._print(text)
             self._append(self.text, text)
@@ -468,7 +473,7 @@ class Log:
         silent = time.monotonic() - self.said_at
         if step <= 3 or step % LOG_EVERY == 0 or silent > LOG_SECONDS:
             self.said_at = time.monotonic()
-            self.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.flags.pairs, **figures))
+            self.say(STEP_LINE.format(last=plan.ends[-1], pairs=plan.pairs, **figures))
 
     def metric(self, kind, **fields):
         """Adds a line to metrics.jsonl."""
@@ -482,8 +487,7 @@ class Log:
     def _print(self, text):
         # A closed terminal or a full disk behind it must not end the training.
         with contextlib.suppress(OSError, AttributeError):
-            tqdm.write(text)
-            sys.stdout.flush()
+            print(text, flush=True)
 
     def _append(self, path, line):
         rest = self.unwritten.pop(path, b"") + f"{line}\n".encode()
@@ -567,7 +571,7 @@ def build_model(plan, world, checkpoint):
     model = bert.BertForPreTraining(plan.config)
     # Without pairs these two have no gradient, and weight decay alone would wear them away.
     for head in (model.pooler, model.nsp):
-        head.requires_grad_(plan.flags.pairs != "none")
+        head.requires_grad_(plan.pairs != "none")
     set_bias_to_frequencies(model, plan.data)
 
     def load_weights():
@@ -863,7 +867,7 @@ def open_phase(plan, world, state, phase_index):
     micro-batches (data.Batch)."""
     phase = plan.phases[phase_index]
     examples = data.PretrainingData(
-        plan.data, phase.seq_len, phase_index, plan.flags.seed, pairs=plan.flags.pairs,
+        plan.data, phase.seq_len, phase_index, plan.flags.seed, pairs=plan.pairs,
         mask_fraction=plan.mask_fraction, whole_words=plan.flags.whole_words)
     # Which examples are this rank's in step 0, 1, 2 ... of the phase: called in the workers.
     deal = functools.partial(
@@ -954,7 +958,7 @@ def evaluate(plan, world, state, phase):
     pairs. Of 1,024 examples its standard error is about 1.6 %.
     """
     examples = data.PretrainingData(plan.data, phase.seq_len, held_out=True,
-                                    pairs=plan.flags.pairs, whole_words=plan.flags.whole_words)
+                                    pairs=plan.pairs, whole_words=plan.flags.whole_words)
     unigram_losses = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
     # The four fields of Losses, then unigram_sum and masked.
     sums = torch.zeros(6, dtype=torch.float64, device=world.device)
@@ -976,7 +980,7 @@ def evaluate(plan, world, state, phase):
         "mlm_accuracy": mlm_hits / masked,
         "unigram_entropy": unigram_sum / masked,
         "nsp_loss": nsp_sum / EVAL_EXAMPLES,
-        "nsp_accuracy": None if plan.flags.pairs == "none" else nsp_hits / EVAL_EXAMPLES}
+        "nsp_accuracy": None if plan.pairs == "none" else nsp_hits / EVAL_EXAMPLES}
 
 
 def log_evaluation(plan, log, state, phase_index, result):
@@ -985,7 +989,7 @@ def log_evaluation(plan, log, state, phase_index, result):
     line = (f"step {state.step:>6}/{plan.ends[-1]}  held out: MLM loss {result['mlm_loss']:.3f} "
             f"(unigram {result['unigram_entropy']:.3f}), MLM accuracy {result['mlm_accuracy']:.1%}")
     if result["nsp_accuracy"] is not None:
-        line += f", {plan.flags.pairs.upper()} accuracy {result['nsp_accuracy']:.1%}"
+        line += f", {plan.pairs.upper()} accuracy {result['nsp_accuracy']:.1%}"
     log.say(line)
 
 
@@ -998,8 +1002,6 @@ def training_loop(plan, world, log, state, stop_requests):
     stop = dist.TRAIN_ON
     saved_step = state.step
     saved_at = time.monotonic()
-    bar = tqdm(total=plan.ends[-1], initial=state.step, unit="step", dynamic_ncols=True,
-               disable=None if log.active else True)         # None: only on a terminal
 
     while state.step < last_step(plan) and not stop:
         if plan.phase_at(state.step) != phase_index:
@@ -1082,7 +1084,6 @@ def training_loop(plan, world, log, state, stop_requests):
             "bucket_seconds": reducer.bucket_seconds,
             "memory_gb": memory_gigabytes(), "minutes_left": minutes_left(plan, state),
             **step_figures(plan, phase, totals, mlm_sum, nsp_sum, duration)})
-        bar.update()
         phase_ends = state.step == plan.ends[phase_index]
         if phase_ends or state.step % plan.flags.eval_every == 0 or half_hour:
             result = evaluate(plan, world, state, phase)
@@ -1092,7 +1093,6 @@ def training_loop(plan, world, log, state, stop_requests):
             saved_step = state.step
             saved_at = time.monotonic()
 
-    bar.close()
     if state.step == last_step(plan):
         stop = dist.TRAIN_ON                     # what was asked in the last step comes too late
     if state.step > saved_step:
@@ -1261,30 +1261,37 @@ def step_seconds(plan, world, phase, shapes):
 
 def print_plan(flags):
     """Prints the memory, seconds and days that --plan nodes take with these flags. Raises
-    ConfigError without --tflops."""
+    ConfigError without --tflops and --gpu."""
+    if flags.gpu and not flags.tflops:
+        flags.tflops = bert.GPUS[flags.gpu][0]
     if not flags.tflops:
-        raise ConfigError("--plan needs --tflops, what a GPU reaches in training: see `tflops` in "
-                          "the metrics.jsonl of a short run")
+        raise ConfigError("--plan needs --gpu, one of its list, or --tflops, what a GPU reaches in "
+                          "training: see `tflops` in the metrics.jsonl of a short run")
     here = dist.world_of_environment()
     # As many ranks as there would be, though none of them exists.
     world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
     plan = make_plan(flags, world)
     shapes = bert.parameter_shapes(plan.config)
     elements = sum(math.prod(shape) for shape in shapes)
-    print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
-          f"GPU(s) of {flags.tflops:g} TFLOP/s, {flags.gbps:g} Gb/s, compression "
-          f"{flags.compression}")
+    seconds = [step_seconds(plan, world, phase, shapes) for phase in plan.phases]
     if flags.hours:
-        step_seconds_each = [step_seconds(plan, world, phase, shapes)[2] for phase in plan.phases]
-        plan = with_steps(plan, steps_that_fit(plan, step_seconds_each, 3600 * flags.hours))
+        steps = steps_that_fit(plan, [step for _, _, step in seconds], 3600 * flags.hours)
+        plan = with_steps(plan, steps)
+
+    print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
+          f"GPU(s) of {flags.tflops:g} TFLOP/s")
+    if flags.recipe == "demo" and plan.config.layers > 4:
+        print("the recipe demo is for small models and a few minutes: take another --recipe")
     for number, phase in enumerate(plan.phases, 1):
         activations = example_gigabytes(plan, phase) * phase.micro_batch
-        compute, exchange, step = step_seconds(plan, world, phase, shapes)
+        compute, exchange, step = seconds[number - 1]
         print(f"phase {number}: micro-batch {phase.micro_batch}, {activations:.2f} GB of "
               f"activations ({examples_that_fit(plan, phase)} examples fit {plan.gpu_memory:g} "
-              f"GB); a step computes {compute:.3g} s, exchanges {exchange:.3g} s, "
-              f"{step - compute:.3g} s of it not hidden: {phase.steps * step / 86400:.3g} days "
-              f"for {phase.steps:,} steps")
+              f"GB); a step computes {compute:.3g} s")
+        if flags.plan > 1:
+            print(f"    at {flags.gbps:g} Gb/s, compression {flags.compression}, it exchanges "
+                  f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden")
+        print(f"    {phase.steps:,} steps take {phase.steps * step / 86400:.3g} days")
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state_gigabytes(plan).items()]
     print(f"GB of a rank in {plan.precision}:", *parts)
 

@@ -222,8 +222,9 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
     parameters, exchange = re.search(r"base: (\S+) .*?exchanges (\S+) s", printed, re.S).groups()
     assert float(exchange) == pytest.approx(56e-9 * int(parameters.replace(",", "")), rel=0.01)
     # What is not hidden is added to the compute, in each phase
-    found = re.findall(r"computes (\S+) s, exchanges (\S+) s, (\S+) s of it not hidden: (\S+) days",
-                       printed)
+    found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s, (\S+) s of it not hidden\n"
+                       r".*steps take (\S+) days", printed)
+    assert len(found) == 2
     compute_days = 0.0
     for phase, words in zip(phases, found):
         compute, exchange, late, days = map(float, words)
@@ -235,7 +236,18 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
 
 def test_the_plan_needs_the_rate_of_a_gpu(refused):
     code, line = refused("--plan", 4)
-    assert code == 1 and "--plan needs --tflops" in line
+    assert code == 1 and "--plan needs --gpu" in line and "--tflops" in line
+
+
+def test_the_plan_knows_gpus_and_says_nothing_of_a_network_within_a_node(monkeypatch, capsys):
+    flags = "--plan 1 --gpus-per-node 1 --gpu rtx4090 --model base --vocab-size 30522".split()
+    train.print_plan(train.parse_arguments([*flags, "--recipe", "day", "--precision", "bf16"]))
+    printed = capsys.readouterr().out
+    assert "69 TFLOP/s" in printed and "fit 24 GB" in printed and "Gb/s" not in printed
+    assert "20,900 steps take 1 days" in printed and "take another --recipe" not in printed
+    train.print_plan(train.parse_arguments([*flags, "--plan", "2"]))
+    printed = capsys.readouterr().out
+    assert "at 10 Gb/s" in printed and "take another --recipe" in printed       # of the demo's
 
 
 def test_the_plan_may_be_of_a_text_still_to_come(shards):

@@ -37,10 +37,11 @@ def plan(*flags):
 
 
 def step(*flags, phase=1):
-    """Returns the seconds (compute, exchange, not hidden) of a step of a phase."""
-    printed = re.search(rf"phase {phase}: .*computes (\S+) s, exchanges (\S+) s, (\S+) s",
-                        plan(*flags))
-    return map(float, printed.groups())
+    """Returns the seconds (compute, exchange, not hidden) of a step of a phase. The plan of one
+    node does not tell the last two, which are 0."""
+    exchange = r"\n.*exchanges (\S+) s, (\S+) s of it"
+    printed = re.search(rf"phase {phase}: .*computes (\S+) s(?:{exchange})?", plan(*flags))
+    return [float(figure or 0) for figure in printed.groups()]
 
 
 def published():
@@ -48,8 +49,8 @@ def published():
           f"{'ratio':>7}      scaling from 1 node: published, plan, in turn")
     for phase, (tokens, (examples, rates)) in enumerate(DGX1.items(), 1):
         one = 8 * examples / rates[1]                            # seconds of a step
-        tflops = list(step("--plan", 1, "--batch", 8 * examples, "--tflops", 1, *LARGE,
-                           phase=phase))[0] / one
+        tflops = step("--plan", 1, "--batch", 8 * examples, "--tflops", 1, *LARGE,
+                      phase=phase)[0] / one
         for nodes, rate in rates.items():
             batch = 8 * examples * nodes
             compute, exchange, late = step(
