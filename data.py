@@ -865,8 +865,12 @@ def not_after(words):
 # A sentence ends at one of . ! ? ... with its closing quotes, then white space, then what can open
 # a sentence: `He said "no." Then` is cut before Then. It does not end after one letter (`J. Ray`),
 # one or two digits (German `21. Juni`) or an abbreviation, nor before lower case (`3.5 m. long`).
+# Quotes open and close in more than one way: English “so”, German „so“.
 NO_END = r"(?<!\b[A-Za-z]\.)(?<!\s\d\.)(?<!\s\d\d\.)" + "".join(map(not_after, ABBREVIATIONS))
-LATIN_END = rf"{NO_END}[\"'”’»)\]]*\s+(?=[\"'“‘«(\[`]*\s?[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я])"
+# These begin a sentence: capitals, digits, and what scripts from Hebrew to Lao, Chinese, Japanese and
+# Korean have, which know no capitals.
+BEGIN = r"[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я\u0590-\u0eff\u3000-\u9fff\uac00-\ud7a3]"
+LATIN_END = rf"{NO_END}[\"'”’“‘»)\]]*\s+(?=[\"'“‘„‚«(\[`]*\s?{BEGIN})"
 # Chinese, Japanese, Hindi and Arabic marks need no space after them.
 OTHER_END = r"(?<=[。！？।؟])[。！？।؟\"'”’」』）)\]]*\s*"
 SENTENCE_END = re.compile(f"[.!?…。！？।؟](?:{LATIN_END}|{OTHER_END})")

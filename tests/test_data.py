@@ -8,6 +8,7 @@ import lzma
 import math
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -567,9 +568,131 @@ def test_sentences(text):
     assert data.split_sentences(f" {text.replace('|', '')} ") == text.split("| ")
 
 
-@pytest.mark.parametrize("text", ["他来了。|她走了！|「真的吗？」|是的。", "वह आया।| वह गया।", "هل جاء؟| نعم"])
-def test_sentences_without_capitals(text):
-    assert data.split_sentences(text.replace("|", "")) == [part.strip() for part in text.split("|")]
+# Cut by hand, a line a sentence. Chinese and Japanese stand without spaces between sentences.
+LANGUAGES = {
+    "German": (" ", """
+Johann Sebastian Bach wurde am 21. März 1685 in Eisenach geboren.
+Er war das jüngste von acht Kindern.
+Sein Vater, der Stadtpfeifer J. A. Bach, starb am 20. Februar 1695.
+„Wohin soll ich gehen?“
+Mit 15 Jahren kam er nach Lüneburg!
+Dort sang er z. B. im Chor der Michaelisschule.
+Im 18. Jahrhundert galt er als Meister der Orgel.
+Er starb am 28. Juli 1750 in Leipzig."""),
+    "Chinese": ("", """
+李白字太白，号青莲居士。
+他是唐代伟大的诗人！
+你读过他的诗吗？
+“床前明月光。”
+这是他的名句。
+「真的吗？」
+他死于762年。"""),
+    "Japanese": ("", """
+夏目漱石は日本の小説家である。
+「吾輩は猫である。」
+これは彼の最初の小説だ！
+あなたは読みましたか？
+彼は1916年に亡くなった。"""),
+    "Hindi": (" ", """
+दिल्ली भारत की राजधानी है।
+यह यमुना नदी के किनारे बसी है।
+क्या आप वहाँ गए हैं?
+लाल किला यहीं है।
+यह नगर बहुत पुराना है।"""),
+    "Arabic": (" ", """
+القاهرة عاصمة مصر.
+هل زرت القاهرة؟
+تقع المدينة على نهر النيل.
+إنها مدينة كبيرة!
+يعيش فيها ملايين الناس."""),
+    "Korean": (" ", """
+세종은 조선의 왕이었다.
+그는 한글을 만들었다!
+당신은 읽을 수 있습니까?
+많은 사람이 그를 기억한다."""),
+}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_sentences_of_other_languages(language):
+    space, lines = LANGUAGES[language]
+    sentences = lines.strip().splitlines()
+    assert data.split_sentences(space.join(sentences)) == sentences
+
+
+@pytest.mark.parametrize("language,pieces", [("German", 120), ("Chinese", 53)])
+def test_text_of_other_languages_goes_through_the_whole_program(language, pieces, tmp_path):
+    space, lines = LANGUAGES[language]
+    sentences = lines.strip().splitlines()
+    rng = random.Random(0)
+    documents = [space.join(rng.sample(sentences, 4)) for _ in range(150)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    shards = tmp_path / "shards"
+    run = run_script(ROOT / "data.py", tmp_path / "text.txt", "--out", shards, "--sentences",
+                     "prose", "--cased", "--vocab-size", pieces, "--shards", 2)
+    assert run.returncode == 0, run.stderr
+    assert " 600 sentences" in run.stdout and " 0.00% [UNK]" in run.stdout
+    run = run_script(ROOT / "train.py", "--data", shards, "--out", tmp_path / "out", "--steps", 2,
+                     1, "--batch", 4, "--precision", "fp32", "--workers", 0, "--pairs", "none")
+    assert run.returncode == 0 and "Done after step 3 of 3" in run.stdout, run.stderr
+    masked = sentences[0].replace("Sebastian", "[MASK]").replace("太白", "[MASK]")
+    run = run_script(ROOT / "bert.py", tmp_path / "out" / "model", masked)
+    assert run.returncode == 0 and run.stdout.count("%") == 5, run.stderr
+
+
+# ----- From a dump of Wikipedia -----
+
+DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">
+<siteinfo>
+<sitename>Wikipedia</sitename>
+<base>https://en.wikipedia.org/wiki/Main_Page</base>
+<namespaces>
+<namespace key="0" />
+<namespace key="10">Template</namespace>
+</namespaces>
+</siteinfo>
+"""
+PAGE = """<page>
+<title>Page {i}</title>
+<ns>0</ns>
+<id>{i}</id>
+<revision>
+<id>{i}</id>
+<text xml:space="preserve">'''Page {i}''' is a [[page]] of the {{{{test}}}} dump. {words}.
+
+== History ==
+It was written in {year}. It has two paragraphs.</text>
+</revision>
+</page>
+"""
+
+
+def test_wikiextractor_makes_files_that_are_read(tmp_path, documents):
+    pytest.importorskip("wikiextractor", reason="wikiextractor is not installed")
+    pages = [PAGE.format(i=i, year=1900 + i, words=document.split("\n")[0].rstrip("."))
+             for i, document in enumerate(documents[:60], 1)]
+    with bz2.open(tmp_path / "dump.xml.bz2", "wt") as file:
+        file.write(DUMP + "".join(pages) + "</mediawiki>\n")
+    with pytest.raises(data.DataError, match="wikiextractor --json"):
+        list(data.open_corpus([tmp_path / "dump.xml.bz2"]))
+    subprocess.run([sys.executable, "-m", "wikiextractor.WikiExtractor", "dump.xml.bz2", "--json",
+                    "-o", "wiki"], cwd=tmp_path, check=True, capture_output=True)
+    found = list(data.open_corpus([tmp_path / "wiki"]))
+    assert len(found) >= 60
+    text = "\n".join(found)
+    assert "Page 7 is a page of the" in text and "[[" not in text and "written in 1907" in text
+    manifest = data.prepare(found, tmp_path / "shards", vocab_size=200, shards=2)
+    assert manifest["prose"] and manifest["train"]["documents"] > 20
+
+
+def test_datasets_make_json_that_is_read(tmp_path, documents):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    columns = {"id": [str(i) for i in range(len(documents))], "text": documents}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "train.parquet")
+    read = datasets.load_dataset("parquet", data_files=str(tmp_path / "train.parquet"),
+                                 split="train", cache_dir=str(tmp_path / "cache"))
+    read.to_json(tmp_path / "wiki.jsonl")
+    assert list(data.open_corpus([tmp_path / "wiki.jsonl"])) == documents
 
 
 def test_prose_and_lines_are_told_apart(documents):
