@@ -867,8 +867,8 @@ def not_after(words):
 # one or two digits (German `21. Juni`) or an abbreviation, nor before lower case (`3.5 m. long`).
 # Quotes open and close in more than one way: English “so”, German „so“.
 NO_END = r"(?<!\b[A-Za-z]\.)(?<!\s\d\.)(?<!\s\d\d\.)" + "".join(map(not_after, ABBREVIATIONS))
-# These begin a sentence: capitals, digits, and what scripts from Hebrew to Lao, Chinese, Japanese and
-# Korean have, which know no capitals.
+# These begin a sentence: capitals, digits, and letters of scripts that know no capitals (Hebrew to
+# Lao; Chinese, Japanese; Korean).
 BEGIN = r"[A-Z0-9À-ÖØ-ÞΑ-ΩА-Я\u0590-\u0eff\u3000-\u9fff\uac00-\ud7a3]"
 LATIN_END = rf"{NO_END}[\"'”’“‘»)\]]*\s+(?=[\"'“‘„‚«(\[`]*\s?{BEGIN})"
 # Chinese, Japanese, Hindi and Arabic marks need no space after them.

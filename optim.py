@@ -59,8 +59,9 @@ RECIPES = {
     # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; with --hours it ends on
     # time. Not yet run. All but the steps is of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
     # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 % and has
-    # another encoder. 24hBERT (2104.07705) trains BERT-large so, at a rate of 1e-3, with 15 % masks.
-    # 20,900 steps: a day at the 69 TFLOP/s of an RTX 4090, see bert.GPUS. Only 128 positions train.
+    # another encoder. 24hBERT (2104.07705) trains BERT-large so, at a rate of 1e-3 and with 15 % of
+    # masks. 20,900 steps are a day at the 69 TFLOP/s of an RTX 4090, see bert.GPUS. Only the first
+    # 128 positions are trained.
     "day": Recipe(
         optimizer="adamw", betas=(0.9, 0.98), dropout=0.1, attention_dropout=0.0,
         mask_fraction=0.3, pairs="none",

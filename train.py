@@ -9,8 +9,9 @@
 The same command again resumes from the last checkpoint. All results are in the folder --out.
 
 The file stands in the order in which it runs: flags, plan, log, training state, checkpoints, the
-parts of a step, evaluation, and then `train`, the loop that uses them all. You can begin with
-`train`: its eight numbered steps are those of the README. `--plan` and the program come last.
+parts of a step, evaluation, and then `training_loop`, which uses them all. You can begin with it:
+its eight numbered steps are those of the README. `--hours`, `train`, which is a whole run, `--plan`
+and the program come last.
 """
 import argparse
 import bisect
@@ -1120,8 +1121,8 @@ class StepTimer(Log):
     def step_seconds(self):
         """Returns the mean time of a step after the first two, in which workers start and memory is
         taken."""
-        first, *_, last = self.ended_at[1:]
-        return (last - first) / (len(self.ended_at) - 2)
+        timed = self.ended_at[1:]
+        return (timed[-1] - timed[0]) / (len(timed) - 1)
 
 
 def time_phases(plan, world):
@@ -1148,11 +1149,11 @@ def fit_to_hours(plan, world, checkpoint):
     """Returns the plan with as many steps as fit into --hours; on a resume, with the same steps as
     before. Collective.
 
-    A schedule should end when the time is over, at a learning rate of 0 (Izsak et al., arXiv
-    2104.07705, section 3). Their code and that of "Cramming" (2212.14034) make the rate a function
-    of the clock. Here the steps are fixed before the first one, by the speed of a few: so a run
-    stays a function of its steps, and a resume has the same bits. In return it ends late on a
-    machine that becomes slower.
+    A schedule should end when the time is over, with the learning rate at 0 (Izsak et al., arXiv
+    2104.07705). Their code and that of "Cramming" (2212.14034) make the rate a function of the
+    clock. Here the steps are fixed before the first one, by the speed of a few: so a run stays a
+    function of its steps, and a resume has the same bits. In return it ends late on a machine that
+    becomes slower.
     """
     began = time.monotonic()
     steps = world.broadcast_object(checkpoint and checkpoint.get("phase_steps"))
