@@ -212,8 +212,8 @@ CASES = {
                                 "pause * 1 train.build 2", act=send(KILL, "torchrun")),
     "kill-worker": Case("kill -9 of a worker", GONE, act=send(KILL, "worker", 1),
                         says="a worker process died"),
-    "kill-server": Case("kill -9 of the server that forks workers", "the workers do not need it",
-                        act=send(KILL, "server", 1), ends="goes on", again=False),
+    "kill-tracker": Case("kill -9 of Python's resource tracker", "nobody needs it",
+                         act=send(KILL, "tracker", 1), ends="goes on", again=False),
     "stop-rank": Case("SIGSTOP of rank 1", "an error at the timeout of 10 s names rank 1; torchrun "
                       "waits 30 s more for it", act=send(STOP, "rank", 1), says=LOST_1, limit=50),
     "kill-mid-save": Case("kill -9 while a checkpoint is written", "the one before is used",

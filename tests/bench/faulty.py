@@ -185,28 +185,27 @@ class Run:
         return Run(**self.made_of | changes)
 
     def processes(self):
-        """Returns all that live, as (pid, kind, rank); kinds: torchrun, rank, server, worker and
-        other. The server is that which forks a rank's workers."""
-        found, parents = {}, {}
+        """Returns all that live, as (pid, kind, rank); kinds: torchrun, rank, worker, tracker and
+        other. The tracker is multiprocessing's process that cleans up after a rank."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
-                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
             except OSError:
                 continue                                     # it has just ended
             if self.mark.encode() in words:
                 rank = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
                 found[int(folder.name)] = command, rank[0] if rank else 0
-                parents[int(folder.name)] = parent
         roots, processes = {root.pid for root in self.roots}, []
         for pid, (command, rank) in found.items():
             kind = "other"
             if pid in roots:
                 kind = "torchrun" if self.ranks else "rank"
-            elif b"forkserver" in command:
-                server = b"forkserver" in found.get(parents[pid], (b"",))[0]
-                kind = "worker" if server else "server"
+            elif b"spawn_main" in command:
+                kind = "worker"
+            elif b"resource_tracker" in command:
+                kind = "tracker"
             elif b"train.py" in command or b"faulty.py" in command:
                 kind = "rank"
             processes.append(Process(pid, kind, rank))
