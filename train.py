@@ -1119,9 +1119,9 @@ class StepTimer(Log):
             self.stop_requests.append("--hours")
 
     def step_seconds(self):
-        """Returns the mean time of a step after the first two, in which workers start and memory is
-        taken."""
-        timed = self.ended_at[1:]
+        """Returns the mean time of the later half of the steps. Before, workers start and fill their
+        queues, and memory is taken."""
+        timed = self.ended_at[len(self.ended_at) // 2:]
         return (timed[-1] - timed[0]) / (len(timed) - 1)
 
 
