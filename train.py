@@ -1119,8 +1119,8 @@ class StepTimer(Log):
             self.stop_requests.append("--hours")
 
     def step_seconds(self):
-        """Returns the mean time of the later half of the steps. Before, workers start and fill their
-        queues, and memory is taken."""
+        """Returns the mean time of the later half of the steps. Before, workers start and fill
+        their queues, and memory is taken."""
         timed = self.ended_at[len(self.ended_at) // 2:]
         return (timed[-1] - timed[0]) / (len(timed) - 1)
 
