@@ -280,11 +280,13 @@ class PretrainingData:
         return Text(start, middle, end, document, last)
 
     def pair(self, i, draws):
-        """Returns the Spans of example i. draws: five random numbers in [0, 1).
+        """Returns the Spans of example i. draws: five random numbers in [0, 1), for these in turn:
+        whether the text is short, how long it then is (2 tokens at least), where it is cut, whether
+        B is the true next, and the window that another B comes from.
 
-        A B from elsewhere is of the same shard and epoch. It begins with the second part of a text
-        of another document, and ends where A and B together have the length that was drawn, or
-        with its document.
+        A B from elsewhere is of the same shard and epoch, from any window but those of A's
+        document, each as likely. It begins with the second part of that window's text, and ends
+        where A and B together have the length that was drawn, or with its document.
         """
         short_draw, length_draw, cut_draw, truth_draw, window_draw = draws
         earlier, s = divmod(i, len(self.names))     # examples of shard s before this one
@@ -344,9 +346,10 @@ class PretrainingData:
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
         stood there where a token was chosen, IGNORED elsewhere.
 
-        Position t of example i has the counter i * seq_len + t, in a batch of any width. `choose`
-        draws with choice_key. What becomes of a chosen token is drawn with fate_key: below 0.8
-        [MASK], below 0.9 a token that is drawn with token_key, none of SPECIALS, else it stays.
+        Position t of example i has the counter i * seq_len + t, in a batch of any width: it draws
+        `uniform(counter, key)`, another number with each key. choice_key: whether it is chosen (see
+        `choose`). fate_key: what becomes of it, below 0.8 [MASK], below 0.9 a random token, else it
+        stays. token_key: which random token, of all but SPECIALS.
         """
         positions = np.arange(tokens.shape[1])                         # (T,)
         counters = indices[:, None] * self.seq_len + positions         # (B, T)
@@ -366,7 +369,10 @@ class PretrainingData:
         """Returns (B, T) bool, which tokens are to be predicted: `mask_fraction` of the text, at
         least one token. With whole words, the last word can make it a few tokens more.
 
-        Each token draws a random number; those with the smallest ones are chosen.
+        Each token draws a random number by its counter (B, T); those with the smallest ones are
+        chosen. A count that is not whole is rounded up or down by chance, so that its mean is
+        right: of 25 tokens 3.75 in the mean, 3 or 4. An example has the same count in any batch.
+        With whole words, the tokens of a word share the draw of its first one.
         """
         is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
         draws = uniform(counters, self.choice_key)                      # (B, T)
@@ -469,10 +475,10 @@ def micro_batches(step, global_batch, micro_batch, rank, size, lengths=None):
     examples are in order, the longest last.
 
     lengths: a function of indices (n,), to deal the examples by length: sorted, then to the ranks
-    in snake order, so that each has about as many tokens; a micro-batch takes neighbours, since
-    attention computes equal lengths together. Lengths follow from indices, so that ranks need not
-    talk; each computes those of all examples, at about 8 us each, a step ahead. (Presorting: Kim et
-    al., arXiv 2402.02447; Zeng et al., 2208.08124.)
+    in snake order from the longest on (0 1 2 | 2 1 0 | 0 1), so that each has about as many tokens;
+    a micro-batch takes neighbours, since attention computes equal lengths together. Lengths follow
+    from indices, so that ranks need not talk; each computes those of all examples, at about 8 us
+    each, a step ahead. (Presorting: Kim et al., arXiv 2402.02447; Zeng et al., 2208.08124.)
     """
     first = step * global_batch
     indices = np.arange(first, first + global_batch)

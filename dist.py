@@ -465,7 +465,9 @@ class Reducer:
     # 3. Launch
 
     def _launch(self):
-        """Gives the thread each bucket that may start now."""
+        """Gives the thread each bucket that may start now, with the job before it and a mark of
+        what the GPU has to finish first (None on a CPU), see `_average`. Buckets start in the order
+        of their numbers on every rank."""
         # The first collective on one rank is matched with the first on the others, and so on. So
         # buckets start in the order of their numbers on every rank, in whatever order they become
         # complete.
@@ -669,7 +671,10 @@ class Bucket:
 
     def average(self, scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
-        other nodes where there are several."""
+        other nodes where there are several.
+
+        Where compression is not lossy, `argument` is the format in which `dense` sums up. What a
+        node's ranks add up is divided before, too."""
         if self.inner.size > 1:
             self.flat.div_(self.inner.size)
             self.inner.reduce(self.flat, self.leader)

@@ -97,6 +97,9 @@ def learning_rate(phase_step, phase):
          0 | /___________________\    fraction of the phase that is done
             0   warmup  decay_from 1
 
+    phase_step + 1 of steps + 1 parts are done, so no step has a rate of 0. In the decay the rate is
+    lr (what is left of the decay, 1 to 0)^power.
+
     With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
     So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase
     1 of "nvlamb-64k" from 6e-3 to 5.1e-3.
@@ -134,8 +137,9 @@ def choose_precision(name, device):
 
 def master_weights(model, dtype):
     """Casts a model to a format, in place. Returns the weights that the optimizer updates, {name:
-    fp32 tensor}. In 16 bits they are copies of the parameters from before the cast; in fp32 they
-    are the parameters themselves (arXiv 1710.03740, section 3.1)."""
+    fp32 tensor}: of all parameters but the frozen ones (requires_grad is False). In 16 bits they
+    are copies of the parameters from before the cast; in fp32 they are the parameters themselves
+    (arXiv 1710.03740, section 3.1)."""
     masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if dtype.itemsize == 2:
         # bf16 keeps 8 bits: an update of less than 0.2 % of a weight would be rounded away.
@@ -177,8 +181,8 @@ class LossScaler:
         """Returns True if the step is to be taken, and adjusts the scale.
 
         overflow: whether a gradient is not finite, on any rank: all ranks must do the same.
-        step, gradients ({name: tensor}): for the message of TrainingStopped, which is raised when
-        overflows have halved the scale below `smallest`.
+        step, gradients ({name: tensor}): for the message of TrainingStopped, which has the step and
+        `name_of_broken`, and is raised when overflows have halved the scale below `smallest`.
         """
         if not overflow:
             self.good_steps += 1

@@ -656,6 +656,8 @@ def write_checkpoint(folder, checkpoint, keep):
     """Writes a checkpoint (tensors, numbers, text, plain containers), whole or not at all. Then
     removes the others, but for the one before and those of the steps in `keep`.
 
+    The file step-00000007.pt is that of step 7: what torch.save writes, and its SHA-256 as text.
+
     The file is built in memory, which holds the checkpoint twice meanwhile. Raises OSError on a
     full disk.
     """
@@ -685,7 +687,10 @@ def write_checkpoint(folder, checkpoint, keep):
 
 
 def save(plan, world, log, state):
-    """Saves a checkpoint of all that the next step depends on.
+    """Saves a checkpoint of all that the next step depends on: of the State the "step", "examples"
+    and "seconds", the "weights" (masters, which 16 bits would round), and what "optimizer",
+    "scaler" and reducer ("residuals") hold; of the plan its "run" and "phase_steps" (a list); and
+    "log_bytes", the length of metrics.jsonl.
 
     Collective: what lossy compression has not sent yet is averaged over the ranks. A full disk is a
     warning: the older checkpoints are still whole. Raises what check_weights raises.

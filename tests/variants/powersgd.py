@@ -67,7 +67,8 @@ def powersgd(world, value, mean, state, rank):
 
 
 def first_factors(matrices, rank):
-    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank."""
+    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank: of torch.randn
+    with one generator for all of them, on the CPU, whose seed is 0."""
     generator = torch.Generator().manual_seed(0)
     factors = []
     for v in matrices:
