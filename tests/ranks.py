@@ -66,7 +66,7 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     except BaseException as error:
         outcome = error
         if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
-            outcome = RuntimeError(traceback.format_exc())
+            outcome = RuntimeError(f"{error!r} on rank {rank}\n{traceback.format_exc()}")
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)
     if isinstance(outcome, BaseException):

@@ -74,19 +74,25 @@ def test_pairs_are_half_true_and_others_from_elsewhere(shards, seq_len):
     for i in range(count):
         example, shard = dataset[i], dataset.shard(i % 4)
         tokens = example.tokens
-        assert len(tokens) <= seq_len and tokens[0] == data.CLS
-        assert tokens[-1] == tokens[example.b_start - 1] == data.SEP
-        assert np.isin(tokens, [data.CLS, data.SEP, data.PAD]).sum() == 3
+        assert len(tokens) <= seq_len, f"example {i} has {len(tokens)} tokens, of {seq_len} at most"
+        assert tokens[0] == data.CLS and tokens[-1] == tokens[example.b_start - 1] == data.SEP, (
+            f"example {i} is not [CLS] A [SEP] B [SEP]")
+        assert np.isin(tokens, [data.CLS, data.SEP, data.PAD]).sum() == 3, (
+            f"example {i} has other special tokens than one [CLS] and two [SEP]")
         a, b = unmasked(example)
-        assert len(a) and len(b) and homes(shard, a)
+        assert len(a) and len(b), f"example {i} has {len(a)} tokens of A and {len(b)} of B"
+        assert homes(shard, a), f"A of example {i} stands in no document of shard {i % 4}"
         if example.pair_label == 0:
-            assert homes(shard, np.concatenate([a, b]))
+            assert homes(shard, np.concatenate([a, b])), (
+                f"B of example {i} is labelled true (0), but does not follow its A in a document")
         elif len(homes(shard, a)) == 1 and len(b) > 3:
-            assert homes(shard, b) - homes(shard, a)
+            assert homes(shard, b) - homes(shard, a), (
+                f"B of example {i} is labelled false (1), but is of A's own document or of none")
         replaced += example.pair_label
-    assert near(replaced, count, 0.5)
-    labels = [spans.pair_label for spans in dataset.spans(range(20_000))]
-    assert abs(np.mean(labels) - 0.5) < 0.014, "half of the pairs are true, four standard errors"
+    assert near(replaced, count, 0.5), f"{replaced} of {count} pairs are false, not half of them"
+    false = np.mean([spans.pair_label for spans in dataset.spans(range(20_000))])
+    # Four standard errors
+    assert abs(false - 0.5) < 0.014, f"{false:.1%} of 20,000 pairs are false, not half of them"
 
 
 def test_both_parts_of_a_pair_are_of_the_same_epoch(shards, monkeypatch):
@@ -96,7 +102,9 @@ def test_both_parts_of_a_pair_are_of_the_same_epoch(shards, monkeypatch):
         epochs.append(epoch) or text(shard, epoch, *rest)))
     windows = dataset.shard(0).windows[-1]
     dataset.spans(range(4 * 2 * windows, 4 * 3 * windows, 4))                # of shard 0
-    assert set(epochs) == {2}, "windows shift from epoch to epoch: B's as A's"
+    assert set(epochs) == {2}, (
+        f"texts of an example of epoch 2 are cut as in the epochs {sorted(set(epochs))}: windows "
+        "shift from epoch to epoch, B's as A's")
 
 
 def test_sentence_order_and_no_pairs(shards):
@@ -104,15 +112,20 @@ def test_sentence_order_and_no_pairs(shards):
     single = data.PretrainingData(shards, 48, pairs="none")
     for i in range(500):
         (a, b), shard, label = unmasked(sop[i]), sop.shard(i % 4), sop[i].pair_label
-        assert len(a) and len(b) and homes(shard, np.concatenate([b, a] if label else [a, b]))
+        assert len(a) and len(b), f"sop: example {i} has {len(a)} tokens of A and {len(b)} of B"
+        assert homes(shard, np.concatenate([b, a] if label else [a, b])), (
+            f"sop: the two parts of example {i} are not neighbours in the order that {label} means")
         swapped += label
         example = single[i]
-        assert example.pair_label == data.IGNORED and example.b_start == len(example.tokens) <= 48
-        assert example.tokens[0] == data.CLS and example.tokens[-1] == data.SEP
-        assert homes(shard, unmasked(example)[0])
-    assert near(swapped, 500, 0.5)
+        assert example.pair_label == data.IGNORED, f"none: pair_label is {example.pair_label}"
+        assert example.b_start == len(example.tokens) <= 48, f"none: example {i} has a B"
+        assert example.tokens[0] == data.CLS and example.tokens[-1] == data.SEP, (
+            f"none: example {i} is not [CLS] A [SEP]")
+        assert homes(shard, unmasked(example)[0]), f"none: example {i} stands in no document"
+    assert near(swapped, 500, 0.5), f"sop: {swapped} of 500 pairs are swapped, not half of them"
     batch = single.batch(range(4))
-    assert not batch.segments.any() and (batch.pair_labels == data.IGNORED).all()
+    assert not batch.segments.any() and (batch.pair_labels == data.IGNORED).all(), (
+        "none: a batch has tokens of segment B, or labels of pairs")
 
 
 def test_an_a_begins_and_ends_where_sentences_do(shards):
@@ -148,6 +161,9 @@ def test_a_b_from_elsewhere_looks_like_a_true_one(shards, seq_len):
     spans = columns(dataset, range(0, 64000, 4))             # of shard 0
     _, sentences, documents, windows = map(np.array, dataset.shard(0))
     uses, looks = np.diff(windows), []
+    features = ("begins with a sentence in {:.1%} of the pairs", "fills {:.1%} of an example",
+                "is of a long document in {:.1%}", "begins its document in {:.1%}",
+                "ends with a sentence in {:.1%}")
     for label in 0, 1:
         own = spans.pair_label == label
         a, b, end = spans.a[own], spans.b[own], spans.b_end[own]
@@ -156,10 +172,16 @@ def test_a_b_from_elsewhere_looks_like_a_true_one(shards, seq_len):
                       (uses[home] > np.median(uses)).mean(), np.isin(b, documents).mean(),
                       np.isin(end, sentences).mean()])
     # Ends are not quite alike: a B from elsewhere ends where it is full, or with its document
-    assert (np.abs(np.diff(looks, axis=0)[0]) < (0.02, 0.02, 0.02, 0.02, 0.15)).all()
+    for feature, true, other, most in zip(features, *looks, (0.02, 0.02, 0.02, 0.02, 0.15)):
+        assert abs(true - other) < most, (
+            f"a true B {feature.format(true)}, one from elsewhere {feature.format(other)}: a model "
+            "can tell them apart without reading")
     gaps = (home - np.searchsorted(documents, a, "right") + 1) % len(uses)       # from A's document
     counts = np.bincount(gaps, minlength=len(uses)) / len(gaps) * len(uses)
-    assert counts[0] == 0 and counts[1:].min() > 0.3 and counts.max() < 2
+    assert counts[0] == 0, f"{np.mean(gaps == 0):.1%} of the false B are of A's own document"
+    assert counts[1:].min() > 0.3 and counts.max() < 2, (
+        f"of {len(uses)} documents one gives {counts.max():.1f} times as many B as the mean, and "
+        f"one {counts[1:].min():.1f} times")
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
@@ -197,27 +219,43 @@ def test_the_masks_of_an_array(shards, whole_words):
     cells = dataset.mask(after, indices)
     chosen = cells != data.IGNORED
     labels = cells[chosen]
-    assert same(before[chosen], labels)
-    assert same(after[~chosen], before[~chosen]) and text[chosen].all() and chosen.any(1).all()
-    assert -0.003 < len(labels) / text.sum() - 0.15 < (0.02 if whole_words else 0.003)
-    assert near((after[chosen] == data.MASK).sum(), len(labels), 0.8)
-    assert near((after[chosen] == labels).sum(), len(labels), 0.1 + 0.1 / 315)
-    assert np.isin(after[chosen], [*range(len(data.SPECIALS), 320), data.MASK]).all()
+    assert same(before[chosen], labels), "a label is not the token that stood there"
+    assert same(after[~chosen], before[~chosen]), "a token changed that has no label"
+    assert text[chosen].all(), "[CLS], [SEP] or padding was chosen, which is no text"
+    assert chosen.any(1).all(), "in an example no token was chosen"
+    share = len(labels) / text.sum()
+    assert -0.003 < share - 0.15 < (0.02 if whole_words else 0.003), (
+        f"{share:.1%} of the tokens of text were chosen, not 15 %")
+    for what, found, wanted in (("became [MASK]", after[chosen] == data.MASK, 0.8),
+                                ("stayed", after[chosen] == labels, 0.1 + 0.1 / 315)):
+        assert near(found.sum(), len(labels), wanted), (
+            f"{found.mean():.1%} of the chosen tokens {what}, not {wanted:.1%}")
+    assert np.isin(after[chosen], [*range(len(data.SPECIALS), 320), data.MASK]).all(), (
+        "a random token is one of SPECIALS, or is none of the vocabulary")
     if whole_words:
         starts = dataset.word_starts(before, text)
-        assert same(chosen, np.take_along_axis(chosen, starts, 1))
+        assert same(chosen, np.take_along_axis(chosen, starts, 1)), "a word was chosen in part"
     else:
-        assert (np.abs(chosen.sum(1) - np.maximum(0.15 * text.sum(1), 1)) < 1).all()
+        counts, wanted = chosen.sum(1), np.maximum(0.15 * text.sum(1), 1)
+        worst = np.abs(counts - wanted).argmax()
+        assert abs(counts[worst] - wanted[worst]) < 1, (
+            f"of {text[worst].sum()} tokens {counts[worst]} were chosen, not {wanted[worst]:.2f} "
+            "rounded up or down")
         for size in range(20, 50):
-            counts = set(chosen.sum(1)[text.sum(1) == size].tolist())
-            if 0.3 < 0.15 * size % 1 < 0.7:
-                assert len(counts) == 2, f"of {size} tokens sometimes one more is chosen: {counts}"
+            found = set(counts[text.sum(1) == size].tolist())
+            assert len(found) == 2 or not 0.3 < 0.15 * size % 1 < 0.7, (
+                f"of {size} tokens always {found} were chosen: 15 % are {0.15 * size:.2f}, so it "
+                "is sometimes one more, by chance")
     replacements = after[(after != before) & (after != data.MASK)]
-    assert replacements.min() < 40 and replacements.max() > 285, "random tokens are of all ids"
+    assert replacements.min() < 40 and replacements.max() > 285, (
+        f"random tokens are only of {replacements.min()} to {replacements.max()}, not of 5 to 319: "
+        "are they drawn with the number that decided that they are random?")
     some = np.flatnonzero(ends <= 60)[[1, 0]]          # as in another batch, of shorter examples
     alone = before[some, :60]
-    assert same(dataset.mask(alone, indices[some]), cells[some, :60])
-    assert same(alone, after[some, :60])
+    assert same(dataset.mask(alone, indices[some]), cells[some, :60]), (
+        "in another batch other tokens of an example are chosen: masks depend on its neighbours, "
+        "its place or the width")
+    assert same(alone, after[some, :60]), "in another batch other random tokens are taken"
 
 
 def test_a_word_of_many_tokens_counts_as_several(shards):
@@ -366,11 +404,17 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(shards, size, balan
     for step in (0, 2, 5):
         ranks = [data.micro_batches(step, 33, 4, rank, size, lengths) for rank in range(size)]
         dealt = [sum(parts, []) for parts in ranks]
-        assert sorted(sum(dealt, [])) == list(range(33 * step, 33 * step + 33))
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-        assert all(len(part) == 4 for parts in ranks for part in parts[:-1])
-        assert balance or all(i % size == rank for rank, own in enumerate(dealt) for i in own)
-    assert data.micro_batches(0, 8, 2, 1, 2) == [[1, 3], [5, 7]]
+        assert sorted(sum(dealt, [])) == list(range(33 * step, 33 * step + 33)), (
+            f"step {step} of {size} ranks does not have each of its 33 examples once")
+        counts = [len(own) for own in dealt]
+        assert max(counts) - min(counts) <= 1, f"the ranks of a step have {counts} examples"
+        sizes = [[len(part) for part in parts] for parts in ranks]
+        assert all(k == 4 for own in sizes for k in own[:-1]), (
+            f"micro-batches of 4, but for a rank's last one: the ranks have {sizes}")
+        assert balance or all(i % size == rank for rank, own in enumerate(dealt) for i in own), (
+            f"of {size} ranks number r takes the examples that are r modulo {size}")
+    found = data.micro_batches(0, 8, 2, 1, 2)
+    assert found == [[1, 3], [5, 7]], f"rank 1 of 2 has {found} of 8 examples, 2 at a time"
 
 
 @pytest.mark.parametrize("size", [4, 3])
@@ -387,12 +431,18 @@ def test_balance_evens_ranks_and_joins_equal_lengths(shards, size):
                 longest = [dataset.lengths(part) for part in parts]
                 tokens[step, rank] = sum(part.sum() for part in longest)
                 slots += sum(len(part) * part.max() for part in longest)
-                if lengths:                  # the longest last
-                    assert longest[-1].max() == max(part.max() for part in longest)
+                if lengths:
+                    assert longest[-1].max() == max(part.max() for part in longest), (
+                        "the longest example of a rank is not in its last micro-batch")
         return 1 - tokens.sum() / slots, (tokens.max(1) / tokens.mean(1)).max()
 
     (padding, _), (balanced, imbalance) = work(None), work(dataset.lengths)
-    assert balanced < padding / 3 and imbalance < 1.004
+    assert balanced < padding / 3, (
+        f"by length, rectangles would be padded by {balanced:.1%}, as dealt by {padding:.1%}: a "
+        "micro-batch does not have examples of one length")
+    assert imbalance < 1.004, (
+        f"the busiest of {size} ranks has {imbalance:.3f} times the mean of tokens: is each round "
+        "of the snake dealt from the other end than the one before?")
 
 
 def test_workers_give_the_same_batches_as_none(shards):
