@@ -162,12 +162,17 @@ def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
     exact = padded[torch.float64]
     # With AVX2 the padded model in fp32 is itself 1e-6 away from the exact results.
     for dtype, tolerance in (torch.float64, 1e-12), (torch.float32, 1e-6):
-        for a, b, c in zip(ours[dtype], padded[dtype], exact):
-            assert (a - c).norm() <= max(tolerance * max(c.norm(), 1), 1.2 * (b - c).norm())
+        names = "mlm_sum", "nsp_sum", *(name for name, _ in model.named_parameters())
+        for name, a, b, c in zip(names, ours[dtype], padded[dtype], exact, strict=True):
+            error = (a - c).norm()
+            assert error <= max(tolerance * max(c.norm(), 1), 1.2 * (b - c).norm()), (
+                f"{name} (the gradient, if a parameter) in {dtype} is {error / c.norm():.2g} of "
+                f"itself away from a model with padding, in examples of {lengths} tokens")
     # In bf16 as near to the exact results as the padded model is
     errors = [sum((part - c).norm() / c.norm() for part, c in zip(found[torch.bfloat16], exact))
               for found in (ours, padded)]
-    assert errors[0] <= 1.2 * errors[1]
+    assert errors[0] <= 1.2 * errors[1], (
+        f"in bf16 the errors are {errors[0]:.3g}, those of a model with padding {errors[1]:.3g}")
 
 
 @pytest.mark.parametrize("lengths", [(16, 12, 12, 5), (23,), (64, 64), (3, 1, 3)])
@@ -178,10 +183,15 @@ def test_packed_attention_is_the_plain_one_of_each_example(lengths):
     ours = bert.attention(qkv, batch.bounds, batch.lengths, 0.0)
     parts = [bert.plain_attention(rows) for rows in qkv.split(batch.lengths.tolist())]
     plain = torch.cat(parts)
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    assert ours.shape == plain.shape == (len(batch.tokens), 2, 32), (
+        f"attention returns {tuple(ours.shape)}, plain_attention of all examples "
+        f"{tuple(plain.shape)}, and (N, H, D/H) is {(len(batch.tokens), 2, 32)}")
     weights = torch.randn_like(ours)
     gradients = [torch.autograd.grad((out * weights).sum(), qkv)[0] for out in (ours, plain)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    for what, (a, b) in ("result", (ours, plain)), ("gradient", gradients):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), (
+            f"the {what} of examples of {lengths} tokens is up to {(a - b).abs().max():.2g} away "
+            "from plain_attention of each example alone")
 
 
 def test_a_block_is_torchs_encoder_layer():
@@ -201,7 +211,8 @@ def test_a_block_is_torchs_encoder_layer():
     mask = batch.attention_mask
     ours = block(x[mask], batch.bounds[:-1], batch.lengths[:-1])
     theirs = layer(x, src_key_padding_mask=~mask)
-    torch.testing.assert_close(ours, theirs[mask], rtol=1e-10, atol=1e-10)
+    assert torch.allclose(ours, theirs[mask], rtol=1e-10, atol=1e-10), (
+        f"a block is up to {(ours - theirs[mask]).abs().max():.2g} away from torch's encoder layer")
 
 
 def test_dropout_is_of_the_attention_weights():
@@ -209,8 +220,13 @@ def test_dropout_is_of_the_attention_weights():
     batch, qkv = make_batch(lengths=(64, 40, 40)), torch.randn(192, 3, 2, 32)
     qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
     sums = bert.attention(qkv, batch.bounds, batch.lengths, 0.5)
-    assert sums.shape == (192, 2, 32) and (sums - sums[..., :1]).abs().max() < 1e-5
-    assert 0.9 < sums.mean() < 1.1 and sums.std() > 0.1
+    assert sums.shape == (192, 2, 32), f"attention of 192 rows returns {tuple(sums.shape)}"
+    assert (sums - sums[..., :1]).abs().max() < 1e-5, (
+        "dropout is of the output's elements, not of the weights: all V are equal here")
+    assert 0.9 < sums.mean() < 1.1, (
+        f"what is left of the weights adds up to {sums.mean():.2f} in the mean, not to 1")
+    assert sums.std() > 0.1, (
+        f"a dropout of 0.5 drops no weights: their sums vary by {sums.std():.2g} alone")
 
 
 def test_dropout_is_of_embeddings_and_of_both_branches_in_training_alone():

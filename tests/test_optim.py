@@ -42,11 +42,19 @@ def apply(optimizer, params, grads):
     optimizer.step()
 
 
+KINDS = {0: "a matrix", 1: "a tensor of zeros", 2: "a tensor without decay",
+         3: "a tensor whose gradient is zero"}
+
+
 def assert_equal(params, expected, tolerance, step=None):
-    """Compares tensors or arrays with arrays, by the norm of their difference."""
-    for p, value in zip(params, expected):
+    """Compares tensors or arrays with arrays, by the norm of their difference. KINDS: those of
+    `problem`."""
+    for number, (p, value) in enumerate(zip(params, expected)):
         ours = p if isinstance(p, np.ndarray) else p.detach().numpy()
-        assert np.linalg.norm(ours - value) <= tolerance * np.linalg.norm(value), step
+        error = np.linalg.norm(ours - value)
+        assert error <= tolerance * np.linalg.norm(value), (
+            f"after step {step or 'the last'} tensor {number} ({KINDS.get(number, 'another')}), of "
+            f"norm {np.linalg.norm(value):.4g}, is {error:.2g} away from what the equations give")
 
 
 # ----- LAMB and LANS: one tensor and one operation at a time, as in the papers -----
@@ -82,7 +90,7 @@ def test_lamb_is_its_equations(adapt_all, max_norm):
         optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), 8.0, max_norm)
         apply(optimizer, params, [g.numpy() for g in scaled])
     assert_equal(params, numpy_lamb(values, decays, grads, adapt_all, max_norm), 1e-9)
-    assert not np.allclose(params[0].detach(), values[0], atol=0.1)
+    assert not np.allclose(params[0].detach(), values[0], atol=0.1), "the weights have not moved"
 
 
 def test_fast_lamb_computes_what_the_plain_function_does():
@@ -150,7 +158,7 @@ def test_tensor_groups_are_bounded_and_change_nothing(monkeypatch):
             apply(optimizer, params, step)
         counts.append(len(optimizer.param_groups))
         results.append([p.detach().numpy() for p in params])
-    assert counts == [2, 5]
+    assert counts == [2, 5], f"5 tensors, each a tensor group of its own, are {counts[1]} groups"
     assert_equal(results[0], results[1], 0.0)
 
 
@@ -197,49 +205,62 @@ def test_master_weights_keep_what_16_bits_would_lose(dtype):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.001)
     masters = optim.master_weights(model, dtype)
-    assert masters["weight"].item() == pytest.approx(1.001, rel=1e-7)    # not rounded
-    assert model.weight.dtype == dtype and masters["weight"].dtype == torch.float32
+    assert model.weight.dtype == dtype, f"the model's weight is {model.weight.dtype}, not {dtype}"
+    assert masters["weight"].dtype == torch.float32, f"the master is {masters['weight'].dtype}"
+    assert masters["weight"].item() == pytest.approx(1.001, rel=1e-7), (
+        f"the master of 1.001 is {masters['weight'].item():.6f}: it was rounded to 16 bits")
     for _ in range(1000):
         with torch.no_grad():
             masters["weight"] += 1e-4
         optim.copy_to_model(masters, model)
-    assert abs(model.weight.item() - 1.1) < 0.01       # added to the model itself it stays 1
+    # Added to the model itself it stays 1
+    assert abs(model.weight.item() - 1.1) < 0.01, (
+        f"1000 updates of 1e-4 took the model's weight from 1.001 to {model.weight.item():.4f}")
 
 
 def test_master_weights_of_fp32_are_the_parameters():
     model = torch.nn.Linear(2, 2)
-    assert optim.master_weights(model, torch.float32)["weight"] is model.weight
+    assert optim.master_weights(model, torch.float32)["weight"] is model.weight, (
+        "in fp32 the master is another tensor than the parameter: its updates miss the model")
     model.bias.requires_grad_(False)
-    assert set(optim.master_weights(model, torch.float32)) == {"weight"}
+    names = set(optim.master_weights(model, torch.float32))
+    assert names == {"weight"}, f"of weight and a frozen bias the masters are {sorted(names)}"
 
 
 def test_loss_scaler_halves_doubles_and_is_bounded():
     scaler = optim.LossScaler(scale=8.0, growth_interval=3, smallest=2.0, largest=16.0)
-    assert not scaler.update(True, 1, {})
-    assert scaler.scale == 4.0 and scaler.skipped == 1
-    assert [scaler.update(False, 2, {}) for _ in range(3)] == [True] * 3 and scaler.scale == 8.0
+    assert not scaler.update(True, 1, {}), "a step with an overflow is taken"
+    assert scaler.scale == 4.0, f"an overflow takes the scale from 8 to {scaler.scale}, not to 4"
+    assert scaler.skipped == 1, f"one step was skipped, and `skipped` is {scaler.skipped}"
+    assert all([scaler.update(False, 2, {}) for _ in range(3)]), "a good step is not taken"
+    assert scaler.scale == 8.0, f"growth_interval is 3: then 4 becomes {scaler.scale}, not 8"
     for _ in range(2):
         scaler.update(False, 5, {})
-    scaler.update(True, 6, {})                         # the count of good steps starts again
-    for scale in 4.0, 4.0, 8.0:
+    scaler.update(True, 6, {})
+    for count, scale in (1, 4.0), (2, 4.0), (3, 8.0):
         scaler.update(False, 7, {})
-        assert scaler.scale == scale
+        assert scaler.scale == scale, (
+            f"{count} good steps after an overflow the scale is {scaler.scale}, not {scale}: the "
+            "three steps that double it are in a row")
     for _ in range(20):
         scaler.update(False, 9, {})
-    assert scaler.scale == 16.0 and scaler.skipped == 2
+    assert scaler.scale == 16.0, f"the scale is {scaler.scale}, and `largest` 16"
+    assert scaler.skipped == 2, f"two steps were skipped, and `skipped` is {scaler.skipped}"
     other = optim.LossScaler()
     vars(other).update(vars(scaler))
-    assert other == scaler
+    assert other == scaler, "a checkpoint of vars(scaler) does not bring the scaler back"
 
 
 def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
     scaler = optim.LossScaler(scale=4.0, smallest=2.0)
     gradients = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}
-    scaler.update(True, 41, gradients)
-    with pytest.raises(optim.TrainingStopped, match="42.*broken"):
-        scaler.update(True, 42, gradients)
-    with pytest.raises(optim.TrainingStopped, match="another rank"):
-        scaler.update(True, 43, {"fine": torch.ones(2)})
+    assert not scaler.update(True, 41, gradients), "at `smallest` itself training goes on"
+    for step, name in (42, "broken"), (43, "another rank"):
+        with pytest.raises(optim.TrainingStopped) as raised:
+            scaler.update(True, step, gradients)
+        for part in str(step), name:
+            assert part in str(raised.value), f"the message lacks '{part}': {raised.value}"
+        gradients.pop("broken", None)
 
 
 @pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])          # below 1 after overflows in bf16
@@ -253,10 +274,13 @@ def test_unscale_and_clip_is_torchs(max_norm, scale):
     optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), scale, max_norm)
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     for p, g in zip(params, scaled):
-        torch.testing.assert_close(p.grad, g, rtol=1e-5, atol=0)
+        assert torch.allclose(p.grad, g, rtol=1e-5, atol=0), (
+            f"gradients times {scale:g}, unscaled and clipped to {max_norm:g}, have the norm "
+            f"{float(optim.global_norm(scaled)):.4g} in place of "
+            f"{float(optim.global_norm([p.grad for p in params])):.4g}")
     zeros = [torch.zeros(3)]
     optim.unscale_and_clip_(zeros, 0.0, scale, max_norm)
-    assert not zeros[0].any()
+    assert not zeros[0].any(), f"gradients of zeros became {zeros[0].tolist()}"
 
 
 def test_global_norm_shows_inf_and_nan():
@@ -268,21 +292,33 @@ def test_learning_rate_with_decay_from_0_is_nvidias():
     phase = SimpleNamespace(steps=7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5)
     rates = [optim.learning_rate(step, phase) for step in range(phase.steps)]
     top = rates.index(max(rates))
-    assert abs(top - 2000) <= 2 and max(rates) == pytest.approx(6e-3, rel=1e-3)
-    assert rates[top + 1] == pytest.approx(6e-3 * (1 - 0.2843) ** 0.5, rel=1e-3)
-    assert rates[0] > 0 and rates[-1] > 0
-    assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True)
+    assert abs(top - 2000) <= 2, f"the highest rate is that of step {top}, not of 2000 (0.2843)"
+    assert max(rates) == pytest.approx(6e-3, rel=1e-3), f"the highest rate is {max(rates):.3g}"
+    after = 6e-3 * (1 - 0.2843) ** 0.5
+    assert rates[top + 1] == pytest.approx(after, rel=1e-3), (
+        f"after the warm-up the rate is {rates[top + 1]:.4g}; lr (1 - warmup)^power is {after:.4g}")
+    assert rates[0] > 0 and rates[-1] > 0, f"the first and last rate, {rates[0]}, {rates[-1]}, is 0"
+    assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True), "in the decay the rate rises"
 
 
 def test_learning_rate_decays_by_a_power_of_what_is_left():
     phase = SimpleNamespace(steps=999, lr=2.0, warmup=0.1, decay_from=0.6, power=0.5)
-    assert optim.learning_rate(799, phase) == pytest.approx(2.0 * 0.5 ** 0.5)   # half of it is left
+    rate = optim.learning_rate(799, phase)
+    assert rate == pytest.approx(2.0 * 0.5 ** 0.5), (
+        f"where 800 of 1000 parts are done and the decay began at 600, half of it is left: with "
+        f"the power 0.5 the rate is lr 0.5^0.5, 1.414, not {rate:.4g}")
 
 
 def test_learning_rate_warms_up_holds_and_decays_to_zero():
     phase = SimpleNamespace(steps=1000, lr=1.0, warmup=0.4, decay_from=0.7, power=1.0)
     rates = [optim.learning_rate(step, phase) for step in range(1000)]
-    assert rates[:400] == sorted(rates[:400]) and rates[0] == pytest.approx(1 / 400, rel=0.01)
-    assert all(rate == 1.0 for rate in rates[401:699])
-    assert rates[849] == pytest.approx(0.5, abs=0.01) and 0 < rates[-1] < 0.01
-    assert max(abs(a - b) for a, b in zip(rates, rates[1:])) < 0.01            # nowhere a jump
+    assert rates[:400] == sorted(rates[:400]), "in the warm-up the rate falls"
+    assert rates[0] == pytest.approx(1 / 400, rel=0.01), (
+        f"the warm-up has 400 steps, and the first rate is {rates[0]:.4g}, not lr / 400")
+    held = rates[401:699]
+    assert all(rate == 1.0 for rate in held), f"the hold has {min(held):.4g} to {max(held):.4g}"
+    assert rates[849] == pytest.approx(0.5, abs=0.01), (
+        f"in the middle of the decay the rate is {rates[849]:.4g}, not half of lr")
+    assert 0 < rates[-1] < 0.01, f"the last rate is {rates[-1]:.4g}: near 0, but not 0"
+    jump = max(abs(a - b) for a, b in zip(rates, rates[1:]))
+    assert jump < 0.01, f"from one step to the next the rate jumps by {jump:.2g}"
