@@ -20,12 +20,12 @@ import train
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, parameters, problem
 from tests.training import assert_same, last_state, metrics, plan_of, random_batch, shrink
-from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit,
+from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit, muon,
                             onebit_adam, onebit_lamb, powersgd, slow_momentum, stacking,
                             zeroone_adam)
 from tests.variants.synchronised import LocalReducer
 
-VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, onebit_adam,
+VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, muon, onebit_adam,
             onebit_lamb, powersgd, slow_momentum, stacking, zeroone_adam)
 
 
@@ -102,6 +102,78 @@ def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     p = torch.zeros(30, 50, requires_grad=True)
     state = came.CAME([p]).state[p]
     assert sum(x.numel() for x in state.values()) == 30 * 50 + 2 * (30 + 50)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_newton_schulz_brings_singular_values_near_1(precision):
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns, least in (64, 64, 0.03), (96, 32, 0.01), (32, 128, 1.0):
+        # Orthogonal times what the singular values are to be
+        u = torch.linalg.qr(torch.randn(rows, rows, generator=generator)).Q
+        v = torch.linalg.qr(torch.randn(columns, columns, generator=generator)).Q
+        s = torch.logspace(0, np.log10(least), min(rows, columns))
+        s = 7 * s / s.norm()
+        g = u[:, :len(s)] * s @ v[:, :len(s)].T
+        x = muon.newton_schulz(g, optim.PRECISIONS[precision]).float()
+        assert x.shape == g.shape
+        after = torch.linalg.svdvals(x)
+        assert 0.5 < after.min() and after.max() < 1.5, (rows, columns)
+        # The singular vectors stay: U^T x V is diagonal
+        diagonal = u[:, :len(s)].T @ x @ v[:, :len(s)]
+        assert (diagonal - diagonal.diag().diag()).abs().max() < 0.1, (rows, columns)
+
+
+def muon_beside_torch(names, shapes):
+    """Returns the weights after ten steps of muon on named matrices, and after those of torch's Muon
+    on each third of a `qkv`, and on all other matrices whole."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {name: torch.randn(shape, generator=generator) for name, shape in zip(names, shapes)}
+    thirds = [w.clone().chunk(3 if "qkv" in name else 1) for name, w in masters.items()]
+    groups = [group | {"precision": "bf16"} for group in muon.groups_of(masters)]
+    ours = muon.Muon(groups, lr=0.02)
+    flat = [part for parts in thirds for part in parts]
+    theirs = torch.optim.Muon(flat, lr=0.02, weight_decay=0.01, momentum=muon.MOMENTUM,
+                              nesterov=True, adjust_lr_fn="match_rms_adamw")
+    for _ in range(10):
+        for w, parts in zip(masters.values(), thirds):
+            w.grad = torch.randn(w.shape, generator=generator)
+            for part, gradient in zip(parts, w.grad.chunk(len(parts))):
+                part.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    return list(masters.values()), [torch.cat(parts) for parts in thirds]
+
+
+def test_muon_is_torchs_on_the_matrices_of_blocks():
+    names = [f"blocks.0.{name}.weight" for name in ("qkv", "attention_out", "up", "down")]
+    ours, theirs = muon_beside_torch(names, [(96, 32), (32, 32), (128, 32), (32, 128)])
+    for w, other, name in zip(ours, theirs, names):
+        assert torch.allclose(w, other, rtol=1e-5, atol=1e-5), name
+
+
+def test_muon_is_adamw_on_all_but_the_matrices_of_blocks():
+    torch.manual_seed(0)
+    config = bert.BertConfig(1, 64, heads=1, feed_forward=128, vocab_size=128)
+    masters = optim.master_weights(bert.BertForPreTraining(config), torch.float32)
+    others = {name: w.detach().clone() for name, w in masters.items()}
+    with installed(muon):
+        ours = optim.make_optimizer("muon", masters, (0.9, 0.98))
+        theirs = optim.make_optimizer("adamw", others, (0.9, 0.98))
+    for group in ours.param_groups + theirs.param_groups:
+        group["lr"] = 0.01
+    for _ in range(10):
+        for name, w in masters.items():
+            w.grad = torch.randn(w.shape)
+            others[name].grad = w.grad.clone()
+        ours.step()
+        theirs.step()
+    differ = {name for name, w in masters.items()
+              if not torch.allclose(w, others[name], rtol=1e-5, atol=1e-5)}
+    matrices = ("qkv", "attention_out", "up", "down")
+    assert differ == {f"blocks.0.{name}.weight" for name in matrices}
+    # No second moment is kept of those
+    kept = {name for name, w in masters.items() if ours.state[w]["exp_avg_sq"].numel()}
+    assert kept == masters.keys() - differ
 
 
 def slow_optimizer(params, **options):

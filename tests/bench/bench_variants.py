@@ -36,6 +36,7 @@ RUNS = {         # name: (its baseline, program, flags)
     "adamw": ("adamw", "train.py", ["--optimizer", "adamw", "--lr-scale", "0.4"]),
     "came": ("adamw", "came", ["--lr-scale", "0.1"]),
     "merit": ("lamb", "merit", []),
+    "muon": ("lamb", "muon", ["--lr-scale", "0.5"]),
     "albert": ("lamb", "albert", []),
     "stacking": ("lamb", "stacking", []),
     "local_steps": ("lamb", "local_steps", []),

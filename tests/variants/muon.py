@@ -1,0 +1,122 @@
+"""Muon: matrices of the blocks step along the nearest orthogonal matrix, the rest by AdamW.
+
+    python tests/variants/muon.py --lr-scale 0.5             # and any other flag of train.py
+    torchrun --nproc_per_node=2 tests/variants/muon.py --lr-scale 0.5 --out runs/muon
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. If G = U S V^T is a
+singular value decomposition, U V^T is the orthogonal matrix nearest to G: in it all directions
+weigh the same, while a few large ones rule G. The scale of the step is that of Liu et al., arXiv
+2502.16982, section 2.2: an element moves as far as AdamW would move it, so that both take one rate.
+For a matrix w (R, C):
+
+    m = b m + (1 - b) g                     b = 0.95
+    d = b m + (1 - b) g                     Nesterov: the gradient once more
+    w = w - lr decay w - lr 0.2 sqrt(max(R, C)) newton_schulz(d)
+
+Embeddings, heads and vectors take AdamW at the same rate, with the recipe's betas. Q, K and V are
+three matrices in one tensor. The products of Newton-Schulz are in bf16 where --precision auto would
+take it, else in fp32. A checkpoint keeps the choice, so that a resume does not change it.
+
+What is changed: an entry of optim.OPTIMIZERS, the recipes' choice of it, and optim.make_optimizer,
+since only names tell which matrices are the blocks'. No second moment is kept of those.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import optim  # noqa: E402
+import train  # noqa: E402
+
+MOMENTUM = 0.95
+PARTS = {"qkv": 3}           # the matrices that stand below each other in a tensor; else one
+
+
+def newton_schulz(g, dtype):
+    """Returns about U V^T of g = U S V^T (R, C), in the type in which it computes: five steps bring
+    the singular values from above 0.005 to between 0.5 and 1.5. Those of each step are
+    a s + b s^3 + c s^5 of the last ones."""
+    a, b, c = 3.4445, -4.7750, 2.0315                    # Jordan's
+    x = g.to(dtype)
+    if len(g) > g.shape[1]:
+        x = x.T                                          # so that x x^T is the smaller product
+    x = x / x.norm().clamp(min=1e-7)                     # no singular value is above 1 now
+    for _ in range(5):
+        square = x @ x.T
+        polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    if len(g) > g.shape[1]:
+        x = x.T
+    return x
+
+
+class Muon(optim.Optimizer):
+    """The equations above. parts: of a group by Muon the matrices in a tensor, of one by AdamW 0.
+    precision: of Newton-Schulz."""
+    DEFAULTS = optim.Optimizer.DEFAULTS | {"parts": 0, "precision": "fp32"}
+
+    def add_param_group(self, group):
+        """Adds parameters; those that Muon steps have no second moment."""
+        super().add_param_group(group)
+        if group.get("parts"):
+            for p in group["params"]:
+                self.state[p]["exp_avg_sq"] = p.new_zeros(0)
+
+    def _update(self, group, w, g, m, v):
+        lr = group["lr"]
+        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
+        if group["parts"]:
+            self._muon(group, w, g, m)
+            return
+        b1, b2 = group["betas"]
+        optim.move_moments(m, v, g, b1, b2)
+        roots = optim.corrected_roots(v, group["step"], b2, group["eps"])
+        torch._foreach_addcdiv_(w, m, roots, value=-lr / (1 - b1 ** group["step"]))
+
+    def _muon(self, group, w, g, m):
+        dtype = optim.PRECISIONS[group["precision"]]
+        torch._foreach_lerp_(m, g, 1 - MOMENTUM)         # lerp(a, b, x) = a + x (b - a)
+        directions = torch._foreach_lerp(g, m, MOMENTUM)
+        for p, direction in zip(w, directions):
+            # These are views: what moves is the weight
+            for matrix, d in zip(p.chunk(group["parts"]), direction.chunk(group["parts"])):
+                rate = group["lr"] * 0.2 * max(matrix.shape) ** 0.5
+                matrix.sub_(newton_schulz(d, dtype), alpha=rate)
+
+
+def groups_of(masters):
+    """Returns the optimizer's groups of master weights, {name: tensor}. All matrices decay."""
+    precision = optim.choose_precision("auto", next(iter(masters.values())).device)
+    if precision == "fp16":
+        precision = "fp32"                               # small numbers would become 0
+    groups = {}
+    for name, w in masters.items():
+        parts = 0
+        if name.startswith("blocks.") and w.dim() == 2:
+            parts = PARTS.get(name.split(".")[2], 1)
+        decay = 0.01 if w.dim() > 1 else 0.0
+        group = {"params": [], "parts": parts, "weight_decay": decay, "precision": precision}
+        groups.setdefault((parts, decay), group)["params"].append(w)
+    return list(groups.values())
+
+
+def install():
+    """Makes Muon the optimizer of every recipe. Its name is in each checkpoint, so that neither
+    train.py takes up a run of this file nor this file one of train.py."""
+    make = optim.make_optimizer
+
+    def make_optimizer(name, masters, betas):
+        if name != "muon":
+            return make(name, masters, betas)
+        return Muon(groups_of(masters), betas=betas)
+
+    optim.make_optimizer = make_optimizer
+    optim.OPTIMIZERS = optim.OPTIMIZERS | {"muon": Muon}
+    optim.RECIPES = {name: r._replace(optimizer="muon") for name, r in optim.RECIPES.items()}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
