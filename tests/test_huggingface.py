@@ -12,6 +12,7 @@ import torch
 
 import bert
 import data
+from tests.variants import modern, modern_export
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -108,6 +109,31 @@ def test_losses_are_ours(shards, tmp_path):
         nsp = -output.seq_relationship_logits[0].log_softmax(-1)[example.pair_label]
         torch.testing.assert_close(losses.mlm_sum, mlm, rtol=1e-5, atol=0)
         torch.testing.assert_close(losses.nsp_sum, nsp, rtol=1e-5, atol=0)
+
+
+def test_modern_is_transformers_modernbert(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(bert, "huggingface_names", modern_export.huggingface_names)
+    torch.manual_seed(0)
+    ours = modern.Modern(bert.BertConfig(3, 128, 2, 512, 320)).eval()
+    for p in ours.parameters():
+        torch.nn.init.normal_(p, std=0.1)                  # also the weights of norms and the bias
+    modern_export.save(ours, shards / "tokenizer.model", tmp_path, modern.THETA)
+    theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == "ModernBertForMaskedLM" and not info["missing_keys"]
+    unknown = {f"{head}.{kind}" for head in ("pooler", "nsp") for kind in ("weight", "bias")}
+    assert set(info["unexpected_keys"]) == unknown
+    tokens = torch.randint(5, 320, (2, 300))               # more than a window of local attention
+    segments, positions = torch.zeros(600, dtype=torch.int64), torch.arange(300).repeat(2)
+    bounds, lengths = torch.tensor([0, 300, 600], dtype=torch.int32), torch.tensor([300, 300])
+    with torch.no_grad():
+        hidden = ours.encode(torch.arange(600), tokens.flatten(), segments, positions, bounds,
+                             lengths)
+        expected = theirs.eval()(input_ids=tokens).logits.flatten(0, 1)
+        torch.testing.assert_close(ours.mlm_logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    # The tokenizer asks for nothing that the model does not take
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(**tokenizer("some text", return_tensors="pt")).logits.shape[2] == 320
 
 
 def test_fill_mask_is_the_pipelines(tokenizers):

@@ -20,13 +20,13 @@ import train
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, parameters, problem
 from tests.training import assert_same, last_state, metrics, plan_of, random_batch, shrink
-from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit, muon,
-                            onebit_adam, onebit_lamb, powersgd, slow_momentum, stacking,
-                            zeroone_adam)
+from tests.variants import (albert, bucket_clipping, came, gradientflow, local_steps, merit, modern,
+                            modern_muon, muon, onebit_adam, onebit_lamb, powersgd, slow_momentum,
+                            stacking, zeroone_adam)
 from tests.variants.synchronised import LocalReducer
 
-VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, muon, onebit_adam,
-            onebit_lamb, powersgd, slow_momentum, stacking, zeroone_adam)
+VARIANTS = (albert, bucket_clipping, came, gradientflow, local_steps, merit, modern, modern_muon,
+            muon, onebit_adam, onebit_lamb, powersgd, slow_momentum, stacking, zeroone_adam)
 
 
 # ----- Optimizers: one tensor at a time, in float64 -----
@@ -251,6 +251,99 @@ def test_an_albert_is_a_bert_with_equal_layers():
         sizes = [[sum(p.numel() for p in kind(config).parameters()) for config in (base, large)]
                  for kind in (bert.BertForPreTraining, albert.Albert)]
     assert [round(many / few, 1) for many, few in zip(*sizes)] == [8.7, 17.4]
+
+
+def plain_modern(model, tokens):
+    """Returns the last hidden states (T, D) of one example: the equations, with pairs of columns as
+    complex numbers."""
+    config = model.config
+    half = config.width // config.heads // 2
+    angles = torch.outer(torch.arange(len(tokens)), modern.THETA ** -(torch.arange(half) / half))
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]             # (T, 1, half)
+
+    def normal(x, module):
+        x = x - x.mean(1, keepdim=True)
+        return x / x.square().mean(1, keepdim=True).sqrt() * module.weight
+
+    def turned(x):                                         # (T, H, 2 half)
+        x = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat([x.real, x.imag], -1)
+
+    x = normal(model.embeddings.tokens.weight[tokens], model.embeddings.norm)
+    for layer, block in enumerate(model.blocks):
+        read = normal(x, block.attention_norm) if layer else x
+        q, k, v = (read @ block.qkv.weight.T).view(len(x), 3, config.heads, 2 * half).unbind(1)
+        attended = bert.plain_attention(torch.stack([turned(q), turned(k), v], 1))
+        x = x + attended.flatten(1) @ block.attention_out.weight.T
+        both = normal(x, block.norm) @ block.up_and_gate.weight.T
+        inner, gate = both[:, :both.shape[1] // 2], both[:, both.shape[1] // 2:]
+        x = x + (nn.functional.gelu(inner) * gate) @ block.down.weight.T
+    return normal(x, model.final_norm)
+
+
+def test_a_modern_is_its_equations_on_packed_rows():
+    torch.manual_seed(0)
+    model = modern.Modern(bert.BertConfig(3, 128, 2, feed_forward=192, vocab_size=128)).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)                        # the weights of norms, too
+    lengths = torch.tensor([10, 10, 31, 13])               # the last rows only pad
+    bounds = torch.tensor([0, 10, 20, 51, 64], dtype=torch.int32)
+    tokens = torch.randint(128, (64,))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    rows = torch.arange(51)
+    hidden = model.encode(rows, tokens, None, positions, bounds, lengths)
+    expected = [plain_modern(model, example) for example in tokens[:51].split([10, 10, 31])]
+    assert torch.allclose(hidden, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    # Where an example begins does not matter
+    later = model.encode(rows, tokens, None, positions + 7, bounds, lengths)
+    assert torch.allclose(hidden, later, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(hidden, model.encode(rows, tokens, None, 2 * positions, bounds,
+                                                   lengths), atol=0.01)
+
+
+def test_a_modern_block_without_its_changes_is_berts():
+    torch.manual_seed(0)
+    config = bert.BertConfig(1, 128, 2, feed_forward=192, vocab_size=128, dropout=0.0)
+    ours = modern.Modern(config).blocks[0]
+    theirs = bert.Block(SimpleNamespace(**vars(config) | {"feed_forward": 128}))
+    # No norms and biases, every position 0, and a gate that is 1: it reads the column 0, in which
+    # all x are 1 and stay so
+    ours.attention_norm = ours.norm = theirs.attention_norm = theirs.norm = nn.Identity()
+    with torch.no_grad():
+        for name in "qkv", "attention_out", "up", "down":
+            weight = nn.init.normal_(getattr(theirs, name).weight, std=0.1)
+            getattr(theirs, name).bias.zero_()
+            if name in ("attention_out", "down"):
+                weight[0] = 0
+            if name == "up":
+                ours.up_and_gate.weight.zero_()
+                ours.up_and_gate.weight[:128] = weight
+                ours.up_and_gate.weight[128:, 0] = 1
+            else:
+                getattr(ours, name).weight.copy_(weight)
+    x = torch.randn(64, 128)
+    x[:, 0] = 1
+    rest = torch.tensor([0, 40, 64], dtype=torch.int32), torch.tensor([40, 24]), torch.arange(9)
+    turns = modern.cos_sin(torch.zeros(64, dtype=torch.int64), 64)
+    assert torch.allclose(ours(x, turns, *rest), theirs(x, *rest), rtol=1e-5, atol=1e-5)
+
+
+def test_a_modern_has_no_biases_and_about_as_many_parameters():
+    kept = {"mlm_bias", "pooler.bias", "nsp.bias"}
+    for name in bert.PRESETS:
+        config = bert.BertConfig.preset(name, 8192)
+        with torch.device("meta"):
+            model = modern.Modern(config)
+            theirs = bert.Block(config)
+        assert {name for name, _ in model.named_parameters() if name.endswith("bias")} == kept
+        ours, theirs = (sum(p.numel() for p in block.parameters())
+                        for block in (model.blocks[-1], theirs))
+        assert ours == pytest.approx(theirs, rel=0.07), name
+    parts = {}
+    for group in muon.groups_of(dict(model.named_parameters())):
+        parts[group["parts"]] = parts.get(group["parts"], 0) + len(group["params"])
+    # qkv; up_and_gate; attention_out and down; table, heads, norms and biases
+    assert parts == {3: 24, 2: 24, 1: 48, 0: 1 + 1 + 1 + 1 + 4 + 24 + 23 + 2}
 
 
 def stages(world):
@@ -558,7 +651,7 @@ def test_variants_are_programs(shards, tmp_path, variant):
 def test_every_variant_is_in_the_readme():
     folder = Path(__file__).parent / "variants"
     readme = (folder / "README.md").read_text()
-    shared = {"__init__.py", "compressors.py", "synchronised.py"}
+    shared = {"__init__.py", "compressors.py", "modern_export.py", "synchronised.py"}
     files = {path.name for path in folder.glob("*.py")} - shared
     assert files == {f"{variant.__name__.rpartition('.')[2]}.py" for variant in VARIANTS}
     assert all(f"`{name}`" in readme for name in files)

@@ -31,7 +31,8 @@ import optim  # noqa: E402
 import train  # noqa: E402
 
 MOMENTUM = 0.95
-PARTS = {"qkv": 3}           # the matrices that stand below each other in a tensor; else one
+# The matrices that stand below each other in a tensor; all others are one. The second is modern.py's.
+PARTS = {"qkv": 3, "up_and_gate": 2}
 
 
 def newton_schulz(g, dtype):
@@ -68,8 +69,7 @@ class Muon(optim.Optimizer):
         lr = group["lr"]
         torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
         if group["parts"]:
-            self._muon(group, w, g, m)
-            return
+            return self._muon(group, w, g, m)
         b1, b2 = group["betas"]
         optim.move_moments(m, v, g, b1, b2)
         roots = optim.corrected_roots(v, group["step"], b2, group["eps"])

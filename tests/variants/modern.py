@@ -1,0 +1,138 @@
+"""The encoder as one would write it today: pre-normalisation, rotary positions, GeGLU, no biases.
+
+    python tests/variants/modern.py                          # and any flag of train.py but --init
+    torchrun --nproc_per_node=2 tests/variants/modern.py --out runs/modern
+
+The choices of ModernBERT (Warner et al., arXiv 2412.13663, section 2.1) but for its local attention
+and its tokenizer. With tokens t at positions p, and L layers:
+
+    x = norm(table[t])
+    x = x + out attention(turned(qkv norm(x), p))            the first layer has no norm here
+    x = x + down (gelu(a) * b)                               a, b: the halves of up_and_gate norm(x)
+    x = norm(x)                                              after the last layer
+
+- What is added up is never normalised (Xiong et al., arXiv 2002.04745).
+- Pairs of elements of Q and K are turned by angles that grow with the position (Su et al., arXiv
+  2104.09864). A product of Q and K then depends on the distance alone.
+- Feed-forward is a product of two halves (Shazeer, arXiv 2002.05202), of 2/3 of BERT's width,
+  rounded to a multiple of 64. So its parameters and operations are BERT's to within 7 %.
+- No biases but those of the output, and of the head for pairs. No segments either, as ModernBERT
+  has none: the [SEP] between A and B must do.
+
+What is changed: bert.BertForPreTraining, by a subclass with other blocks and another `encode`. The
+rows stay packed, and attention stays bert.attention. The formulas of --plan count BERT's operations
+and activations. transformers' ModernBertForMaskedLM loads what is saved; see modern_export.py.
+"""
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import bert  # noqa: E402
+import train  # noqa: E402
+from tests.variants import modern_export  # noqa: E402
+
+THETA = 10000.0              # positions up to about this can be told apart; ModernBERT's is 160,000
+Bert = bert.BertForPreTraining                           # `install` puts Modern in its place
+
+
+def cos_sin(positions, size):
+    """Returns cosines and sines, (N, 1, 1, size / 2) each, of the angles of rows at positions (N,)
+    in heads of `size` columns: position / THETA^(2i / size) for i = 0, 1, ..."""
+    exponents = torch.arange(0, size, 2, device=positions.device) / size
+    angles = positions[:, None, None, None] * THETA ** -exponents
+    return angles.cos(), angles.sin()
+
+
+def turned(qkv, turns):
+    """Returns qkv (N, 3, H, D/H), in which columns i and i + D/H/2 of Q and K are turned by the
+    i-th angle of their row; turns: of `cos_sin`."""
+    cos, sin = turns
+    qk, v = qkv.split([2, 1], 1)
+    a, b = qk.chunk(2, -1)
+    qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)           # fp32, like the angles
+    return torch.cat([qk.to(v.dtype), v], 1)
+
+
+class Block(bert.Block):
+    """One layer: attention, then feed-forward, each of a normalised x. Their results are added to
+    x itself."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        inner = 64 * max(1, round(config.feed_forward / 96))
+        del self.up
+        self.up_and_gate = nn.Linear(config.width, 2 * inner)
+        self.down = nn.Linear(inner, config.width)
+
+    def forward(self, x, turns, bounds, lengths, rows=None):
+        """Returns the next hidden states; turns: of `cos_sin`, all else as in bert.Block."""
+        qkv = self.qkv(self.attention_norm(x)).view(len(x), 3, self.heads, -1)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended = bert.attention(turned(qkv, turns), bounds, lengths, dropout).flatten(1)
+        if rows is not None:
+            x = x.index_select(0, rows)
+            attended = attended.index_select(0, rows)
+        x = x + self.dropout(self.attention_out(attended))
+        a, b = self.up_and_gate(self.norm(x)).chunk(2, -1)
+        return x + self.dropout(self.down(F.gelu(a) * b))
+
+
+class Modern(Bert):
+    """The model above, with BERT's heads."""
+
+    def __init__(self, config):
+        super().__init__(dataclasses.replace(config, layers=0))
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks[0].attention_norm = nn.Identity()    # what comes in is normalised already
+        self.final_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        del self.embeddings.positions, self.embeddings.segments
+        for name, module in self.named_modules():
+            if hasattr(module, "bias") and name not in ("pooler", "nsp"):
+                module.bias = None
+        for parameter in self.blocks.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=config.init_std)
+
+    def encode(self, rows, tokens, segments, positions, bounds, lengths):
+        """Returns the last hidden states (R, D) of the rows (R,), as BERT's does; nothing reads
+        the segments."""
+        x = self.embeddings.norm(self.embeddings.tokens(tokens))
+        x = self.embeddings.dropout(x)
+        turns = cos_sin(positions, self.config.width // self.config.heads)
+        for block in self.blocks[:-1]:
+            if self.recompute:
+                x = checkpoint(block, x, turns, bounds, lengths, use_reentrant=False)
+            else:
+                x = block(x, turns, bounds, lengths)
+        return self.final_norm(self.blocks[-1](x, turns, bounds, lengths, rows))
+
+
+def install():
+    """Makes train.py train a Modern. Neither takes up a checkpoint of the other."""
+    build = train.build
+    same_run = train.same_run
+
+    def build_modern(plan, world, checkpoint):
+        if plan.flags.init:
+            raise train.ConfigError("a BERT has other blocks: leave out --init")
+        return build(plan, world, checkpoint)
+
+    bert.BertForPreTraining = Modern
+    bert.huggingface_names = modern_export.huggingface_names
+    bert.save_huggingface = functools.partial(modern_export.save, theta=THETA)
+    train.build = build_modern
+    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "modern"}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()

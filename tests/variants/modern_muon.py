@@ -1,0 +1,26 @@
+"""Both together: the encoder of modern.py, the matrices of its blocks by the optimizer of muon.py.
+
+    python tests/variants/modern_muon.py --lr-scale 0.5      # and any other flag but --init
+    torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.5 --out runs/both
+
+It is the first entry of the race, see tests/course/race.py. Gate and input of feed-forward are two
+matrices to Muon, as Q, K and V are three.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train  # noqa: E402
+from tests.variants import modern, muon  # noqa: E402
+
+
+def install():
+    """Makes train.py train a Modern by Muon; no other program takes up its checkpoints."""
+    modern.install()
+    muon.install()
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
