@@ -1,0 +1,163 @@
+"""The race: who reaches the baseline's final held-out loss soonest, on the same machine?
+
+    python train.py --out runs/base
+    python tests/variants/modern_muon.py --lr-scale 0.5 --eval-every 50 --out runs/mine
+    python tests/course/race.py runs/base runs/mine          # and any number of runs more
+
+For each run it prints the time and the examples after which the run had a held-out MLM loss at most
+as high as the baseline's last one, and both as a part of what the baseline took: the scores. They
+hardly depend on the machine, since the baseline ran on it, too. A run that never came there is
+said to have not. Errors are one line.
+
+How it counts:
+- Only evaluations count, nothing is read between two of them: the first one at or below the goal.
+  So a run that evaluates more often can be told to have been sooner. The baseline's own time is
+  that of its first evaluation there, too.
+- The time is `seconds` of metrics.jsonl: all steps, with the wait for data; without the start, the
+  evaluations, the saving, and the trial of --hours.
+- A loss is compared with losses at the same length only. The demo ends with 128 tokens, so a run
+  has to have a phase of that length.
+
+May be changed: model, optimizer, schedule, batches, masks in training, precision, lengths before
+the last phase, and all code that trains. May not: the shards, the held-out text, `evaluate` and
+what it asks (--pairs, --whole-words), the machine and how many ranks and threads it runs. Nobody
+begins with trained weights, and each run has a seed that was not chosen by its score.
+
+What is checked: that the first lines of metrics.jsonl have the same digest of the shards, --pairs,
+--whole-words, no --init, the same device, ranks, nodes, threads, torch and Python; and that the
+loss of the unigram predictor is the same at each evaluation, which no other held-out tokens or
+masks would give. What is not recorded is not: which machine it was, what else ran there, and
+whether the code of evaluation has changed.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+SAME_START = "device", "world", "nodes", "threads", "torch", "python"    # of the first line
+SAME_RUN = "shards", "pairs", "whole_words"                              # of its field `run`
+
+
+class RaceError(ValueError):
+    """Runs that cannot race; the message says which and why."""
+
+
+class Point(NamedTuple):
+    """An evaluation, and what the run had taken until then."""
+    step: int
+    seconds: float
+    examples: int
+    seq_len: int             # tokens of the held-out examples
+    loss: float              # MLM, nats
+    unigram: float           # the loss of the unigram predictor on the same tokens
+
+
+class Run(NamedTuple):
+    """What metrics.jsonl says of a run."""
+    name: str                # its folder, as given
+    start: dict              # the first line
+    points: list             # of Point, in the order of steps
+
+
+def points_of(lines):
+    """Returns the Points of the lines (dicts) of a metrics.jsonl. A loss that is not finite is left
+    out. Raises KeyError for a field that is missing."""
+    settings = lines[0]["run"]
+    points = []
+    latest = {}                  # the line of the last step
+    for line in lines:
+        if line["kind"] == "train":
+            latest = line
+        elif line["kind"] == "eval" and line["mlm_loss"] is not None:
+            length = settings[f"phase{line['phase']}.seq_len"]
+            points.append(Point(latest["step"], latest["seconds"], latest["examples"], length,
+                                line["mlm_loss"], line["unigram_entropy"]))
+    return points
+
+
+def read(folder):
+    """Returns the Run in a folder. Raises RaceError if it has no metrics.jsonl of a run that was
+    evaluated."""
+    path = Path(folder, "metrics.jsonl")
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if not lines or lines[0]["kind"] != "run":
+            raise ValueError("the first line is not that of a run")
+        points = points_of(lines)
+    except OSError as error:
+        raise RaceError(f"{path}: {error.strerror}") from None
+    except KeyError as error:
+        raise RaceError(f"{path}: a line lacks {error}") from None
+    except (ValueError, TypeError) as error:
+        raise RaceError(f"{path} is damaged, or the run has not ended: {error}") from None
+    if not points:
+        raise RaceError(f"{path}: the run was never evaluated")
+    return Run(str(folder), lines[0], points)
+
+
+def check(base, run, goal):
+    """Raises RaceError if a run may not be compared with the baseline. goal: of it, a Point."""
+    for field in SAME_START:
+        ours, theirs = run.start.get(field), base.start.get(field)
+        if ours != theirs:
+            raise RaceError(f"{run.name} has {field} {ours}, the baseline {theirs}")
+    for field in SAME_RUN:
+        ours, theirs = run.start["run"].get(field), base.start["run"].get(field)
+        if ours != theirs:
+            raise RaceError(f"{run.name} has {field} {ours}, the baseline {theirs}")
+    if run.start["run"].get("init"):
+        raise RaceError(f"{run.name} began with trained weights, --init")
+    for point in run.points:
+        # The same numbers are added up, in an order that depends on micro-batches.
+        if point.seq_len == goal.seq_len and abs(point.unigram - goal.unigram) > 1e-6:
+            raise RaceError(f"{run.name} was evaluated on other tokens or masks: their unigram "
+                            f"loss is {point.unigram:.6f}, the baseline's {goal.unigram:.6f}")
+
+
+def first_reached(run, goal):
+    """Returns the first Point of a run whose loss is at most the goal's, at its length; or None."""
+    for point in run.points:
+        if point.seq_len == goal.seq_len and point.loss <= goal.loss:
+            return point
+    return None
+
+
+def row(run, goal, took):
+    """Returns the line of a run in the table. goal: the baseline's last Point; took: its first one
+    that is as good."""
+    reached = first_reached(run, goal)
+    if reached:
+        return (f"{reached.step:>8,}{reached.seconds / 60:>10.2f}"
+                f"{reached.seconds / took.seconds:>9.3f}{reached.examples:>12,}"
+                f"{reached.examples / took.examples:>9.3f}{run.points[-1].loss:>9.3f}  {run.name}")
+    losses = [point.loss for point in run.points if point.seq_len == goal.seq_len]
+    if not losses:
+        return f"   never: not evaluated at {goal.seq_len} tokens  {run.name}"
+    return f"   never: its best is {min(losses):.3f}  {run.name}"
+
+
+def main():
+    """Prints the table; one line on stderr if the runs cannot be compared."""
+    parser = argparse.ArgumentParser(description="Who reaches the baseline's loss soonest?")
+    parser.add_argument("base", help="the folder of the baseline's run, for example runs/demo")
+    parser.add_argument("runs", nargs="*", help="the folders of other runs")
+    flags = parser.parse_args()
+    try:
+        base = read(flags.base)
+        goal = base.points[-1]
+        runs = [base] + [read(folder) for folder in flags.runs]
+        for run in runs:
+            check(base, run, goal)
+    except RaceError as error:
+        sys.exit(f"race.py: {error}")
+    print(f"goal: a held-out MLM loss of {goal.loss:.3f} at {goal.seq_len} tokens, the last one of "
+          f"{base.name}")
+    print("    step   minutes  of base    examples  of base     last  run")
+    took = first_reached(base, goal)
+    for run in runs:
+        print(row(run, goal, took))
+
+
+if __name__ == "__main__":
+    main()
