@@ -57,18 +57,22 @@ def assert_killed_runs_end_alike(shards, folder, argv, size, kills):
     def killed_run():
         for kill in kills:
             outcomes = run(shards, killed, *argv, size=size, sabotage=kill, check=False)
-            assert None in outcomes
+            assert None in outcomes, f"no rank was killed, but {outcomes} came of it"
             others = [outcome for outcome in outcomes if outcome is not None]
-            assert all(isinstance(outcome, dist.RankLost) for outcome in others)
+            assert all(isinstance(outcome, dist.RankLost) for outcome in others), (
+                f"ranks end with {others} where another is killed")
         return run(shards, killed, *argv, size=size)
 
     sums, sums_killed = together(lambda: run(shards, whole, *argv, size=size), killed_run)
-    assert sums == sums_killed
-    assert_same(last_state(whole), last_state(killed))
     for key in ("step", "loss", "lr", "examples", "grad_norm"):    # no step twice, none missing
         a, b = ([line[key] for line in metrics(out)] for out in (whole, killed))
-        assert a == b and len(a) == 14
-    assert metrics(whole, "eval") == metrics(killed, "eval")
+        assert len(a) == 14, f"metrics.jsonl has {len(a)} lines of 14 steps"
+        assert b == a, (
+            f"with {argv}, `{key}` in metrics.jsonl of a run that was killed and resumed is {b}, "
+            f"of one that was not {a}")
+    assert sums == sums_killed, "the weights of a run that was killed end with other bits"
+    assert_same(last_state(whole), last_state(killed))
+    assert metrics(whole, "eval") == metrics(killed, "eval"), "the evaluations are not the same"
 
 
 def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path):
@@ -88,7 +92,7 @@ def test_a_run_with_lossy_compression_resumes_with_the_same_bits(shards, tmp_pat
         folder = tmp_path / compression
         assert_killed_runs_end_alike(shards, folder, argv, 2, [(kill_after_update, 1, 8)])
         residuals = last_state(folder / "whole")["residuals"].values()
-        assert any(residual.any() for residual in residuals)
+        assert any(residual.any() for residual in residuals), "all residuals are zeros, or none"
 
     together(lambda: killed_and_whole("onebit"), lambda: killed_and_whole("topk:0.1"))
 
@@ -149,7 +153,8 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, tmp_path)
     run(shards, tmp_path / "out1", *SHORT, "--max-steps", 4)
     for outcome in run(shards, tmp_path / "out", *SHORT, size=2, check=False,
                        sabotage=(on_own_disk,)):
-        assert isinstance(outcome, train.ConfigError)
+        assert isinstance(outcome, train.ConfigError), (
+            f"rank 1's folder has a checkpoint of step 4, rank 0's none; it ends with {outcome!r}")
         assert re.search(r":\S+/out1 holds step 4, and rank 0's \S+/out0 step 0", str(outcome))
 
 
@@ -183,17 +188,22 @@ def some_state(step=7):
 def test_a_checkpoint_is_whole_or_is_not_there(tmp_path):
     train.write_checkpoint(tmp_path, some_state(), keep=set())
     path = tmp_path / "step-00000007.pt"
-    assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0))
-    assert torch.load(path, weights_only=True)["step"] == 7    # an ordinary torch file too
+    assert path.exists(), f"of step 7 there are {[p.name for p in tmp_path.iterdir()]}"
+    assert torch.equal(train.read_checkpoint(path)["weights"]["w"], torch.arange(5000.0)), (
+        "read_checkpoint gives other weights than write_checkpoint took")
+    assert torch.load(path, weights_only=True)["step"] == 7, "torch.load reads another step"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room in (0, 100, 20000):                  # a full disk: at once, or half-way
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
-            with pytest.raises(OSError):
+            with pytest.raises(OSError):          # a full disk is no success
                 train.write_checkpoint(tmp_path, some_state(9), keep=set())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert [p.name for p in tmp_path.iterdir()] == [path.name]
+        names = [p.name for p in tmp_path.iterdir()]
+        assert names == [path.name], (
+            f"after a disk was full with {room} bytes of step 9, the folder has {names}, not step "
+            "7's checkpoint alone")
 
 
 class Silent:
@@ -229,8 +239,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
         newest.unlink()
         newest.mkdir()
     log = Silent()
-    assert find(tmp_path, log)["step"] == 5
-    assert len(log.said) == 1 and newest.name in log.said[0]
+    found = find(tmp_path, log)["step"]
+    assert found == 5, f"step 6 is damaged, so it is 5 that counts, not {found}"
+    assert len(log.said) == 1 and newest.name in log.said[0], f"the log says {log.said}"
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_of_two(tmp_path):

@@ -66,10 +66,14 @@ def totals_of(world, shards):
 
 def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
     (totals, first), (other_totals, second) = run_ranks(totals_of, 2, tmp_path, shards)
-    assert totals == other_totals
-    assert totals.masked == first["masked"] + second["masked"]
-    assert totals.rows == first["rows"] + second["rows"] > sum(totals.tokens)
-    assert totals.tokens == [first["tokens"], second["tokens"]]
+    assert totals == other_totals, f"rank 0 has {totals}, rank 1 {other_totals}"
+    for field in "masked", "rows":
+        found, both = getattr(totals, field), (first[field], second[field])
+        assert found == sum(both), f"`{field}` is {found}; the two ranks have {both}"
+    expected = [first["tokens"], second["tokens"]]
+    assert totals.tokens == expected, (
+        f"`tokens` is {totals.tokens}; the ranks have {expected}, the rows that only pad left out")
+    assert totals.rows > sum(expected)
 
 
 def test_balance_evens_the_ranks_and_keeps_the_losses(shards, tmp_path, one_rank):

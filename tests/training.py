@@ -102,18 +102,18 @@ def random_batch(vocabulary, examples=8, length=128):
     return batch.to("cpu")
 
 
-def assert_same(a, b, where=""):
+def assert_same(a, b, where="the checkpoint"):
     """Compares all of two checkpoints, tensors bit for bit; but not the seconds."""
-    assert type(a) is type(b), where
+    assert type(a) is type(b), f"{where} is {type(b)}, not {type(a)}"
     if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
+        assert a.keys() == b.keys(), f"{where} has {list(b)}, not {list(a)}"
         for key in a.keys() - {"seconds", "log_bytes"}:
             assert_same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
+        assert len(a) == len(b), f"{where} has {len(b)} values, not {len(a)}"
         for i, pair in enumerate(zip(a, b)):
             assert_same(*pair, f"{where}[{i}]")
     elif torch.is_tensor(a):
-        assert torch.equal(a, b), where
+        assert torch.equal(a, b), f"{where} has other bits"
     else:
-        assert a == b, where
+        assert a == b, f"{where} is {b}, not {a}"
