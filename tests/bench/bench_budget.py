@@ -10,11 +10,11 @@ again, one that is not begins anew. --table only prints what is there. Take one 
 `taskset -c 0 env OMP_NUM_THREADS=1 python ...`.
 
 The first table has, for each run: the steps of both phases; those that `train.py --plan 1 --hours`
-foretells, from the TFLOP/s of a short run of the same model; the loss (nats) and the accuracy on
-the masked tokens of the held-out documents at the end, where examples have 128 tokens; the minutes
-from the start of the program to its end, and those of the steps alone. The second has the held-out
-loss after so many minutes of steps, a tenth of the foretold steps apart; * marks the second phase,
-in which held-out examples are longer, too.
+foretells, from the TFLOP/s of a short run of the same model; the loss (nats) on the masked tokens
+of the held-out documents at the end of the first phase, where examples have 64 tokens, and at the
+end of the second, where they have 128, and there the accuracy; the minutes from the start of the
+program to its end, and those of the steps alone. The second has the held-out loss after so many
+minutes of steps, a tenth of the foretold steps apart; * marks the second phase.
 """
 import argparse
 import json
@@ -75,13 +75,15 @@ def foretold(args, model, minutes):
 def row(out, model, minutes, seed, steps_foretold):
     """Returns the line of a run in the first table."""
     steps = lines_of(out, "train")
-    last = lines_of(out, "eval")[-1]
+    evaluations = lines_of(out, "eval")
+    last = evaluations[-1]
+    of_phase_1 = [line["mlm_loss"] for line in evaluations if line["phase"] == 1]
     first_phase = sum(step["phase"] == 1 for step in steps)
     wall = json.loads((out / DONE).read_text())["minutes"]
     taken = f"{first_phase:,} + {len(steps) - first_phase:,}"
     planned = " + ".join(f"{count:,}" for count in steps_foretold)
     return (f"{minutes:>7g}  {model:<6} {seed:>4}  {taken:>15}  {planned:>15}  "
-            f"{last['mlm_loss']:>6.3f}  {last['mlm_accuracy']:>7.1%}  {wall:>6.2f}  "
+            f"{of_phase_1[-1]:>6.3f}  {last['mlm_loss']:>6.3f}  {last['mlm_accuracy']:>7.1%}  {wall:>6.2f}  "
             f"{steps[-1]['seconds'] / 60:>6.2f}")
 
 
@@ -123,7 +125,7 @@ def main():
 
     curves = []
     print(f"{'minutes':>7}  {'model':<6} {'seed':>4}  {'steps':>15}  {'foretold':>15}  "
-          f"{'loss':>6}  {'correct':>7}  {'wall':>6}  {'steps':>6}", flush=True)
+          f"{'at 64':>6}  {'at 128':>6}  {'correct':>7}  {'wall':>6}  {'steps':>6}", flush=True)
     for minutes, model, seed in runs_of(args):
         out = args.runs_folder / f"{model}-{minutes:g}-{seed}"
         if args.table and not (out / DONE).exists():
