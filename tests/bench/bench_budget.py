@@ -83,8 +83,8 @@ def row(out, model, minutes, seed, steps_foretold):
     taken = f"{first_phase:,} + {len(steps) - first_phase:,}"
     planned = " + ".join(f"{count:,}" for count in steps_foretold)
     return (f"{minutes:>7g}  {model:<6} {seed:>4}  {taken:>15}  {planned:>15}  "
-            f"{of_phase_1[-1]:>6.3f}  {last['mlm_loss']:>6.3f}  {last['mlm_accuracy']:>7.1%}  {wall:>6.2f}  "
-            f"{steps[-1]['seconds'] / 60:>6.2f}")
+            f"{of_phase_1[-1]:>6.3f}  {last['mlm_loss']:>6.3f}  {last['mlm_accuracy']:>7.1%}  "
+            f"{wall:>6.2f}  {steps[-1]['seconds'] / 60:>6.2f}")
 
 
 def curve(out):
