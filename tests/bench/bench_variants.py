@@ -112,15 +112,16 @@ def steps_of_runs(args, equal):
     """Returns {run: its steps}, for "steps" or "minutes" that are equal."""
     if equal == "steps":
         return dict.fromkeys(args.runs, args.steps)
-    ms = remembered(args, ["ms", args.runs], lambda: step_ms(args))
+    ms = remembered(args, "ms", args.runs, lambda: step_ms(args))
     print("ms of a step:", ", ".join(f"{name} {each:.1f}" for name, each in ms.items()), flush=True)
     return {name: round(args.steps * ms[args.runs[0]] / each) for name, each in ms.items()}
 
 
-def remembered(args, key, compute):
-    """Returns compute(), or what it returned when it was last called for this key and these flags,
-    if --results holds it."""
-    key = [*key, args.ranks, args.link, args.steps, args.flags]
+def remembered(args, what, names, compute):
+    """Returns compute(), or what it returned when it was last called for this, these runs and these
+    flags, if --results holds it."""
+    key = [what, [[name, *RUNS[name][1:]] for name in names], args.ranks, args.link, args.steps,
+           args.flags]
     if args.results and args.results.exists():
         for line in args.results.read_text().splitlines():
             known, value = json.loads(line)
@@ -206,14 +207,15 @@ def main():
         steps = {equal: steps_of_runs(args, equal) for equal in args.equal}
         for seed, equal, name in itertools.product(args.seeds, args.equal, args.runs):
             number = steps[equal][name]
-            result = remembered(args, [name, seed, number],
+            result = remembered(args, [seed, number], [name],
                                 lambda: run(name, args, seed, number, hosts))
             results[equal][name].append(result)
             print(f"seed {seed}, equal {equal}, {name}: MLM loss {result['loss']:.3f} after "
                   f"{number} steps, {result['minutes']:.2f} minutes", flush=True)
     for equal, table in results.items():
-        print(f"\n{args.ranks} rank(s), link {args.link or 'none'}, {args.steps} steps, equal {equal}"
-              f", seeds {args.seeds}, torch {torch.__version__}, {os.cpu_count()} cores")
+        print(f"\n{args.ranks} rank(s), link {args.link or 'none'}, {args.steps} steps, "
+              f"equal {equal}, seeds {args.seeds}, torch {torch.__version__}, "
+              f"{os.cpu_count()} cores")
         show(table)
     if args.json:
         Path(args.json).write_text(json.dumps(results))
