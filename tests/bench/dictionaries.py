@@ -17,7 +17,8 @@ OUT/task/train.tsv and test.tsv are for classification: a definition, that is a 
 its examples, a tab, and the name of its lexicographer file, e.g. "animal". The classes are the 18
 largest of the 26 noun files, all equally frequent: 322 definitions of each to train and 111 to
 test, so 5,796 and 1,998; a guess is right in 5.6 %. Taken are definitions of at least five words
-that no two synsets share, in the order of their SHA-1, which is that of the files, too.
+that no two synsets share, in the order of their SHA-1; the files are in the order of its digits
+from last to first, so that their first thousand is a sample.
 
 No definition of the task is in the text, of training neither. A line of the text is left out where
 it has the words of one of them in a row, and so is each entry of GCIDE that cites WordNet, since it
@@ -92,6 +93,11 @@ def words_of(text):
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
+def draw(example):
+    """Returns 40 random digits that depend on an example's text alone."""
+    return hashlib.sha1(example[0].encode()).hexdigest()
+
+
 def choose_task(synsets):
     """Returns (train, test), lists of (definition, class) in the order of the file; see the top."""
     nouns = [synset for synset in synsets if synset.file in LEXNAMES]
@@ -104,16 +110,19 @@ def choose_task(synsets):
         text = definition(synset.gloss)
         words = words_of(text)
         if synset.file in classes and len(words) >= SHORTEST and copies[" ".join(words)] == 1:
-            candidates.append((hashlib.sha1(text.encode()).hexdigest(), text, synset.file))
+            candidates.append((text, LEXNAMES[synset.file]))
     train = []
     test = []
     taken = Counter()
-    for _, text, file in sorted(candidates):
-        if taken[file] < TEST:
-            test.append((text, LEXNAMES[file]))
-        elif taken[file] < TEST + TRAIN:
-            train.append((text, LEXNAMES[file]))
-        taken[file] += 1
+    for text, name in sorted(candidates, key=draw):
+        if taken[name] < TEST:
+            test.append((text, name))
+        elif taken[name] < TEST + TRAIN:
+            train.append((text, name))
+        taken[name] += 1
+    # Those of a large class came first. The digits in reverse are another order.
+    for examples in train, test:
+        examples.sort(key=lambda example: draw(example)[::-1])
     return train, test
 
 
