@@ -124,8 +124,8 @@ def test_newton_schulz_brings_singular_values_near_1(precision):
 
 
 def muon_beside_torch(names, shapes):
-    """Returns the weights after ten steps of muon on named matrices, and after those of torch's Muon
-    on each third of a `qkv`, and on all other matrices whole."""
+    """Returns the weights after ten steps of our Muon on named matrices, and after those of torch's
+    on each third of a `qkv` and on all other matrices whole."""
     generator = torch.Generator().manual_seed(0)
     masters = {name: torch.randn(shape, generator=generator) for name, shape in zip(names, shapes)}
     thirds = [w.clone().chunk(3 if "qkv" in name else 1) for name, w in masters.items()]

@@ -31,7 +31,7 @@ import optim  # noqa: E402
 import train  # noqa: E402
 
 MOMENTUM = 0.95
-# The matrices that stand below each other in a tensor; all others are one. The second is modern.py's.
+# The matrices that stand below each other in a tensor; others hold one. The second is modern.py's.
 PARTS = {"qkv": 3, "up_and_gate": 2}
 
 
