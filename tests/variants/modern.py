@@ -13,7 +13,7 @@ and its tokenizer. With tokens t at positions p, and L layers:
 
 - What is added up is never normalised (Xiong et al., arXiv 2002.04745).
 - Pairs of elements of Q and K are turned by angles that grow with the position (Su et al., arXiv
-  2104.09864). A product of Q and K then depends on the distance alone.
+  2104.09864). Of positions, a product of Q and K then knows their distance only.
 - Feed-forward is a product of two halves (Shazeer, arXiv 2002.05202), of 2/3 of BERT's width,
   rounded to a multiple of 64. So its parameters and operations are BERT's to within 7 %.
 - No biases but those of the output, and of the head for pairs. No segments either, as ModernBERT
@@ -21,7 +21,8 @@ and its tokenizer. With tokens t at positions p, and L layers:
 
 What is changed: bert.BertForPreTraining, by a subclass with other blocks and another `encode`. The
 rows stay packed, and attention stays bert.attention. The formulas of --plan count BERT's operations
-and activations. transformers' ModernBertForMaskedLM loads what is saved; see modern_export.py.
+and activations. transformers' ModernBertForMaskedLM loads what is saved, see
+modern_export.py; bert.py does not.
 """
 import dataclasses
 import functools
