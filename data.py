@@ -740,10 +740,10 @@ def write_folder(corpus, folder, settings, model, workers):
 
 def enough_to_measure(identity):
     """Returns the fraction of a corpus's documents on which one can measure: about 100 documents,
-    or half a megabyte if that is fewer, at least 8, at most half."""
+    or half a megabyte or a fifth of all if that is fewer, but at least 8, and at most half."""
     documents = identity["documents"]
     half_a_megabyte = documents * 5e5 / identity["bytes"]       # in documents
-    enough = min(100, max(8, half_a_megabyte))
+    enough = max(8, min(100, half_a_megabyte, documents / 5))
     return min(enough / documents, 0.5)
 
 
@@ -798,7 +798,8 @@ class TextFiles:
 
 
 # A file that begins so is JSON, or what wikiextractor without --json, Wikipedia and others export.
-NO_TEXT = ('{"', "{}", "[{", "<doc", "<mediawiki", "<page", "<html", "<!doctype", "<?xml")
+JSON = '{"', "{}", "[{"
+MARKUP = "<doc", "<mediawiki", "<page", "<html", "<!doctype", "<?xml"
 
 
 def lines_in(path, file):
@@ -810,10 +811,12 @@ def lines_in(path, file):
         for line_number, data in enumerate(file, 1):
             line = data.decode().lstrip("\ufeff").strip()        # no byte order mark
             if line and is_json is None:
-                # A text can begin with {{ or {\bf, in templates and TeX. What begins as an array or
-                # as XML is no text either; it fails below as JSON, and the message helps.
+                # A text can begin with {{ or {\bf, in templates and TeX. What begins as an array is
+                # no text either; it fails below as JSON, and the message helps.
                 begin = line.replace(" ", "").lower()
-                is_json = begin in ("{", "[") or begin.startswith(NO_TEXT)
+                if begin.startswith(MARKUP):
+                    raise ValueError("HTML or XML, take the text out of it first")
+                is_json = begin in ("{", "[") or begin.startswith(JSON)
             if line and is_json:
                 text = json.loads(line)["text"] or ""
                 # "replace": half of a surrogate pair cannot be written as UTF-8
@@ -976,7 +979,8 @@ def write_shards(encoded, folder, settings):
     train = np.sum(counts[1:], axis=0).tolist()
     if min(documents for _, _, documents in counts) < 2:
         raise DataError(f"{train[2]} documents are too few for {settings['shards']} shards (a "
-                        "shard needs two): part them by blank lines, or lower data.py's --shards")
+                        f"shard needs two, and {counts[0][2]} more are held out): part them by "
+                        "blank lines, or lower data.py's --shards")
     return {"token_type": token_type, "unknown_tokens": int(unigrams[UNK]),
             "heldout": dict(zip(ARRAYS, counts[0])), "train": dict(zip(ARRAYS, train))}
 

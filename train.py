@@ -175,7 +175,7 @@ def parse_arguments(argv=None):
     add("--gpu-memory", type=AMOUNT,
         help="the GB of a GPU; without it what --gpu or the GPU here has, or 16")
     add("--gpu", choices=bert.GPUS,
-        help="with --plan: take the memory of this GPU, and the speed that others have published")
+        help="with --plan: take this GPU's memory, and its speed in 16 bits that others published")
     add("--tflops", type=AMOUNT,
         help="with --plan: the TFLOP/s of a GPU in training, as metrics.jsonl of a short run says")
     add("--gbps", type=AMOUNT, default=10.0,
@@ -1181,11 +1181,14 @@ def report(plan, log, state, stop, stop_requests):
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
 
-    ended = "Stopped" if stop else "Done"
+    ended = "Done"
+    if state.step < plan.ends[-1]:
+        ended = "Stopped"
     if stop and stop_requests:
         ended = f"Stopped by {stop_requests[0]}"
-    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; another --out starts over. "
-            "Fill in your own:\n"
+    to_go_on = "the same command goes on, " if stop else ""
+    log.say(f"\n{ended} after step {state.step} of {plan.ends[-1]}; {to_go_on}another --out starts "
+            "over. Fill in your own:\n"
             f'    python bert.py "{plan.out}/model" "A text with a [MASK] in it."')
 
 
