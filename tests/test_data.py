@@ -172,7 +172,7 @@ def test_a_b_from_elsewhere_looks_like_a_true_one(shards, seq_len):
                       (uses[home] > np.median(uses)).mean(), np.isin(b, documents).mean(),
                       np.isin(end, sentences).mean()])
     # Ends are not quite alike: a B from elsewhere ends where it is full, or with its document
-    for feature, true, other, most in zip(features, *looks, (0.02, 0.02, 0.02, 0.02, 0.15)):
+    for feature, true, other, most in zip(features, *looks, (0.025, 0.035, 0.035, 0.02, 0.15)):
         assert abs(true - other) < most, (
             f"a true B {feature.format(true)}, one from elsewhere {feature.format(other)}: a model "
             "can tell them apart without reading")

@@ -1,6 +1,8 @@
-"""Typical wrong solutions of the exercises, which their checks must catch; see exercises.verify.
+"""Typical wrong solutions of the exercises, which their checks must catch, and right ones unlike
+ours, which they must not; see exercises.verify.
 
     WRONG[exercise][what is wrong] = function, (old text, new text), ...
+    RIGHT[exercise][what is other] = function, (old text, new text), ...
 
 Each old text stands once in the function as it is in the repository.
 """
@@ -231,5 +233,178 @@ WRONG = {
         "forgets the loss scale": (
             "train.restore",
             ('        state.scaler = optim.LossScaler(**checkpoint["scaler"])\n', "")),
+    },
+}
+
+RIGHT = {
+    "masking": {
+        "another draw decides about rounding": (
+            "data.PretrainingData.choose",
+            ("draws[:, 0] < wanted % 1", "uniform(counters[:, 0], self.fate_key) < wanted % 1")),
+        "random tokens by integers": (
+            "data.PretrainingData.mask",
+            ("(draws * words).astype(np.int64)", "(draws * 2 ** 53).astype(np.int64) % words")),
+    },
+    "pairs": {
+        "the other half is true": (
+            "data.PretrainingData.pair",
+            ("truth_draw >= 0.5", "truth_draw < 0.5")),
+        "draws in another order": (
+            "data.PretrainingData.pair",
+            ("short_draw, length_draw, cut_draw, truth_draw, window_draw",
+             "window_draw, truth_draw, cut_draw, length_draw, short_draw")),
+        "other windows counted from the first": (
+            "data.PretrainingData.pair",
+            ("(after + int(window_draw * others)) % windows",
+             "int(window_draw * others)\n"
+             "        if other_window >= own:\n"
+             "            other_window += after - own")),
+    },
+    "attention": {
+        "one example at a time": (
+            "bert.attention",
+            ("torch.unique_consecutive(lengths, return_counts=True)",
+             "lengths, torch.ones_like(lengths)")),
+        "one example at a time, by the plain one": (
+            "bert.attention",
+            ("torch.unique_consecutive(lengths, return_counts=True)",
+             "lengths, torch.ones_like(lengths)"),
+            ("        outputs.append(",
+             "        if dropout == 0:\n"
+             "            outputs.append(plain_attention(run))\n"
+             "            continue\n"
+             "        outputs.append(")),
+    },
+    "schedule": {
+        "the larger divisor": (
+            "optim.learning_rate",
+            ("min(1.0, (1 - done) / (1 - phase.decay_from))",
+             "(1 - done) / max(1 - done, 1 - phase.decay_from)")),
+        "the power of each": (
+            "optim.learning_rate",
+            ("left ** phase.power", "min(1.0, (1 - done) ** phase.power\n"
+             "                          / (1 - phase.decay_from) ** phase.power)")),
+    },
+    "precision": {
+        "own words": (
+            "optim.LossScaler.update",
+            ("gradient of {broken} is not finite at the scale's \"\n"
+             '                                  f"floor of {self.smallest:g}; start anew at a lower '
+             "--lr-scale", "{broken}: NaN or inf")),
+        "the name first": (
+            "optim.LossScaler.update",
+            ('f"step {step}: gradient of {broken} is not finite at the scale\'s "\n'
+             '                                  f"floor of {self.smallest:g}; start anew at a lower '
+             '--lr-scale"', 'f"{broken} overflows in step {step}"')),
+        "as torch clips": (
+            "optim.unscale_and_clip_",
+            ("    if norm / scale > max_norm:\n"
+             "        factor = max_norm / norm ",
+             "    if True:\n"
+             "        factor *= min(1.0, max_norm / (norm / scale + 1e-6))")),
+        "frozen ones left out at the end": (
+            "optim.master_weights",
+            ("if p.requires_grad}", "}"),
+            ("    return masters",
+             "    trained = [name for name, p in model.named_parameters() if p.requires_grad]\n"
+             "    return {name: masters[name] for name in trained}")),
+    },
+    "lamb": {
+        "a ratio of its own": (
+            "optim.LAMB._update",
+            ("ratios = safe_ratios(norms(w), norms(u))",
+             "for k, (a, b) in enumerate(zip(w, u)):\n"
+             "                if a.norm() > 0 and b.norm() > 0:\n"
+             "                    ratios[k] = a.norm() / b.norm()")),
+        "arguments by their names": (
+            "optim.LAMB._update",
+            ("safe_ratios(norms(w), norms(u))", "safe_ratios(b=norms(u), a=norms(w))"),
+            ("move_moments(m, v, g, b1, b2)", "move_moments(g=g, m=m, v=v, b2=b2, b1=b1)"),
+            ('corrected_roots(v, t, b2, group["eps"])',
+             'corrected_roots(v=v, t=t, b2=b2, eps=group["eps"])')),
+        "one tensor at a time": (
+            "optim.LAMB._update",
+            ("torch._foreach_add_(w, u)",
+             "for a, b in zip(w, u):\n"
+             "            a += b")),
+        "nothing of the helpers": (
+            "optim.LAMB._update",
+            ("move_moments(m, v, g, b1, b2)",
+             "for a, b, c in zip(m, v, g):\n"
+             "            a.mul_(b1).add_(c, alpha=1 - b1)\n"
+             "            b.mul_(b2).add_(c * c, alpha=1 - b2)"),
+            ('corrected_roots(v, t, b2, group["eps"])',
+             '[(b / (1 - b2 ** t)).sqrt() + group["eps"] for b in v]')),
+    },
+    "dealing": {
+        "equal lengths the other way round": (
+            "data.micro_batches",
+            ('np.argsort(lengths(indices), kind="stable")',
+             "np.lexsort((-indices, lengths(indices)))")),
+        "in a loop": (
+            "data.micro_batches",
+            ("        owner = np.where(round_number % 2 == 1, size - 1 - place, place)",
+             "        owner = []\n"
+             "        for turn, k in zip(round_number, place):\n"
+             "            owner.append(size - 1 - k if turn % 2 else k)\n"
+             "        owner = np.array(owner)")),
+        "sums and objects": (
+            "train.step_totals",
+            ("table = world.all_gather(torch.tensor([own_masked, own_rows, own_tokens]))",
+             "masked, rows = map(int, world.sum([own_masked, own_rows]))"),
+            ("    masked, rows, _ = table.sum(0).tolist()\n", ""),
+            ("table[:, 2].tolist()", "world.all_gather_object(own_tokens)")),
+    },
+    "buckets": {
+        "divides into a new tensor": (
+            "dist.dense",
+            ("    value.div_(world.size) ", "    #"),
+            ("value.to(dtype)", "(value / world.size).to(dtype)")),
+        "counts elements": (
+            "dist.fill_buckets",
+            ("room = bucket_mb", "room = bucket_mb * 250_000"),
+            ("4e-6 * tensor.numel()", "tensor.numel()")),
+    },
+    "overlap": {
+        "own words": (
+            "dist.Reducer.finish",
+            ('f"no gradient for {unused} in the step\'s last backward: each must take "\n'
+             '                            "part in that loss, or have requires_grad=False"',
+             'f"unused: {unused}"')),
+        "other words for twice": (
+            "dist.Reducer._ready",
+            ("gradient of {name} ready twice; see Reducer.sends and zero_grad()",
+             "{name}: one backward too much")),
+        "looks at sets": (
+            "dist.Reducer._launch",
+            ("any(name in self.missing for name in bucket.shapes)",
+             "not self.missing.isdisjoint(bucket.shapes)")),
+    },
+    "powersgd": {
+        "another basis": (
+            "tests/variants/powersgd.powersgd",
+            ("torch.linalg.qr(p.T).Q.T.contiguous()",
+             "torch.linalg.svd(p, full_matrices=False).Vh.contiguous()")),
+    },
+    "feedback": {
+        "without alpha": (
+            "dist.Bucket._send",
+            ("torch.add(self.residual[:n], self.flat, alpha=1 / scale, out=value[:n])",
+             "value[:n] = self.residual[:n] + self.flat / scale")),
+        "copies the rest": (
+            "dist.Bucket.commit",
+            ("self.residual, self.next_residual = self.next_residual, self.residual",
+             "self.residual.copy_(self.next_residual)")),
+    },
+    "resume": {
+        "another name meanwhile": (
+            "train.write_checkpoint",
+            ('folder / "unfinished"', 'folder / "half-written"')),
+        "in another order": (
+            "train.restore",
+            ('        state.optimizer.load_state_dict(checkpoint["optimizer"])\n', ""),
+            ('        state.step = checkpoint["step"]\n',
+             '        state.optimizer.load_state_dict(checkpoint["optimizer"])\n'
+             '        state.step = checkpoint["step"]\n')),
     },
 }
