@@ -14,6 +14,8 @@ import data
 from tests.ranks import start_server
 
 ROOT = Path(__file__).parent.parent
+# What the course's tests draw by: grading sets another one than the copies of students have.
+SEED = int(os.environ.get("THRIFTBERT_SEED", 0))
 WORDS = """
 time year people way day man thing woman life child world school state family student group
 country problem hand part place case week company system program question work government number
@@ -68,7 +70,7 @@ def programs_do_not_end_pytest(monkeypatch):
 
 @pytest.fixture(scope="session")
 def documents():
-    return make_documents()
+    return make_documents(seed=SEED)
 
 
 @pytest.fixture(scope="session")

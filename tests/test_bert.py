@@ -20,6 +20,7 @@ import torch.utils.benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
 import bert
+from tests.conftest import SEED
 from tests.ranks import run_script
 
 CONFIG = bert.BertConfig(layers=2, width=64, heads=2, feed_forward=128, vocab_size=192, dropout=0.0)
@@ -27,7 +28,7 @@ CONFIG = bert.BertConfig(layers=2, width=64, heads=2, feed_forward=128, vocab_si
 
 def make_model(dtype=torch.float32, seed=0, config=CONFIG):
     """A model whose weights are all different from their initial zeros and ones."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + 100 * SEED)
     model = bert.BertForPreTraining(config).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
@@ -38,7 +39,7 @@ def make_model(dtype=torch.float32, seed=0, config=CONFIG):
 def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     """Examples of these lengths, in this order, as data.Batch has them, with as many masked tokens
     in each; and the same with padding: padded_tokens, padded_segments, attention_mask (B, T)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 100 * SEED)
     tokens = [torch.randint(5, vocabulary, (T,), generator=generator) for T in lengths]
     positions = [torch.arange(T) for T in lengths]
     segments = [(torch.arange(T) >= T // 2).long() for T in lengths]
@@ -177,7 +178,7 @@ def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
 
 @pytest.mark.parametrize("lengths", [(16, 12, 12, 5), (23,), (64, 64), (3, 1, 3)])
 def test_packed_attention_is_the_plain_one_of_each_example(lengths):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     batch = make_batch(lengths=lengths, masked=1)
     qkv = torch.randn(len(batch.tokens), 3, 2, 32, dtype=torch.float64, requires_grad=True)
     ours = bert.attention(qkv, batch.bounds, batch.lengths, 0.0)
@@ -195,7 +196,7 @@ def test_packed_attention_is_the_plain_one_of_each_example(lengths):
 
 
 def test_a_block_is_torchs_encoder_layer():
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     block = make_model(torch.float64).blocks[0]
     layer = torch.nn.TransformerEncoderLayer(
         CONFIG.width, CONFIG.heads, CONFIG.feed_forward, dropout=0.0, activation="gelu",
@@ -216,7 +217,7 @@ def test_a_block_is_torchs_encoder_layer():
 
 
 def test_dropout_is_of_the_attention_weights():
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     batch, qkv = make_batch(lengths=(64, 40, 40)), torch.randn(192, 3, 2, 32)
     qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
     sums = bert.attention(qkv, batch.bounds, batch.lengths, 0.5)

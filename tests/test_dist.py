@@ -19,6 +19,7 @@ from torch import nn
 
 import dist
 import train
+from tests.conftest import SEED
 from tests.ranks import run_ranks, start_script
 from tests.variants import gradientflow, powersgd
 
@@ -61,7 +62,7 @@ def batch(count=12):
 @functools.cache
 def one_process(accumulation=1):
     """Gradients of the mean over the whole batch, without any of dist.py."""
-    torch.manual_seed(100)
+    torch.manual_seed(100 + SEED)
     model = Toy()
     (model(batch(12 * accumulation)) / 12).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -69,7 +70,7 @@ def one_process(accumulation=1):
 
 def reduced(world, bucket_mb, accumulation=1, compression="none"):
     """Gradients of the same batch by the Reducer, of which each rank takes its part."""
-    torch.manual_seed(100 + world.rank)                        # only rank 0's weights shall count
+    torch.manual_seed(100 + SEED + world.rank)                 # only rank 0's weights shall count
     model = Toy()
     with contextlib.closing(dist.Reducer(model, world, bucket_mb, compression)) as reducer:
         for _ in range(2):                                     # the second step begins clean
@@ -121,7 +122,7 @@ def naive_and_overlapped(world):
     """Gradients of one batch by average_gradients, and by the Reducer."""
     found = []
     for reducer_wanted in (False, True):
-        torch.manual_seed(100)
+        torch.manual_seed(100 + SEED)
         model = Toy()
         reducer = dist.Reducer(model, world, 0.0002) if reducer_wanted else None
         (model(batch()[world.rank::world.size]) / 12 * world.size).backward()
@@ -146,7 +147,7 @@ def test_the_reducer_does_what_the_naive_form_does(tmp_path, size):
 
 
 def test_the_norm_is_that_of_all_buckets(alone):
-    torch.manual_seed(100)
+    torch.manual_seed(100 + SEED)
     model = Toy()
     reducer = alone(model, 0.0002)
     model(batch()).backward()
@@ -372,7 +373,7 @@ def test_a_model_can_have_another_reducer_when_the_first_is_closed(alone):
 
 
 def test_the_next_step_is_right_after_all_that_can_happen(alone):
-    torch.manual_seed(100)
+    torch.manual_seed(100 + SEED)
     model = Toy()
     alone(model, 0.0002).close()                               # leaves no hooks
     reducer = alone(model, 0.0002)
@@ -683,7 +684,7 @@ COUNT = 64 * 48 + 37 + 15 + 2100
 
 
 def gradient(rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
+    generator = torch.Generator().manual_seed(1000 * rank + step + 10_000 * SEED)
     return torch.randn(COUNT, generator=generator) * torch.linspace(0.1, 3, COUNT)
 
 
@@ -977,7 +978,7 @@ def average_on_gpu(world):
     """For each compressor, the gradients of a step on GPUs, on the CPU."""
     found = {}
     for name in dist.COMPRESSORS:
-        torch.manual_seed(100)
+        torch.manual_seed(100 + SEED)
         model = Toy().to(world.device)
         with contextlib.closing(dist.Reducer(model, world, 0.0002, name)) as reducer:
             mine = batch()[world.rank::world.size].to(world.device)

@@ -8,6 +8,7 @@ import torch
 import bert
 import data
 import optim
+from tests.conftest import SEED
 
 
 # ----- A small problem, that test_variants.py uses, too -----
@@ -15,7 +16,7 @@ import optim
 def problem(seed=0, steps=30):
     """Returns (values, decays, gradients of each step) in float64: parameters of every kind: a
     matrix, a zero tensor, a vector without decay, a tensor whose gradient stays zero."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed + 100 * SEED)
     shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,)]
     values = [rng.normal(size=shape) for shape in shapes]
     values[1] = np.zeros(shapes[1])
@@ -266,7 +267,7 @@ def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
 @pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])          # below 1 after overflows in bf16
 @pytest.mark.parametrize("max_norm", [np.inf, 0.5, 100.0])
 def test_unscale_and_clip_is_torchs(max_norm, scale):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (5,))]
     for p in params:
         p.grad = torch.randn_like(p)

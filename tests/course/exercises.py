@@ -1,201 +1,187 @@
 """A course of twelve exercises: blank a part of thriftbert, write it anew, be told if it is right.
 
-    python tests/course/exercises.py list
-    python tests/course/exercises.py start attention     # leaves of its functions the docstrings
-    python tests/course/exercises.py check attention     # runs the tests that say when it is right
-    python tests/course/exercises.py hint attention      # one hint, the next time one more
-    python tests/course/exercises.py solve attention     # its functions as in the last commit
-    python tests/course/exercises.py start --all FOLDER  # a copy for students, without solutions
-    python tests/course/exercises.py verify              # red blanked, green solved, red done wrong
+For students, in the folder that they were given:
 
-README.md beside this file says how a course goes, and has six experiments for a report. This file
-needs Python's standard library alone, the checks what requirements.txt names.
+    python tests/course/exercises.py list                # the exercises, and which are blank
+    python tests/course/exercises.py check attention     # what is right, and points
+    python tests/course/exercises.py hint attention      # one hint, the next time one more
+
+For lecturers, in the whole repository, and for all who learn alone:
+
+    python tests/course/exercises.py start FOLDER attention lamb    # a copy, these two blanked
+    python tests/course/exercises.py start FOLDER --track week      # those of a week
+    python tests/course/exercises.py release FOLDER attention       # its solution, into a copy
+    python tests/course/exercises.py grade FOLDER... --track week --csv points.csv
+    python tests/course/exercises.py compete FILE...                # the open task, see compete.py
+    python tests/course/exercises.py verify                         # the course itself
+
+Where no exercise is named, all of the track count, by default all twelve. A folder with the name of
+an exercise is given as ./lamb.
+
+Needs no git. This file needs Python's standard library alone, the checks what requirements.txt
+names. README.md beside it is for lecturers.
 """
 import argparse
 import ast
+import collections
+import contextlib
+import csv
 import functools
-import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-COURSE = Path("tests/course")
-SOLUTIONS = COURSE / "wrong_solutions.py", COURSE / "test_exercises.py"      # not for students
+sys.path.insert(0, str(ROOT))
+SOLUTIONS = ROOT / "tests/course/wrong_solutions.py"  # only where the solutions are, too
+COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md"
+NOT_FOR_STUDENTS = ("tests/bench/", "tests/RESULTS.md", "tests/course/wrong_solutions.py",
+                    "tests/course/test_exercises.py", "tests/course/answers.md")
+LIMIT = 240                                           # seconds for the tests of an exercise
+BLANK = "raise NotImplementedError"
+
+
+class CourseError(Exception):
+    """What a command cannot do, or what is wrong with a solution, in one line."""
 
 
 class Exercise(NamedTuple):
     """An exercise. Functions are named as data.PretrainingData.mask (of a file in a folder, as
-    tests/variants/powersgd.powersgd), tests as pytest does it."""
+    tests/variants/powersgd.powersgd), tests as pytest does it, below the folder tests."""
     functions: str       # that `start` blanks
-    tests: str           # that `check` runs, all in the folder tests
     minutes: int
     lines: int           # of our solution, about
     learns: str
-    hints: list
+    ideas: list          # (points, what is right if all of the tests pass, tests), 10 points in all
 
 
 EXERCISES = {
     "masking": Exercise(
         "data.PretrainingData.mask data.PretrainingData.choose",
-        "test_data.py::test_the_masks_of_an_array",
-        60, 23, "what a masked language model is asked, and why example i depends on i alone",
-        ["`mask`: a counter is index * seq_len + t, whatever B and T are. `choose` takes them. "
-         "`uniform(counters, self.fate_key)` says what becomes of a chosen token: [MASK] below "
-         "0.8, a random token by self.token_key that is none of SPECIALS below 0.9, else itself.",
-         "`choose`: draw `uniform(counters, self.choice_key)` for all of (B, T). A word's tokens "
-         "share its first one's draw. The draw of [CLS] is free to decide about rounding.",
-         "A row of n tokens of text wants mask_fraction * n of them, rounded up or down by chance. "
-         "All tokens whose draw is at most that of the last one wanted are chosen."]),
+        100, 23, "what a masked language model is asked, and why example i depends on i alone",
+        [(7, "tokens are chosen, replaced and labelled",
+          "test_data.py::test_the_masks_of_an_array[False]"),
+         (3, "whole words", "test_data.py::test_the_masks_of_an_array[True]")]),
     "pairs": Exercise(
         "data.PretrainingData.pair",
-        "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere "
-        "test_data.py::test_both_parts_of_a_pair_are_of_the_same_epoch "
-        "test_data.py::test_sentence_order_and_no_pairs "
-        "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one",
-        45, 22, "how next-sentence pairs are made, and what a classifier could cheat by",
-        ["Example i is of shard i mod S; `order` says which window is its turn in an epoch. `text` "
-         "says where a window's text begins, is cut in two and ends: a true pair, the swapped one "
-         "(\"sop\") and \"none\" need no more; \"none\" has an empty B at the end.",
-         "`shard.windows` says how many windows come before each document, and all together. Draw "
-         "one of those that are not A's document's, by the number `other`.",
-         "Cut its text in two as well. B begins where its second part does, and goes on until the "
-         "pair has `length` tokens or its document ends."]),
+        75, 22, "how next-sentence pairs are made, and what a classifier could cheat by",
+        [(3, "half are true, others from another document",
+          "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere"),
+         (1, "both parts are of one epoch",
+          "test_data.py::test_both_parts_of_a_pair_are_of_the_same_epoch"),
+         (2, "sentence order, and no pairs", "test_data.py::test_sentence_order_and_no_pairs"),
+         (4, "a B from elsewhere looks like a true one",
+          "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one")]),
     "attention": Exercise(
         "bert.plain_attention bert.attention",
-        "test_bert.py::test_losses_and_gradients_are_those_of_a_padded_model "
-        "test_bert.py::test_packed_attention_is_the_plain_one_of_each_example "
-        "test_bert.py::test_a_block_is_torchs_encoder_layer "
-        "test_bert.py::test_dropout_is_of_the_attention_weights",
-        60, 23, "attention over examples that stand one after another, without padding or a mask",
-        ["`plain_attention`: bring the heads before the tokens, (H, T, D/H), and back at the end.",
-         "`attention`, at first: loop over the examples, `qkv.split(lengths.tolist())` are their "
-         "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
-         "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). On a CPU "
-         "16 bits are faster, and nearer to the exact result, computed in fp32."]),
+        90, 23, "attention over examples that stand one after another, without padding or a mask",
+        [(5, "packed is the same as each example alone",
+          "test_bert.py::test_packed_attention_is_the_plain_one_of_each_example"),
+         (3, "a model with it is a padded one, and torch's",
+          "test_bert.py::test_losses_and_gradients_are_those_of_a_padded_model "
+          "test_bert.py::test_a_block_is_torchs_encoder_layer"),
+         (2, "dropout", "test_bert.py::test_dropout_is_of_the_attention_weights")]),
     "schedule": Exercise(
         "optim.learning_rate",
-        "test_optim.py::test_learning_rate_with_decay_from_0_is_nvidias "
-        "test_optim.py::test_learning_rate_decays_by_a_power_of_what_is_left "
-        "test_optim.py::test_learning_rate_warms_up_holds_and_decays_to_zero",
-        15, 5, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
-        ["Draw the rates of the recipe nvlamb-64k by hand: as the phase begins, near the end of "
-         "the warm-up, as the phase ends.",
-         "phase_step counts from 0, and no step has a rate of 0.",
-         "Decay is ((1 - x) / (1 - d))^power times lr; in the hold, before d, it would be above "
-         "lr: take the minimum."]),
+        20, 5, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
+        [(4, "warm-up, hold and decay to 0",
+          "test_optim.py::test_learning_rate_warms_up_holds_and_decays_to_zero"),
+         (3, "decay from the start, as NVIDIA's",
+          "test_optim.py::test_learning_rate_with_decay_from_0_is_nvidias"),
+         (3, "the power of what is left",
+          "test_optim.py::test_learning_rate_decays_by_a_power_of_what_is_left")]),
     "precision": Exercise(
         "optim.LossScaler.update optim.unscale_and_clip_ optim.master_weights optim.copy_to_model",
-        "test_optim.py::test_loss_scaler_halves_doubles_and_is_bounded "
-        "test_optim.py::test_loss_scaler_stops_at_the_floor_and_names_the_parameter "
-        "test_optim.py::test_unscale_and_clip_is_torchs "
-        "test_optim.py::test_master_weights_keep_what_16_bits_would_lose "
-        "test_optim.py::test_master_weights_of_fp32_are_the_parameters",
-        60, 27, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
-        ["`update`: an overflow resets the count of good steps; each growth_interval of them "
-         "doubles the scale. Look at the floor after that, and answer last.",
-         "`unscale_and_clip_`: the unscaled norm is norm / scale; both divisions are one factor.",
-         "The master of an fp32 parameter is the parameter itself: what the optimizer does to it "
-         "is done to the model, and `copy_to_model` has nothing to copy."]),
+        75, 27, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
+        [(4, "the scale halves, doubles and has a floor",
+          "test_optim.py::test_loss_scaler_halves_doubles_and_is_bounded "
+          "test_optim.py::test_loss_scaler_stops_at_the_floor_and_names_the_parameter"),
+         (3, "unscale, then clip", "test_optim.py::test_unscale_and_clip_is_torchs"),
+         (3, "master weights",
+          "test_optim.py::test_master_weights_keep_what_16_bits_would_lose "
+          "test_optim.py::test_master_weights_of_fp32_are_the_parameters")]),
     "lamb": Exercise(
         "optim.LAMB._update",
-        "test_optim.py::test_lamb_is_its_equations "
-        "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does "
-        "test_optim.py::test_lamb_without_decay_is_adam "
-        "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing",
-        45, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
-        ["Write it for one tensor in a loop and see it pass, then for lists by torch._foreach_*. "
-         "`move_moments` is the first line of the equations, `corrected_roots` makes the divisor in u.",
-         "The ratio is of the norms (`norms`, `safe_ratios`) of w and of all of u, decay included; "
-         "it is 1 for a group without decay, unless adapt_all.",
-         "eps is added after v is corrected. m need not be corrected on its own: the correction is a "
-         "number, the `value` of torch._foreach_addcdiv_."]),
+        60, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
+        [(4, "without decay and ratios it is Adam",
+          "test_optim.py::test_lamb_without_decay_is_adam"),
+         (5, "with them it is its equations",
+          "test_optim.py::test_lamb_is_its_equations "
+          "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does"),
+         (1, "tensor groups change nothing",
+          "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing")]),
     "dealing": Exercise(
         "data.micro_batches train.step_totals",
-        "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks "
-        "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths "
-        "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step",
-        45, 17, "the same step on any number of ranks: who takes which example, and the divisor",
-        ["Nothing has to divide: a rank may have one example more, a micro-batch may be short.",
-         "By length: sort the indices, and give them out from the longest on in rounds of `size`, "
-         "every other round backwards. A rank's own stay in order of length, the longest last.",
-         "`step_totals`: gather one row of three numbers from each rank, and add up the columns but "
-         "that of tokens. See data.Batch for what is padding."]),
+        60, 17, "the same step on any number of ranks: who takes which example, and the divisor",
+        [(4, "the same examples on any number of ranks",
+          "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks"),
+         (3, "balanced by length",
+          "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths"),
+         (3, "the divisor is that of the whole step",
+          "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step")]),
     "buckets": Exercise(
         "dist.fill_buckets dist.dense dist.Bucket.average",
-        "test_dist.py::test_embeddings_have_the_last_buckets "
-        "test_dist.py::test_buckets_take_turns_to_be_led "
-        "test_dist.py::test_a_mean_that_fits_fp16_does_not_overflow_on_the_way "
-        "test_dist.py::test_buckets_are_averaged_in_one_format_and_on_two_levels",
-        45, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
-        ["`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and with "
-         "each list.",
-         "`dense`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
-         "`average`: `inner` are the ranks of this node, or this one alone, `outer` those that "
-         "exchange. The leader of the node alone sends: by `_send` where lossy, else by `dense`."]),
+        90, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
+        [(3, "what is in which bucket, and who leads it",
+          "test_dist.py::test_embeddings_have_the_last_buckets "
+          "test_dist.py::test_buckets_take_turns_to_be_led"),
+         (3, "a mean that stays in range",
+          "test_dist.py::test_a_mean_that_fits_fp16_does_not_overflow_on_the_way"),
+         (4, "formats and two levels",
+          "test_dist.py::test_buckets_are_averaged_in_one_format_and_on_two_levels")]),
     "overlap": Exercise(
         "dist.Reducer._ready dist.Reducer._launch dist.Reducer.finish",
-        "test_dist.py::test_gradients_are_those_of_one_process[2-2] "
-        "test_dist.py::test_16_bits_do_not_swallow_small_gradients "
-        "test_dist.py::test_buckets_are_averaged_in_order_while_backward_goes_on "
-        "test_dist.py::test_an_unused_parameter_is_named "
-        "test_dist.py::test_seconds_of_the_thread_are_counted "
-        "test_dist.py::test_the_next_step_is_right_after_all_that_can_happen",
-        90, 33, "how an all-reduce hides behind backward, and why order is all that ranks share",
-        ["`_ready`: add, do not copy, since micro-batches add up. `self.sends` says that this is "
-         "the last one. Afterwards an fp32 p.grad is the view, a 16-bit one None.",
-         "`_launch`: bucket k starts when its own and all before it are complete, whatever came "
-         "first. len(self.jobs) have started. An event is torch.cuda.Event(blocking=True) if there "
-         "is a `stream`, else torch.cpu.Event().",
-         "`self.thread.submit(self._average, bucket, event, self.jobs[-1:])` is the job. `finish` "
-         "looks for what is missing first, or it would wait for ever; job.result() waits, raises "
-         "what the thread raised, and else is (bytes, seconds)."]),
+        150, 33, "how an all-reduce hides behind backward, and why order is all that ranks share",
+        [(3, "gradients are those of one process",
+          "test_dist.py::test_gradients_are_those_of_one_process[2-2] "
+          "test_dist.py::test_16_bits_do_not_swallow_small_gradients"),
+         (2, "buckets in order, while backward goes on",
+          "test_dist.py::test_buckets_are_averaged_in_order_while_backward_goes_on"),
+         (3, "what is missing or fails is said, and the next step is right",
+          "test_dist.py::test_an_unused_parameter_is_named "
+          "test_dist.py::test_seconds_of_the_thread_are_counted "
+          "test_dist.py::test_the_next_step_is_right_after_all_that_can_happen"),
+         (1, "measured: a quarter of a slow network is hidden",
+          "course/test_measured.py::test_the_network_is_hidden[0.25]"),
+         (1, "measured: more than half of it",
+          "course/test_measured.py::test_the_network_is_hidden[0.55]")]),
     "powersgd": Exercise(
         "tests/variants/powersgd.powersgd tests/variants/powersgd.first_factors",
-        "test_compressor_variants.py::test_powersgd_is_algorithm_1",
-        60, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
-        ["`split` cuts `value` and `mean` into views of state[\"shapes\"], `dense_list` averages a "
-         "list of tensors by one all-reduce: one for P, one for Q and all that goes dense.",
-         "All ranks have P and Q, so all have P Q^T: write it to `mean`. What is left of `value` "
-         "is value - mean, and zeros where it went dense.",
-         "Put a new list into `state`, never change tensors that are there: after a skipped step "
-         "the old state counts. The first Q, the same on all ranks, is torch.randn of a generator "
-         "with the seed 0, (rank, b) a matrix."]),
+        90, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
+        [(10, "four steps of algorithm 1",
+          "test_compressor_variants.py::test_powersgd_is_algorithm_1")]),
     "feedback": Exercise(
         "dist.Bucket._send dist.Bucket.commit",
-        "test_dist.py::test_what_went_out_and_the_residual_are_what_came_in[2-2] "
-        "test_dist.py::test_padding_does_not_count_in_the_scale_of_onebit "
-        "test_dist.py::test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full",
-        45, 16, "why a lossy mean still converges, and what a skipped step must leave as it was",
-        ["Residuals are unscaled, gradients are not: the "
-         "scale may be another one in the next step.",
-         "self.compressor(self.outer, self.next_residual, self.padded, state, self.argument), "
-         "where state is dict(self.state); afterwards `flat` holds q.",
-         "`commit` swaps `residual` and `next_residual` and takes `next_state` if one waits and "
-         "the step is taken; in any case none waits afterwards."]),
+        75, 16, "why a lossy mean still converges, and what a skipped step must leave as it was",
+        [(5, "what went out and the residual are what came in",
+          "test_dist.py::test_what_went_out_and_the_residual_are_what_came_in[2-2] "
+          "test_dist.py::test_padding_does_not_count_in_the_scale_of_onebit"),
+         (5, "a skipped step leaves no trace",
+          "test_dist.py::test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full")
+         ]),
     "resume": Exercise(
         "train.write_checkpoint train.save train.restore",
-        "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
-        "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over "
-        "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits "
-        "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits "
-        "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over",
-        90, 60, "all that the next step depends on, and a file that is whole or not there",
-        ["`write_checkpoint`: write content and digest under another name, flush, fsync, rename, "
-         "leave no unfinished file. `read_checkpoint` says what is expected.",
-         "`save`: first `check_weights`. All ranks collect what the next step depends on, since "
-         "parts of it are collective; the one with an active log writes. Masters are the weights: "
-         "a 16-bit model has lost bits. \"run\" is plan.run.",
-         "`restore` loads all that `save` kept: `check_for_later_checkpoints`, then rank 0 finds "
-         "the checkpoint, `broadcast_checkpoint`. `log.cut` forgets what the log has after it."]),
+        150, 60, "all that the next step depends on, and a file that is whole or not there",
+        [(3, "a checkpoint is whole or not there",
+          "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
+          "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over"),
+         (4, "a killed run ends with the same bits",
+          "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits"),
+         (2, "with lossy compression, too",
+          "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits"),
+         (1, "a later checkpoint on another node",
+          "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over")]),
 }
+TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term": [*EXERCISES]}
 
 
 # ----- Functions in source text -----
@@ -214,209 +200,394 @@ def place_of(function):
 parse = functools.cache(ast.parse)       # the same text is asked for several functions
 
 
+def load(folder, path):
+    """Returns the text of a Python file; raises CourseError if it cannot be read or parsed."""
+    try:
+        text = (folder / path).read_text("utf-8")
+        ast.parse(text, path)            # its errors name the file and the line
+        return text
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CourseError(str(error)) from None
+
+
 def find(source, function):
     """Returns the syntax tree of a function, as "Bucket.average", in a file's text."""
     node = parse(source)
     for part in function.split("."):
         found = [child for child in node.body if getattr(child, "name", None) == part]
-        node = found[0] if found else sys.exit(f"{function} is not where EXERCISES has it")
+        if not found:
+            raise CourseError(f"there is no function {function}")
+        node = found[-1]                 # of two of one name Python takes the last
     return node
 
 
-def with_lines(source, first, last, new):
-    """Returns the text with other lines (a list) in place of the lines first to last, from 1."""
+def text_of(source, function):
+    """Returns the text of a function."""
+    node = find(source, function)
+    return "".join(source.splitlines(keepends=True)[node.lineno - 1:node.end_lineno])
+
+
+def with_function(source, function, text):
+    """Returns the source with another text in place of a function."""
+    node = find(source, function)
     lines = source.splitlines(keepends=True)
-    return "".join([*lines[:first - 1], *new, *lines[last:]])
+    return "".join([*lines[:node.lineno - 1], text, *lines[node.end_lineno:]])
 
 
 def blank(source, function):
-    """Returns the text with a function's signature and docstring alone."""
+    """Returns the source with a function's signature and docstring alone."""
     node = find(source, function)
     docstring = node.body[0]
-    body = " " * docstring.col_offset + "raise NotImplementedError\n"
-    return with_lines(source, docstring.end_lineno + 1, node.end_lineno, [body])
-
-
-def text_of(source, function):
-    """Returns the lines (a list) of a function."""
-    node = find(source, function)
-    return source.splitlines(keepends=True)[node.lineno - 1:node.end_lineno]
-
-
-def with_function(source, function, lines):
-    """Returns the text with other lines in place of a function's own."""
-    node = find(source, function)
-    return with_lines(source, node.lineno, node.end_lineno, lines)
+    lines = source.splitlines(keepends=True)[node.lineno - 1:docstring.end_lineno]
+    lines.append(f"{' ' * docstring.col_offset}{BLANK}\n")
+    return with_function(source, function, "".join(lines))
 
 
 def spoil(source, function, changes):
-    """Returns the text with a function done wrong: changes are pairs (old text, new text)."""
-    text = "".join(text_of(source, function))
+    """Returns the source with a function done otherwise: changes are pairs (old text, new)."""
+    text = text_of(source, function)
     for old, new in changes:
         if text.count(old) != 1:
             raise ValueError(f"{function} has not once, but {text.count(old)} times: {old}")
         text = text.replace(old, new)
-    return with_function(source, function, [text])
+    return with_function(source, function, text)
 
 
-# ----- The commands -----
+def blank_in(folder, name):
+    """Returns the functions of an exercise that are blank in a folder, a list."""
+    return [function for path, function in functions_of(name)
+            if text_of(load(folder, path), function).endswith(f" {BLANK}\n")]
 
-def git(*arguments):
-    """Returns what a git command prints; ends the program where git fails."""
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
-    return done.stdout if done.returncode == 0 else sys.exit(done.stderr.strip())
 
+def additions(theirs, ours):
+    """Returns the text of the imports and top-level functions that only one of two sources has."""
+    known = {getattr(node, "name", None) for node in parse(ours).body}
+    added = ["", ""]
+    for node in parse(theirs).body:
+        new_function = isinstance(node, ast.FunctionDef) and node.name not in known
+        if new_function or isinstance(node, (ast.Import, ast.ImportFrom)):
+            added.append(ast.unparse(node))
+    return "\n".join(added)
+
+
+# ----- Tests, in a process of their own -----
+
+# Marks of an exercise are a list of (points, of how many, idea, "" or what is wrong), one an idea.
+
+def no_marks(name, wrong):
+    """Returns marks without a point."""
+    return [(0, most, idea, wrong) for most, idea, _ in EXERCISES[name].ideas]
+
+
+def points_in(marks):
+    """Returns (the sum of the points, the first thing that is wrong, "" if nothing is)."""
+    wrong = [wrong for *_, wrong in marks if wrong]
+    return sum(points for points, *_ in marks), "".join(wrong[:1])
+
+
+def run_tests(folder, name, limit, *flags, seed=0):
+    """Returns the marks of an exercise as it is in a folder. Only pytest's report counts: without
+    one, as after os._exit, there are no points."""
+    tests = [tests.split() for _, _, tests in EXERCISES[name].ideas]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        report = Path(place, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                   f"--junitxml={report}", *flags, *[f"tests/{test}" for test in sum(tests, [])]]
+        environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed)}
+        said = run(command, folder, environment, limit)
+        errors = ["the tests ended without a report"]
+        errors += re.findall(r"^(?:E  |ERROR:)\s*(.*)", said, re.MULTILINE)
+        try:
+            cases = read_report(report)
+        except (OSError, ElementTree.ParseError):
+            return no_marks(name, errors[-1])
+    marks = []
+    for (most, idea, _), own in zip(EXERCISES[name].ideas, tests):
+        wrong = first_wrong(own, cases)
+        marks.append((0 if wrong else most, most, idea, wrong))
+    return marks
+
+
+def run(command, folder, environment, limit):
+    """Returns what a command prints, and at last "E   time is up" if it takes more than `limit`
+    seconds; then all that it has started is ended."""
+    # A file, since a pipe would stay open until the server of the ranks has ended, too.
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True,
+                                   stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        timed_out = ""
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            timed_out = f"\nE   time is up, after {limit:g} s"
+        finally:
+            end(process)
+        output.seek(0)
+        return output.read() + timed_out
+
+
+def end(process):
+    """Ends a process that leads a group, its group, and programs that it has started."""
+    children = collections.defaultdict(list)
+    with contextlib.suppress(FileNotFoundError):      # where there is no ps, the group must do
+        listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True)
+        for line in listed.stdout.splitlines():
+            parent, pid = map(int, line.split())
+            children[parent].append(pid)
+    below = children[process.pid]
+    for pid in below:
+        below += children[pid]                        # grows while it is read
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_report(path):
+    """Returns {test: "" or what is wrong, in one sentence} of a file that pytest has written."""
+    cases = collections.defaultdict(str)
+    for case in ElementTree.parse(path).iter("testcase"):
+        file = case.get("classname").removeprefix("tests.").replace(".", "/")
+        test = f"{file}.py::{case.get('name')}"
+        cases[test] += ""
+        for child in case:
+            if child.tag in ("failure", "error", "skipped"):
+                line = child.get("message", "").strip().partition("\n")[0]
+                cases[test] = cases[test] or line.removeprefix("AssertionError: ") or child.tag
+    return cases
+
+
+def first_wrong(tests, cases):
+    """Returns what is wrong with the first of some tests that does not pass, "" if all pass."""
+    for test in tests:
+        own = [wrong for case, wrong in cases.items() if f"{case}[".startswith(f"{test}[")]
+        for wrong in own or ["not tested, since the run was stopped"]:
+            if wrong:
+                return wrong
+    return ""
+
+
+# ----- For students -----
 
 def show_list():
     """Prints a table of the exercises."""
     for number, (name, exercise) in enumerate(EXERCISES.items(), 1):
-        print(f"{number:>2}  {name:<10}{exercise.minutes:>3} min {exercise.lines:>3} lines  "
-              f"{exercise.functions}\n    {exercise.learns}")
+        state = "  BLANK" if blank_in(ROOT, name) else ""
+        print(f"{number:>2}  {name:<10}{exercise.minutes:>4} min {exercise.lines:>3} lines  "
+              f"{exercise.functions}{state}\n    {exercise.learns}")
 
 
-def start(name):
-    """Blanks the functions of an exercise; ends the program where that would lose changes."""
-    files = {str(path) for path, _ in functions_of(name)}
-    if changed := git("status", "--porcelain", "--", *files):
-        sys.exit(f"{changed.split()[1]} has uncommitted changes; commit or stash them first")
-    blank_functions([name])
-
-
-def blank_functions(names):
-    """Blanks the functions of exercises."""
-    for path, function in itertools.chain(*map(functions_of, names)):
-        path.write_text(blank(path.read_text(), function))
-
-
-def check(name, *flags):
-    """Runs an exercise's tests; returns (True if all pass, False if not, None if they cannot run;
-    a line that says so)."""
-    began, tests = time.monotonic(), [f"tests/{test}" for test in EXERCISES[name].tests.split()]
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", *flags, *tests]
-    # Ranks that wait for each other are ended after two minutes, see tests/ranks.py. A pipe would
-    # stay open until the server of the ranks has ended, too
-    with tempfile.TemporaryFile("w+") as file:
-        run = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
-        file.seek(0)
-        said = file.read()
-    passed = sum(map(int, re.findall(r"(\d+) passed", said)))
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
-    if run.returncode == 0:
-        return True, f"{name}: all {passed} tests pass ({time.monotonic() - began:.0f} s)"
-    if run.returncode == 1:
-        return False, (f"{name}: {passed} of {passed + len(failed)} tests pass; to see why: "
-                       f"{sys.executable} -m pytest '{failed[0]}'")
-    return None, f"{name}: the tests cannot run: {said.strip()[-500:]}"
-
-
-def is_blank(name):
-    """Returns True if a function of an exercise has no body but the one that `blank` gives it."""
-    for path, function in functions_of(name):
-        if text_of(path.read_text(), function)[-1].strip() == "raise NotImplementedError":
-            return True
-    return False
+def check(name, limit):
+    """Prints what is right and what is wrong, and a reward if all is right; returns the status."""
+    for path in sorted(ROOT.glob("*.py")):
+        load(ROOT, path.name)            # the tests need all files: say which one is broken
+    empty = blank_in(ROOT, name)
+    if empty:
+        print(f"{name}: still blank: {', '.join(empty)}")
+    if len(empty) == len(functions_of(name)):
+        return 1
+    print(f"{name}: the tests run, which takes up to a minute", flush=True)
+    marks = run_tests(ROOT, name, limit)
+    for mark, (_, _, tests) in zip(marks, EXERCISES[name].ideas):
+        print("  {:>2} of {:>2}  {}".format(*mark))
+        if mark[-1]:
+            shown = " ".join(f"'tests/{test}'" for test in tests.split())
+            print(f"            {mark[-1]}\n            more:  python -m pytest {shown}")
+    points, wrong = points_in(marks)
+    print(f"  {points:>2} of 10  points")
+    if wrong:
+        return 1
+    left = [other for other in EXERCISES if blank_in(ROOT, other)]
+    rewards = [name] if left else [name, "resume"]
+    subprocess.run([sys.executable, "-m", "tests.course.rewards", *rewards], cwd=ROOT)
+    if left:
+        print(f"\nstill blank in this folder: {', '.join(left)}")
+    return 0
 
 
 def hint(name):
     """Prints one hint more than the last time."""
-    path = Path(git("rev-parse", "--git-path", "exercise-hints.json").strip())
+    from tests.course.hints import HINTS
+    path = ROOT / ".hints.json"
     shown = json.loads(path.read_text()) if path.exists() else {}
-    shown[name] = shown.get(name, 0) + 1
+    shown[name] = min(shown.get(name, 0) + 1, len(HINTS[name]))
     path.write_text(json.dumps(shown))
-    hints = EXERCISES[name].hints
-    for number, text in enumerate(hints[:shown[name]], 1):
-        print(f"{number} of {len(hints)}: {text}")
+    for number, text in enumerate(HINTS[name][:shown[name]], 1):
+        print(f"{number} of {len(HINTS[name])}: {text}")
 
 
-def solve(name):
-    """Brings back an exercise's functions, and nothing else, from the last commit."""
-    for path, function in functions_of(name):
-        solution = text_of(git("show", f"HEAD:./{path}"), function)
-        if solution[-1].strip() == "raise NotImplementedError":
-            sys.exit(f"{name}: the solutions are not in this copy")
-        path.write_text(with_function(path.read_text(), function, solution))
+# ----- For lecturers -----
 
-
-def copy_repository(folder, for_students=False):
-    """Writes the tracked files as they are now to a new folder, a git repository of one commit, and
-    makes it the working directory. For students all exercises are blanked in it."""
+def copy_to(folder):
+    """Copies the files for students, with all solutions, to a new folder; returns their relative
+    Paths."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        sys.exit(f"{folder} is not empty")
-    for path in map(Path, git("ls-files").splitlines()):
-        if not (for_students and path in SOLUTIONS):
+        raise CourseError(f"{folder} is not empty")
+    copied = []
+    for path in sorted(path for pattern in COPIED for path in ROOT.glob(pattern)):
+        path = path.relative_to(ROOT)
+        if not path.as_posix().startswith(NOT_FOR_STUDENTS):
             (folder / path.parent).mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, folder / path)
-    os.chdir(folder)
-    if for_students:
-        blank_functions(EXERCISES)
-    git("init", "--quiet")
-    git("add", "--all")
-    git("-c", "user.name=course", "-c", "user.email=course@localhost", "-c", "commit.gpgsign=false",
-        "commit", "--quiet", "--message", "thriftbert")
+            shutil.copy(ROOT / path, folder / path)
+            copied.append(path)
+    return copied
 
 
-def verify(names):
-    """Tells, in a temporary copy, whether the checks of exercises are red where the functions are
-    blanked, green where they are solved, red where they are done wrong. Later exercises stay
-    blanked meanwhile. Returns the exit status."""
-    if not SOLUTIONS[0].exists():
-        sys.exit("the solutions are not in this copy")
-    from wrong_solutions import WRONG
+def start(folder, names):
+    """Writes a copy for students in which these exercises are blank and all others are solved."""
+    copy_to(folder)
+    for name in names:
+        for path, function in functions_of(name):
+            (folder / path).write_text(blank((folder / path).read_text(), function))
+    hours = sum(EXERCISES[name].minutes for name in names) / 60
+    print(f"{folder} is a copy of thriftbert in which these are blank, in about {hours:.1f} hours:\n"
+          f"    {', '.join(names)}\nAll else is solved. Next:\n"
+          f"    cd {folder}\n    python tests/course/exercises.py list\n"
+          f"    python tests/course/exercises.py check {names[0]}")
+
+
+def release(folder, names):
+    """Writes the solutions of exercises to a copy for students."""
+    for name in names:
+        for path, function in functions_of(name):
+            solution = text_of(load(ROOT, path), function)
+            (folder / path).write_text(with_function(load(folder, path), function, solution))
+            print(f"{folder / path}: {function} is solved")
+
+
+def try_out(name, changed, limit, *flags, seed=0):
+    """Returns the marks of a clean copy in which some files are changed, {Path: text}."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        copy = Path(place, "thriftbert")
+        before = dict.fromkeys(copy_to(copy))
+        for path, text in changed.items():
+            (copy / path).write_text(text)
+        for path in before:
+            before[path] = (copy / path).read_bytes()
+        marks = run_tests(copy, name, limit, *flags, seed=seed)
+        for path, content in before.items():
+            if not (copy / path).is_file() or (copy / path).read_bytes() != content:
+                return no_marks(name, f"the solution has changed or removed {path}")
+        return marks
+
+
+def grade_one(name, folder, limit, seed):
+    """Returns the marks of a submission. Of it are taken the exercise's functions, imports, and new
+    functions at the top level; all else, the tests too, is ours."""
+    try:
+        empty = blank_in(folder, name)
+        if empty:
+            return no_marks(name, f"blank: {', '.join(empty)}")
+        changed = {}
+        for path, function in functions_of(name):
+            theirs = load(folder, path)
+            ours = load(ROOT, path)
+            text = changed.get(path) or ours + additions(theirs, ours)
+            changed[path] = with_function(text, function, text_of(theirs, function))
+        return try_out(name, changed, limit, seed=seed)
+    except (CourseError, SyntaxError) as error:
+        return no_marks(name, str(error))
+
+
+def grade(folders, names, limit, seed, file):
+    """Prints a table of submissions and exercises, and writes it to a CSV file if one is named.
+
+    Each exercise of each submission runs in a process and folder of its own, with a time limit, so
+    it cannot harm the next by accident. This is no sandbox: the code runs with your rights.
+    """
+    rows = [["submission", *names, "total", "first thing wrong in each"]]
+    print("submission".ljust(20), *names, "total")
+    for folder in folders:
+        print(folder.name.ljust(20), end=" ", flush=True)
+        row = []
+        all_wrong = []
+        for name in names:
+            points, wrong = points_in(grade_one(name, folder, limit, seed))
+            print(f"{points:>{len(name)}}", end=" ", flush=True)
+            row.append(points)
+            if wrong:
+                all_wrong.append(f"{name}: {wrong}")
+        print(f"{sum(row):>5}", *all_wrong, sep="\n    ")
+        rows.append([folder.name, *row, sum(row), "; ".join(all_wrong)])
+    if file:
+        with open(file, "w", newline="", encoding="utf-8") as output:
+            csv.writer(output).writerows(rows)
+
+
+def verify(names, limit, seed):
+    """Tries each exercise with all others solved: blanked and done wrong it must be red; solved, and
+    done right in another way, green. Returns the status."""
+    from tests.course.wrong_solutions import RIGHT, WRONG
     status = 0
-    with tempfile.TemporaryDirectory() as folder:
-        copy_repository(Path(folder))
-        blank_functions(EXERCISES)
-        for name in EXERCISES:
-            red = {"blanked": check(name, "-x")} if name in names else {}
-            solve(name)
-            if name not in names:
-                continue
-            passes, line = check(name)
-            for what, (function, *changes) in WRONG[name].items():
+    for name in names:
+        texts = {path: load(ROOT, path) for path, _ in functions_of(name)}
+        blanked = dict(texts)
+        for path, function in functions_of(name):
+            blanked[path] = blank(blanked[path], function)
+        cases = [("blanked", blanked, False), ("solved", texts, True)]
+        for table, is_right in (WRONG, False), (RIGHT, True):
+            for what, (function, *changes) in table[name].items():
                 path, function = place_of(function)
-                path.write_text(spoil(path.read_text(), function, changes))
-                red[what] = check(name, "-x")
-                solve(name)
-            good = passes and all(outcome is False for outcome, _ in red.values())
-            print(f"{'ok ' if good else 'BAD'} {line}; red where {', '.join(red)}", flush=True)
+                cases.append((what, {path: spoil(texts[path], function, changes)}, is_right))
+        for what, changed, is_right in cases:
+            began = time.monotonic()
+            _, wrong = points_in(try_out(name, changed, limit, "-x", seed=seed))
+            good = is_right == (not wrong)
             status |= not good
-            for what, (outcome, said) in red.items():
-                if outcome is not False:
-                    print(f"        {what}: {said}", flush=True)
-        os.chdir(ROOT)                                 # before the folder goes
+            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {name}, {what}: "
+                  f"{wrong or 'green'}", flush=True)
     return status
 
 
+# ----- The command line -----
+
+def do(command, names, paths, flags):
+    """Does what the command line asks for; returns the exit status."""
+    if command == "list":
+        return show_list()
+    if command == "check":
+        return max(check(name, flags.limit) for name in names)
+    if command == "hint":
+        return hint(*names)
+    if not SOLUTIONS.exists():
+        raise CourseError(f"{command} needs the solutions, which are not in this copy")
+    if command == "verify":
+        return verify(names, flags.limit, flags.seed)
+    if command == "grade":
+        return grade(paths, names, flags.limit, flags.seed, flags.csv)
+    if command == "compete":
+        files = [path.absolute() for path in paths]
+        arguments = [sys.executable, "-m", "tests.course.compete", *files]
+        return subprocess.run(arguments, cwd=ROOT).returncode
+    return {"start": start, "release": release}[command](*paths, names)
+
+
+PATHS = {"list": 0, "check": 0, "hint": 0, "verify": 0, "start": 1, "release": 1}
+
+
 def main():
-    """Runs the program; what it cannot do is one line on stderr and status 1; a wrong command line
-    is status 2."""
+    """Runs the program. What it cannot do is one line on stderr and status 1, 2 for a wrong command
+    line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("command", choices=["list", "start", "check", "hint", "solve", "verify"])
-    add("name", nargs="?", choices=EXERCISES)
-    add("--all", metavar="FOLDER", type=os.path.abspath, help="start: a copy for students there")
-    args = parser.parse_args()
-    os.chdir(ROOT)
-    if args.command == "list":
-        show_list()
-    elif args.command == "verify":
-        sys.exit(verify([args.name] if args.name else [*EXERCISES]))
-    elif args.command == "start" and args.all:
-        copy_repository(Path(args.all), for_students=True)
-    elif not args.name:
-        parser.error(f"{args.command} needs a name")
-    elif args.command == "check":
-        before = itertools.takewhile(lambda other: other != args.name, EXERCISES)
-        still_blank = [other for other in (*before, args.name) if is_blank(other)]
-        if still_blank:
-            print(f"{', '.join(still_blank)}: still blank; {args.name} may need what comes before")
-        print(f"{args.name}: the tests run, which takes up to a minute", flush=True)
-        passes, line = check(args.name)
-        print(line)
-        sys.exit(not passes)
-    else:
-        {"start": start, "hint": hint, "solve": solve}[args.command](args.name)
+    add("command", choices=[*PATHS, "grade", "compete"])
+    add("words", nargs="*", metavar="FOLDER or EXERCISE")
+    add("--track", choices=TRACKS, default="term", help="(default: term, which is all)")
+    add("--limit", type=float, default=LIMIT, help="seconds for the tests of an exercise")
+    add("--seed", type=int, default=1, help="of what tests draw; those of students have 0")
+    add("--csv", help="write the table of grade to this file, too")
+    flags = parser.parse_args()
+    names = [word for word in flags.words if word in EXERCISES]
+    paths = [Path(word) for word in flags.words if word not in EXERCISES]
+    if len(paths) != PATHS.get(flags.command, len(paths)) or flags.command == "hint" and not names:
+        parser.error(f"{flags.command} {' '.join(flags.words)}: a word too many, a word missing, or "
+                     f"none of {', '.join(EXERCISES)}")
+    try:
+        sys.exit(do(flags.command, names or TRACKS[flags.track], paths, flags))
+    except CourseError as error:
+        sys.exit(f"exercises.py: {error}")
 
 
 if __name__ == "__main__":

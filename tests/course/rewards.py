@@ -1,0 +1,205 @@
+"""What an exercise is good for, shown by the functions that solve it: `check` runs it when green.
+
+    python -m tests.course.rewards attention resume      # resume: the run of `python train.py`
+"""
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import bert
+import data
+import dist
+import optim
+from tests.course.test_measured import measure
+from tests.variants import powersgd as variant
+
+torch.manual_seed(0)
+
+
+def docs():
+    """Returns the folder of shards that `python train.py` takes, and makes it if there is none."""
+    folder = data.default_folder([])
+    if not folder.exists():
+        print("text is prepared, once, in half a minute", flush=True)
+        data.prepare(data.open_corpus([]), folder)
+    return folder
+
+
+def bar(name, value, largest, unit):
+    """Prints a value as a line with a bar."""
+    print(f"{name:>16}  {'█' * round(40 * value / largest):<40} {value:10.4g} {unit}")
+
+
+def plot(values, height=10, width=72):
+    """Prints a curve of a list of numbers."""
+    columns = [part.mean() for part in np.array_split(np.array(values), min(width, len(values)))]
+    low, high = min(columns), max(columns)
+    rows = np.round((np.array(columns) - low) / (high - low) * height)
+    for row in range(height, -1, -1):
+        marks = "".join(np.where(rows == row, "*", " "))
+        print(f"{low + (high - low) * row / height:>10.3g} |{marks}")
+
+
+def table_of_bytes(names):
+    """Prints what a rank sends in each step of the model tiny."""
+    shapes = bert.parameter_shapes(bert.BertConfig.preset("tiny", 8192))
+    print(f"KB that a rank sends in a step of the model tiny\n{'2 ranks':>24}{'8':>10}{'64':>10}")
+    for name in names:
+        sent = [dist.wire_bytes(name, shapes, ranks) / 1e3 for ranks in (2, 8, 64)]
+        print(f"{name:>14}{sent[0]:>10,.0f}{sent[1]:>10,.0f}{sent[2]:>10,.0f}")
+
+
+# ----- One for each exercise, of its name -----
+
+def masking():
+    """An example, masked."""
+    print(data.show(docs()).split("\n\n")[1])
+
+
+def pairs():
+    """A true pair and another, as text."""
+    dataset = data.PretrainingData(docs(), 48)
+    tokenizer = data.load_tokenizer(docs() / "tokenizer.model")
+    spans = dataset.spans(range(2000))
+    labels = [pair.pair_label for pair in spans]
+    for label in 0, 1:
+        pair = spans[labels.index(label)]
+        tokens = dataset.shard(pair.shard).tokens
+        print("A", tokenizer.decode(list(tokens[pair.a:pair.a_end])))
+        print("B", tokenizer.decode(list(tokens[pair.b:pair.b_end])), f"  [{label}]\n")
+    print(f"{labels.count(0)} of 2,000 pairs are true")
+
+
+def attention():
+    """Milliseconds with and without padding."""
+    print("attention over 32 examples of 16 to 256 tokens:")
+    packed = [16] * 12 + [32] * 12 + [64] * 6 + [256] * 2
+    for name, lengths in ("padded to 256", [256] * 32), ("packed", packed):
+        lengths = torch.tensor([*lengths, 0])
+        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        qkv = torch.randn(int(lengths.sum()), 3, 4, 64)
+        began = time.perf_counter()
+        bert.attention(qkv, bounds, lengths, 0.0)
+        bar(name, 1e3 * (time.perf_counter() - began), 200, "ms")
+
+
+def schedule():
+    """The rates of two recipes."""
+    for name in "demo", "lans-96k":
+        phase = optim.RECIPES[name].phases[0]
+        print(f"{name}, phase 1, over its {phase.steps} steps:")
+        plot([optim.learning_rate(step, phase) for step in range(phase.steps)])
+
+
+def precision():
+    """Small updates in 16 bits."""
+    for dtype in torch.float16, torch.bfloat16:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        masters = optim.master_weights(model, dtype)
+        alone = model.weight.detach().clone()
+        for _ in range(1000):
+            masters["weight"] += 1e-4
+            alone += 1e-4
+        optim.copy_to_model(masters, model)
+        print(f"1 + 1000 x 0.0001 in {dtype} is {alone.item():.4f} alone, and "
+              f"{model.weight.item():.4f} with a master")
+
+
+def lamb():
+    """200 steps of LAMB beside AdamW, at several rates."""
+    inputs = torch.randn(256, 32)
+    targets = inputs[:, :8].sin() * inputs[:, 8:16]
+    for rate in 1e-3, 1e-2, 1e-1:
+        for name in "lamb", "adamw":
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+                                  nn.Linear(128, 8))
+            optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
+            for step in range(200):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * (1 - step / 200)
+                optimizer.zero_grad()
+                loss = (model(inputs) - targets).square().mean()
+                loss.backward()
+                optimizer.step()
+            bar(f"{name} at {rate}", loss.item(), 0.5, "loss after 200 steps")
+
+
+def dealing():
+    """Tokens of each rank in a step."""
+    dataset = data.PretrainingData(docs(), 128)
+    for name, lengths in ("by number", None), ("by length", dataset.lengths):
+        for rank in range(4):
+            parts = data.micro_batches(0, 64, 8, rank, 4, lengths)
+            tokens = sum(dataset.lengths(part).sum() for part in parts)
+            bar(f"{name}, rank {rank}", tokens, 64 * 128 / 4, "tokens")
+
+
+def buckets():
+    """Bytes, and the buckets of BERT base."""
+    table_of_bytes(dist.COMPRESSORS)
+    with torch.device("meta"):
+        model = bert.BertForPreTraining(bert.BertConfig.preset("base", 30522))
+    world = dist.World(device=torch.device("meta"))
+    print("\nBERT base, in the order in which backward fills the buckets")
+    for bucket in dist.fill_buckets(dist.order_of_readiness(model), 25.0, world, "none"):
+        bar(f"bucket of {len(bucket.shapes)}", 4e-6 * len(bucket.flat), 100, "MB")
+
+
+def overlap():
+    """The network after backward, and behind it."""
+    alone, network, wait = measure()
+    bar("backward alone", 1e3 * alone, 1.5e3 * alone, "ms")
+    bar("then the network", 1e3 * (alone + network), 1.5e3 * alone, "ms")
+    bar("overlapped", 1e3 * (alone + wait), 1.5e3 * alone, "ms")
+
+
+def powersgd():
+    """Bytes of low rank."""
+    variant.register()
+    table_of_bytes(["none", "onebit", "powersgd:1", "powersgd:4", "powersgd:16"])
+
+
+def feedback():
+    """What has arrived of a gradient of which one element in a hundred is sent."""
+    gradient = torch.randn(10_000)
+    bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "topk:0.01")
+    arrived = torch.zeros_like(gradient)
+    for step in range(1, 401):
+        bucket.flat.copy_(gradient)
+        bucket.average(1.0)
+        bucket.commit(step_taken=True)
+        arrived += bucket.flat
+        if step in (1, 10, 50, 100, 200, 400):
+            missing = (arrived / step - gradient).norm() / gradient.norm()
+            bar(f"after {step} steps", missing.item(), 1, "of a constant gradient is missing")
+
+
+def resume():
+    """The run of `python train.py`: its losses, and three masks filled in."""
+    folder = Path("runs/demo")
+    if not (folder / "model").exists():
+        print("Now `python train.py` trains a BERT with your functions, in five minutes. Stop it by "
+              "Ctrl-C and\ncall it again: it goes on. Then:  python -m tests.course.rewards resume")
+        return
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    print("loss of masked tokens, over the steps:")
+    plot([line["mlm_loss"] for line in lines if line["kind"] == "train"])
+    model = bert.load_huggingface(folder / "model")
+    tokenizer = data.load_tokenizer(folder / "model" / "tokenizer.model")
+    for text in ("The [MASK] statement leaves a loop.", "Returns a new [MASK] with the same shape.",
+                 "If the key is not found, a [MASK] is raised."):
+        print(f"{text}\n    {bert.fill_mask(model, tokenizer, text)[0]}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        print()
+        globals()[name]()
