@@ -1,5 +1,4 @@
-"""tests/bench/dictionaries.py: WordNet's lines are read as wndb(5WN) says, and nothing of the task is
-in the text."""
+"""dictionaries.py: WordNet is read as wndb(5WN) says, and nothing of the task is in the text."""
 import gzip
 import sys
 from collections import Counter

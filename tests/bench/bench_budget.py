@@ -20,6 +20,7 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -120,6 +121,8 @@ def main():
     add("--seeds", type=int, default=3, help="how many")
     add("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
+    # So that a kill ends the run of train.py, too, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     args.data = args.data.absolute()
     args.runs_folder = args.runs_folder.absolute()
 
