@@ -6,7 +6,7 @@
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. If G = U S V^T is a
 singular value decomposition, U V^T is the orthogonal matrix nearest to G: in it all directions
 weigh the same, while a few large ones rule G. The scale of the step is that of Liu et al., arXiv
-2502.16982, section 2.2: an element moves as far as AdamW would move it, so that both take one rate.
+2502.16982: an element moves as far as AdamW would move it, so that both take one rate.
 For a matrix w (R, C):
 
     m = b m + (1 - b) g                     b = 0.95
