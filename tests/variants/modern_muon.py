@@ -3,8 +3,8 @@
     python tests/variants/modern_muon.py --lr-scale 0.5      # and any other flag but --init
     torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.5 --out runs/both
 
-With --steps 900 150 it is the first entry of the race, see tests/course/race.py. Gate and input of feed-forward are two
-matrices to Muon, as Q, K and V are three.
+With --steps 900 150 it is the first entry of the race, see tests/course/race.py. Gate and input of
+feed-forward are two matrices to Muon, as Q, K and V are three.
 """
 import sys
 from pathlib import Path
