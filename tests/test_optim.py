@@ -298,7 +298,7 @@ def test_learning_rate_with_decay_from_0_is_nvidias():
     after = 6e-3 * (1 - 0.2843) ** 0.5
     assert rates[top + 1] == pytest.approx(after, rel=1e-3), (
         f"after the warm-up the rate is {rates[top + 1]:.4g}; lr (1 - warmup)^power is {after:.4g}")
-    assert rates[0] > 0 and rates[-1] > 0, f"the first and last rate, {rates[0]}, {rates[-1]}, is 0"
+    assert rates[0] > 0 and rates[-1] > 0, f"first and last rate: {rates[0]}, {rates[-1]:.2g}; none is 0"
     assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True), "in the decay the rate rises"
 
 
