@@ -136,8 +136,7 @@ WRONG = {
             ("np.where(round_number % 2 == 1, size - 1 - place, place)", "place")),
         "each rank's own divisor": (
             "train.step_totals",
-            ("masked, rows, _ = table", "_, rows, _ = table"),
-            ("StepTotals(masked,", "StepTotals(masked * world.size,")),
+            ("StepTotals(masked,", "StepTotals(own_masked * world.size,")),
     },
     "buckets": {
         "divides after the sum": (
