@@ -142,14 +142,8 @@ def dealing():
 
 
 def buckets():
-    """Bytes, and the buckets of BERT base."""
+    """Bytes of all compressors."""
     table_of_bytes(dist.COMPRESSORS)
-    with torch.device("meta"):
-        model = bert.BertForPreTraining(bert.BertConfig.preset("base", 30522))
-    world = dist.World(device=torch.device("meta"))
-    print("\nBERT base, in the order in which backward fills the buckets")
-    for bucket in dist.fill_buckets(dist.order_of_readiness(model), 25.0, world, "none"):
-        bar(f"bucket of {len(bucket.shapes)}", 4e-6 * len(bucket.flat), 100, "MB")
 
 
 def overlap():
@@ -185,7 +179,7 @@ def resume():
     """The run of `python train.py`: its losses, and three masks filled in."""
     folder = Path("runs/demo")
     if not (folder / "model").exists():
-        print("Now `python train.py` trains a BERT with your functions, in five minutes. Stop it by "
+        print("Now `python train.py` trains a BERT with your functions, in minutes. Stop it by "
               "Ctrl-C and\ncall it again: it goes on. Then:  python -m tests.course.rewards resume")
         return
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

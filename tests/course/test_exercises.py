@@ -84,7 +84,7 @@ def test_a_copy_has_what_is_asked_for(copy):
     for command in ("start", "x"), ("release", "x"), ("grade", "x"), ("verify",), ("compete",):
         status, said = run(*command)
         assert status == 1 and "needs the solutions, which are not in this copy" in said
-    for command in ("check", "lamp"), ("hint",), ("start",), ("start", "x", "lamp"):
+    for command in ("check", "lamp"), ("start",), ("start", "x", "lamp"):
         status, said = run(*command)
         assert status == 2 and "none of masking, pairs" in said
     with pytest.raises(exercises.CourseError, match="is not empty"):
@@ -124,7 +124,7 @@ SUBMISSIONS = {                # body of learning_rate: the first thing wrong
     "    raise SystemExit(0)\n": "SystemExit: 0",
     "    return (\n": "'(' was never closed (optim.py, line",
     "    print('3 passed in 0.1s')\n": "TypeError",
-    "    import shutil\n    shutil.rmtree('.')\n": "the solution has changed or removed",
+    "    import shutil\n    shutil.rmtree('.')\n    return phase.lr\n": "in the hold",
 }
 
 
