@@ -18,8 +18,8 @@ from tests.course.rewards import docs
 from tests.ranks import start_server
 from tests.training import metrics, run
 
-STEPS = 300
-BUDGET = 40_000              # bytes that a rank may send in a step; "none" sends 100 times as many
+STEPS = 300                  # of the model 2 x 64
+BUDGET = 40_000              # bytes that a rank may send in a step; "none" sends 67 times as many
 REFERENCES = "none", "int8", "onebit", "topk:0.002"
 
 

@@ -124,7 +124,7 @@ SUBMISSIONS = {                # body of learning_rate: the first thing wrong
     "    raise SystemExit(0)\n": "SystemExit: 0",
     "    return (\n": "'(' was never closed (optim.py, line",
     "    print('3 passed in 0.1s')\n": "TypeError",
-    "    import shutil\n    shutil.rmtree('.')\n    return phase.lr\n": "in the hold",
+    "    import os, shutil\n    shutil.rmtree(os.getcwd())\n": "the tests ended",
 }
 
 
