@@ -116,10 +116,9 @@ EXERCISES = {
         60, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
         [(4, "without decay and ratios it is Adam",
           "test_optim.py::test_lamb_without_decay_is_adam"),
-         (5, "with them it is its equations",
+         (6, "with them it is its equations, in tensor groups, too",
           "test_optim.py::test_lamb_is_its_equations "
-          "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does"),
-         (1, "tensor groups change nothing",
+          "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does "
           "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing")]),
     "dealing": Exercise(
         "data.micro_batches train.step_totals",
@@ -492,7 +491,7 @@ def grade(folders, names, limit, seed, file):
     rows = [["submission", *names, "total", "first thing wrong in each"]]
     print("submission".ljust(20), *names, "total")
     for folder in folders:
-        print(folder.name.ljust(20), end=" ", flush=True)
+        print(str(folder).ljust(20), end=" ", flush=True)
         row = []
         all_wrong = []
         for name in names:
@@ -502,7 +501,7 @@ def grade(folders, names, limit, seed, file):
             if wrong:
                 all_wrong.append(f"{name}: {wrong}")
         print(f"{sum(row):>5}", *all_wrong, sep="\n    ")
-        rows.append([folder.name, *row, sum(row), "; ".join(all_wrong)])
+        rows.append([folder, *row, sum(row), "; ".join(all_wrong)])
     if file:
         with open(file, "w", newline="", encoding="utf-8") as output:
             csv.writer(output).writerows(rows)
