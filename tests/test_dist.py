@@ -215,7 +215,7 @@ def test_16_bits_do_not_swallow_small_gradients(tmp_path):
     for small in run_ranks(sixteen_bits, 2, tmp_path):
         for dtype, found in zip(("bf16", "fp16"), small):
             assert found == [200.0] * 4, (
-                f"200 gradients of 1 in {dtype} add up to {found[0]:g}: add them in fp32")
+                f"200 gradients of 1 in {dtype} add up to {found[0]:g}: add up all, in fp32")
 
 
 def test_a_mean_that_fits_fp16_does_not_overflow_on_the_way(tmp_path):
