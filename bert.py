@@ -135,8 +135,8 @@ def attention(qkv, bounds, lengths, dropout):
         bounds     0       | 3       | 6                | 12           | 16     (B + 2,)
 
     The rows that only fill up N are one more example, whose result nobody reads; its length can be
-    0. lengths is on the CPU always, since it decides shapes. dropout is that of the attention
-    weights.
+    0. lengths is on the CPU always, since it decides shapes. It is enough on a CPU; bounds is for
+    kernels that take all lengths at once. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
         # This kernel takes examples of all lengths at once. It has no dropout, and old GPUs, which

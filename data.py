@@ -344,7 +344,7 @@ class PretrainingData:
 
     def mask(self, tokens, indices):
         """Masks `tokens` (B, T) of examples `indices` (B,) in place; returns labels (B, T): what
-        stood there where a token was chosen, IGNORED elsewhere.
+        stood there where a token was chosen, IGNORED elsewhere. `tokens` itself changes.
 
         Position t of example i has the counter i * seq_len + t, in a batch of any width: it draws
         `uniform(counter, key)`, another number with each key. choice_key: whether it is chosen (see
@@ -373,6 +373,9 @@ class PretrainingData:
         chosen. A count that is not whole is rounded up or down by chance, so that its mean is
         right: of 25 tokens 3.75 in the mean, 3 or 4. An example has the same count in any batch.
         With whole words, the tokens of a word share the draw of its first one.
+
+        Text is all but [PAD], [CLS] and [SEP]; [UNK] is text, too. Any random number of the example
+        may decide about rounding, except those of text; we take the draw of position 0.
         """
         is_text = (tokens != PAD) & (tokens != CLS) & (tokens != SEP)   # (B, T)
         draws = uniform(counters, self.choice_key)                      # (B, T)

@@ -449,8 +449,9 @@ class Reducer:
         """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
 
         Adds p.grad to its view, unless it is the view, as in fp32. (If an optimizer's own zero_grad
-        has dropped the view, it is put back.) In the micro-batch that sends, launches the buckets
-        that are complete now, and raises DistError if the gradient is complete twice."""
+        has dropped the view, it is put back.) Afterwards p.grad is the view in fp32, and None in 16
+        bits. In the micro-batch that sends, launches the buckets that are complete now, and raises
+        DistError if the gradient is complete twice."""
         view = self.gradients[name]
         if p.grad is not view:
             view.add_(p.grad)
@@ -465,9 +466,14 @@ class Reducer:
     # 3. Launch
 
     def _launch(self):
-        """Gives the thread each bucket that may start now, with the job before it and a mark of
-        what the GPU has to finish first (None on a CPU), see `_average`. Buckets start in the order
-        of their numbers on every rank."""
+        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`:
+
+            job = self.thread.submit(self._average, bucket, previous_job, gradients_done)
+
+        previous_job is that of the bucket before it, None for the first. gradients_done marks what
+        the GPU has to finish first: a torch.cuda.Event(blocking=True) that is recorded now; without
+        `self.stream`, on a CPU, None. Buckets start in the order of their numbers on every rank.
+        """
         # The first collective on one rank is matched with the first on the others, and so on. So
         # buckets start in the order of their numbers on every rank, in whatever order they become
         # complete.
@@ -508,7 +514,11 @@ class Reducer:
 
     def finish(self):
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
-        RankLost; DistError if a parameter took no part in the loss, naming it."""
+        RankLost; DistError if a parameter took no part in the loss, naming it.
+
+        Looks for missing gradients before it waits: their buckets were never launched. A job's
+        result is (bytes, seconds). Adds the bytes to `bytes_sent`, appends the seconds to
+        `bucket_seconds`, and sets `wait_seconds`, the time that it waited for all jobs."""
         if self.missing:
             unused = ", ".join(sorted(self.missing))
             raise DistError(f"no gradient for {unused} in the step's last backward: each must take "

@@ -339,7 +339,8 @@ class LAMB(Optimizer):
     DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group, in place."""
+        """Applies one update to the tensors of one group: w, m and v change in place. The step in
+        group["step"] is already counted."""
         b1, b2 = group["betas"]
         t = group["step"]
         decay = group["weight_decay"]

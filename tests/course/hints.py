@@ -26,8 +26,8 @@ HINTS = {
         "`plain_attention`: bring the heads before the tokens, (H, T, D/H), and back at the end.",
         "`attention`, at first: loop over the examples; `qkv.split(lengths.tolist())` are their "
         "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
-        "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). On a CPU 16 "
-        "bits are faster, and nearer to the exact result, when computed in fp32.",
+        "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). Not needed: "
+        "on a CPU 16 bits are faster, and nearer to the exact result, when computed in fp32.",
     ],
     "schedule": [
         "Draw the rates of the recipe nvlamb-64k by hand: as the phase begins, near the end of "
@@ -69,10 +69,8 @@ HINTS = {
         "`_ready`: add, do not copy, since micro-batches add up. `self.sends` says that this "
         "micro-batch is the last one. Afterwards an fp32 p.grad is the view, a 16-bit one None.",
         "`_launch`: bucket k starts when its own gradients and those of all buckets before it are "
-        "ready, whatever came first. len(self.jobs) of them have started. A job is "
-        "`self.thread.submit(self._average, bucket, previous_job, gradients_done)`; the last two "
-        "are None for the first bucket and without a `stream`. With one, gradients_done is a "
-        "torch.cuda.Event(blocking=True) that was recorded now.",
+        "ready, whatever came first. len(self.jobs) of them have started. One gradient can "
+        "release several: go on until a bucket has a name in `self.missing`.",
         "`finish` looks for what is missing first, or it would wait for ever. job.result() waits, "
         "raises what the thread raised, and else is (bytes, seconds). wait_seconds is the time "
         "that these waits took, and bucket_seconds the list of the seconds.",
