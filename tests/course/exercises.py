@@ -388,7 +388,7 @@ def check(name, limit):
         print(f"{name}: still blank: {', '.join(empty)}")
     if len(empty) == len(functions_of(name)):
         return 1
-    print(f"{name}: the tests run, which takes up to a minute", flush=True)
+    print(f"{name}: the tests run, which takes up to a minute on an idle machine", flush=True)
     marks = run_tests(ROOT, name, limit)
     for mark, (_, _, tests) in zip(marks, EXERCISES[name].ideas):
         print("  {:>2} of {:>2}  {}".format(*mark))
