@@ -163,12 +163,13 @@ def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
     exact = padded[torch.float64]
     # With AVX2 the padded model in fp32 is itself 1e-6 away from the exact results.
     for dtype, tolerance in (torch.float64, 1e-12), (torch.float32, 1e-6):
-        names = "mlm_sum", "nsp_sum", *(name for name, _ in model.named_parameters())
+        names = ["mlm_sum", "nsp_sum"]
+        names += [f"the gradient of {name}" for name, _ in model.named_parameters()]
         for name, a, b, c in zip(names, ours[dtype], padded[dtype], exact, strict=True):
             error = (a - c).norm()
             assert error <= max(tolerance * max(c.norm(), 1), 1.2 * (b - c).norm()), (
-                f"{name} (the gradient, if a parameter) in {dtype} is {error / c.norm():.2g} of "
-                f"itself away from a model with padding, in examples of {lengths} tokens")
+                f"{name} differs from that of a model with padding, by a relative error of "
+                f"{error / c.norm():.2g} in {dtype}, in examples of {lengths} tokens")
     # In bf16 as near to the exact results as the padded model is
     errors = [sum((part - c).norm() / c.norm() for part, c in zip(found[torch.bfloat16], exact))
               for found in (ours, padded)]
@@ -176,14 +177,28 @@ def test_losses_and_gradients_are_those_of_a_padded_model(lengths):
         f"in bf16 the errors are {errors[0]:.3g}, those of a model with padding {errors[1]:.3g}")
 
 
+def attention_by_hand(qkv):
+    """softmax(Q K^T / sqrt(D/H)) V of one example, one head after another."""
+    heads = []
+    for q, k, v in qkv.permute(2, 1, 0, 3):                          # (T, D/H) each
+        powers = (q @ k.T / q.shape[1] ** 0.5).exp()                 # a row for each query
+        heads.append((powers / powers.sum(1, keepdim=True)) @ v)
+    return torch.stack(heads, 1)                                     # (T, H, D/H)
+
+
 @pytest.mark.parametrize("lengths", [(16, 12, 12, 5), (23,), (64, 64), (3, 1, 3)])
 def test_packed_attention_is_the_plain_one_of_each_example(lengths):
     torch.manual_seed(SEED)
     batch = make_batch(lengths=lengths, masked=1)
     qkv = torch.randn(len(batch.tokens), 3, 2, 32, dtype=torch.float64, requires_grad=True)
+    examples = qkv.split(batch.lengths.tolist())
+    plain = torch.cat([bert.plain_attention(rows) for rows in examples])
+    by_hand = torch.cat([attention_by_hand(rows) for rows in examples])
+    right = plain.shape == by_hand.shape and torch.allclose(plain, by_hand, rtol=1e-10, atol=1e-10)
+    assert right, (
+        f"plain_attention of examples of {lengths} tokens, {tuple(plain.shape)} in all, is not "
+        "softmax(Q K^T / sqrt(D/H)) V of each head, where each query's weights add up to 1")
     ours = bert.attention(qkv, batch.bounds, batch.lengths, 0.0)
-    parts = [bert.plain_attention(rows) for rows in qkv.split(batch.lengths.tolist())]
-    plain = torch.cat(parts)
     assert ours.shape == plain.shape == (len(batch.tokens), 2, 32), (
         f"attention returns {tuple(ours.shape)}, plain_attention of all examples "
         f"{tuple(plain.shape)}, and (N, H, D/H) is {(len(batch.tokens), 2, 32)}")
