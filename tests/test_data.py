@@ -211,7 +211,7 @@ def test_the_masks_of_an_array(shards, whole_words):
     """`mask` alone, on random text in rows of many lengths."""
     dataset, count = data.PretrainingData(shards, 64, whole_words=whole_words), 2000
     rng, rows = np.random.default_rng(SEED), np.arange(count)
-    ends, indices = rng.integers(16, 65, count), rng.permutation(count)
+    ends, indices = rng.integers(4, 65, count), rng.permutation(count)     # from 1 token of text
     before = rng.integers(len(data.SPECIALS), 320, (count, 64))
     before[np.arange(64) >= ends[:, None]] = data.PAD
     before[:, 0], before[rows, ends // 2], before[rows, ends - 1] = data.CLS, data.SEP, data.SEP
@@ -221,11 +221,23 @@ def test_the_masks_of_an_array(shards, whole_words):
     labels = cells[chosen]
     assert same(before[chosen], labels), "a label is not the token that stood there"
     assert same(after[~chosen], before[~chosen]), "a token changed that has no label"
+    counts, sizes = chosen.sum(1), text.sum(1)
+    worst = (counts - sizes).argmax()
+    assert counts[worst] <= sizes[worst], (
+        f"{counts[worst]} tokens were chosen where the text has {sizes[worst]}: [CLS], [SEP] and "
+        "padding are no text")
     assert text[chosen].all(), "[CLS], [SEP] or padding was chosen, which is no text"
-    assert chosen.any(1).all(), "in an example no token was chosen"
-    share = len(labels) / text.sum()
-    assert -0.003 < share - 0.15 < (0.02 if whole_words else 0.003), (
-        f"{share:.1%} of the tokens of text were chosen, not 15 %")
+    none = np.flatnonzero(~chosen.any(1))
+    assert len(none) == 0, (
+        f"in a text of {sizes[none].min()} token(s) none was chosen: at least one must be, "
+        "however short it is")
+    assert not same(after, before), (
+        "labels are returned, but no token has changed: `tokens` itself must change, not a copy")
+    due = np.maximum(0.15 * sizes, 1)
+    share = (counts - due).sum() / sizes.sum()
+    assert -0.003 < share < (0.02 if whole_words else 0.003), (
+        f"{counts.sum() / sizes.sum():.1%} of the tokens of text were chosen, not "
+        f"{due.sum() / sizes.sum():.1%}, which is 15 % with at least one in each text")
     for what, found, wanted in (("became [MASK]", after[chosen] == data.MASK, 0.8),
                                 ("stayed", after[chosen] == labels, 0.1 + 0.1 / 315)):
         assert near(found.sum(), len(labels), wanted), (
@@ -236,13 +248,12 @@ def test_the_masks_of_an_array(shards, whole_words):
         starts = dataset.word_starts(before, text)
         assert same(chosen, np.take_along_axis(chosen, starts, 1)), "a word was chosen in part"
     else:
-        counts, wanted = chosen.sum(1), np.maximum(0.15 * text.sum(1), 1)
-        worst = np.abs(counts - wanted).argmax()
-        assert abs(counts[worst] - wanted[worst]) < 1, (
-            f"of {text[worst].sum()} tokens {counts[worst]} were chosen, not {wanted[worst]:.2f} "
+        worst = np.abs(counts - due).argmax()
+        assert abs(counts[worst] - due[worst]) < 1, (
+            f"of {sizes[worst]} tokens {counts[worst]} were chosen, not {due[worst]:.2f} "
             "rounded up or down")
         for size in range(20, 50):
-            found = set(counts[text.sum(1) == size].tolist())
+            found = set(counts[sizes == size].tolist())
             assert len(found) == 2 or not 0.3 < 0.15 * size % 1 < 0.7, (
                 f"of {size} tokens always {found} were chosen: 15 % are {0.15 * size:.2f}, so it "
                 "is sometimes one more, by chance")

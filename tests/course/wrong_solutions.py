@@ -9,6 +9,10 @@ Each old text stands once in the function as it is in the repository.
 
 WRONG = {
     "masking": {
+        "in a copy": (
+            "data.PretrainingData.mask",
+            ("labels = np.where(chosen, tokens, IGNORED)",
+             "labels, tokens = np.where(chosen, tokens, IGNORED), tokens.copy()")),
         "one stream for fate and token": (
             "data.PretrainingData.mask",
             ("self.token_key", "self.fate_key")),
@@ -28,6 +32,11 @@ WRONG = {
             "data.PretrainingData.choose",
             ("self.mask_fraction * is_text.sum(axis=1)",
              "self.mask_fraction * np.full(len(tokens), tokens.shape[1])")),
+        "no token at all of short texts": (
+            "data.PretrainingData.choose",
+            ("        count = np.maximum(count, 1)\n", ""),
+            ("last = count[:, None] - 1", "last = np.maximum(count[:, None] - 1, 0)"),
+            ("return draws <= bound", "return (draws <= bound) & (count[:, None] > 0)")),
     },
     "pairs": {
         "53 % true": (
@@ -56,6 +65,9 @@ WRONG = {
         "over the queries": (
             "bert.plain_attention",
             ("softmax(-1)", "softmax(-2)")),
+        "no scale in the plain one": (
+            "bert.plain_attention",
+            (" / math.sqrt(q.shape[2])", "")),
         "to all examples": (
             "bert.attention",
             ("torch.unique_consecutive(lengths, return_counts=True)",
@@ -119,6 +131,9 @@ WRONG = {
         "ratio without decay": (
             "optim.LAMB._update",
             ('decay or group["adapt_all"]', "True")),
+        "not in place": (
+            "optim.LAMB._update",
+            ("torch._foreach_add_(w, u)", "w = torch._foreach_add(w, u)")),
         "zero weights stay zero": (
             "optim.LAMB._update",
             ("safe_ratios(norms(w), norms(u))",
@@ -183,6 +198,23 @@ WRONG = {
         "the last micro-batch alone": (
             "dist.Reducer._ready",
             ("view.add_(p.grad)", "view.copy_(p.grad)")),
+        "the view is not put back": (
+            "dist.Reducer._ready",
+            ("p.grad = view if p.dtype == torch.float32 else None", "p.grad = None")),
+        "16 bits are not dropped": (
+            "dist.Reducer._ready",
+            ("p.grad = view if p.dtype == torch.float32 else None",
+             "p.grad = view if p.dtype == torch.float32 else p.grad")),
+        "no error of unused ones": (
+            "dist.Reducer.finish",
+            ("if self.missing:", "if False:")),
+        "no error of two backwards": (
+            "dist.Reducer._ready",
+            ("if name not in self.missing:", "if False:"),
+            ("self.missing.remove(name)", "self.missing.discard(name)")),
+        "no seconds": (
+            "dist.Reducer.finish",
+            ("self.bucket_seconds.append(seconds)", "self.bucket_seconds.append(0.0)")),
         "in every micro-batch": (
             "dist.Reducer._ready",
             ("if not self.sends:", "if False:")),
