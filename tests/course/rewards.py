@@ -35,6 +35,12 @@ def bar(name, value, largest, unit):
     print(f"{name:>16}  {'█' * round(40 * value / largest):<40} {value:10.4g} {unit}")
 
 
+def bars(values, unit):
+    """Prints a bar for each of {name: value}; the longest is that of the largest value."""
+    for name, value in values.items():
+        bar(name, value, max(values.values()), unit)
+
+
 def plot(values, height=10, width=72):
     """Prints a curve of a list of numbers."""
     columns = [part.mean() for part in np.array_split(np.array(values), min(width, len(values)))]
@@ -80,22 +86,21 @@ def attention():
     print("attention over 32 examples of 16 to 256 tokens:")
     packed = [16] * 12 + [32] * 12 + [64] * 6 + [256] * 2
     padded = [256] * 32
-    largest = None
-    for name, lengths in ("", padded), ("padded to 256", padded), ("packed", packed):
+    milliseconds = {}
+    for name, lengths in ("first", padded), ("padded to 256", padded), ("packed", packed):
         lengths = torch.tensor([*lengths, 0])
         bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         qkv = torch.randn(int(lengths.sum()), 3, 4, 64)
         began = time.perf_counter()
         bert.attention(qkv, bounds, lengths, 0.0)
-        milliseconds = 1e3 * (time.perf_counter() - began)
-        if name:                                     # the very first call takes longer
-            largest = largest or milliseconds
-            bar(name, milliseconds, largest, "ms")
+        milliseconds[name] = 1e3 * (time.perf_counter() - began)
+    del milliseconds["first"]                        # the very first call takes longer
+    bars(milliseconds, "ms")
 
 
 def schedule():
-    """The rates of two recipes."""
-    for name in "demo", "lans-96k":
+    """The rates of three recipes."""
+    for name in "demo", "nvlamb-64k", "lans-96k":
         phase = optim.RECIPES[name].phases[0]
         print(f"{name}, phase 1, over its {phase.steps} steps:")
         plot([optim.learning_rate(step, phase) for step in range(phase.steps)])
@@ -117,23 +122,36 @@ def precision():
 
 
 def lamb():
-    """200 steps of LAMB beside AdamW, at several rates."""
-    inputs = torch.randn(256, 32)
+    """Losses of LAMB and of AdamW at several rates, each beside the optimizer's best."""
+    rates = 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
+    print("loss on new examples after 200 steps, and how many times the optimizer's best it is:")
+    for name in "lamb", "adamw":
+        losses = [loss_after(200, name, rate) for rate in rates]
+        for rate, loss in zip(rates, losses):
+            print(f"{name:>8} at {rate:<6g}{loss:>10.4f}{loss / min(losses):>10.1f} x")
+
+
+def loss_after(steps, name, rate):
+    """Returns the loss of a small model that an optimizer has trained, the rate going down to 0.
+    Each step has new examples, so none is learned by heart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+                          nn.Linear(128, 8))
+    optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / steps)
+        optimizer.zero_grad()
+        loss_on(256, model).backward()
+        optimizer.step()
+    return loss_on(4096, model).item()
+
+
+def loss_on(count, model):
+    """Returns the loss on some new examples of 32 numbers, of which 8 products are asked."""
+    inputs = torch.randn(count, 32)
     targets = inputs[:, :8].sin() * inputs[:, 8:16]
-    for rate in 1e-3, 1e-2, 1e-1:
-        for name in "lamb", "adamw":
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
-                                  nn.Linear(128, 8))
-            optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
-            for step in range(200):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * (1 - step / 200)
-                optimizer.zero_grad()
-                loss = (model(inputs) - targets).square().mean()
-                loss.backward()
-                optimizer.step()
-            bar(f"{name} at {rate}", loss.item(), 0.5, "loss after 200 steps")
+    return (model(inputs) - targets).square().mean()
 
 
 def dealing():
@@ -154,9 +172,9 @@ def buckets():
 def overlap():
     """The network after backward, and behind it."""
     alone, network, wait = measure()
-    bar("backward alone", 1e3 * alone, 1.5e3 * alone, "ms")
-    bar("then the network", 1e3 * (alone + network), 1.5e3 * alone, "ms")
-    bar("overlapped", 1e3 * (alone + wait), 1.5e3 * alone, "ms")
+    bars({"backward alone": 1e3 * alone,
+          "then the network": 1e3 * (alone + network),
+          "overlapped": 1e3 * (alone + wait)}, "ms")
 
 
 def powersgd():
