@@ -561,8 +561,9 @@ def test_weights_are_copied_from_a_folder_of_the_same_shape_and_tokenizer(saved,
     for p, q in zip(other.parameters(), model.parameters()):
         assert torch.equal(p, q)
     for field, value in ("heads", 1), ("vocab_size", 256), ("max_positions", 128), ("layers", 3):
+        unlike = make_model(config=replace(CONFIG, **{field: value}))
         with pytest.raises(bert.ModelError, match=f"has {field} [0-9]*, not {value}"):
-            bert.copy_weights(folder, make_model(config=replace(CONFIG, **{field: value})), tokenizer)
+            bert.copy_weights(folder, unlike, tokenizer)
     (tmp_path / "other.model").write_bytes(b"other pieces")
     with pytest.raises(bert.ModelError, match="other.model is not .*; make shards with"):
         bert.copy_weights(folder, other, tmp_path / "other.model")
