@@ -17,8 +17,8 @@ of ranks, and how often a step calls the network; not what the network takes. Co
     hops            messages one after another in them, in a ring: N - 1 for an all_gather
     requests        to the store on node 0, a second, of all ranks: each looks 5 times for a failure
 
-The second one starts real ranks on this machine, many more than it has cores: so seconds say little,
-and sockets and memory are what to look at.
+The second one starts real ranks on this machine, many more than it has cores: so seconds say
+little, and sockets and memory are what to look at.
 """
 import argparse
 import os
@@ -187,7 +187,8 @@ def main():
         return
     real("dist.py", 24, ["--mb", "1"], kill=False)
     with tempfile.TemporaryDirectory() as out:
-        real("train.py", 16, ["--data", args.data, "--out", f"{out}/run", "--workers", "0"], kill=True)
+        flags = ["--data", args.data, "--out", f"{out}/run", "--workers", "0"]
+        real("train.py", 16, flags, kill=True)
 
 
 if __name__ == "__main__":
