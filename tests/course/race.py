@@ -1,8 +1,7 @@
 """The race: who reaches the baseline's final held-out loss soonest, on the same machine?
 
     python train.py --out runs/base
-    python tests/variants/modern_muon.py --lr-scale 0.5 --steps 900 150 --eval-every 50 \\
-        --out runs/mine
+    python tests/variants/modern.py --steps 950 200 --eval-every 50 --out runs/mine
     python tests/course/race.py runs/base runs/mine          # and any number of runs more
 
 For each run it prints the time and the examples after which the run had a held-out MLM loss at most
