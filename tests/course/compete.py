@@ -9,7 +9,6 @@ Over BUDGET bytes a step it is out of the race. This is no sandbox: it runs your
 """
 import runpy
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def score(shards, compression, sabotage=None):
     return max(line["bytes_sent"] for line in lines), statistics.mean(losses)
 
 
-def main():
+def compete(files):
     """Prints the loss, bytes and name of each, the winner first, then those over the budget."""
     start_server()
     rows = []
@@ -67,7 +66,7 @@ def main():
         data.prepare(make_documents(1000), shards, vocab_size=512, shards=2, workers=0)
         for name in REFERENCES:
             rows.append((*score(shards, name), f"--compression {name}"))
-        for file in sys.argv[1:]:
+        for file in files:
             try:
                 rows.append((*score(shards, "mine", (enter, file)), file))
             except Exception as error:               # whatever a competitor's file raises
@@ -75,7 +74,3 @@ def main():
     print(f"{'loss':>6}{'bytes':>12}    of at most {BUDGET:,}")
     for sent, loss, name in sorted(rows, key=lambda row: (row[0] > BUDGET, row[1])):
         print(f"{loss:>6.3f}{sent:>12,}    {name}{' (too many bytes)' * (sent > BUDGET)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -244,16 +244,6 @@ def blank(source, function):
     return with_function(source, function, "".join(lines))
 
 
-def spoil(source, function, changes):
-    """Returns the source with a function done otherwise: changes are pairs (old text, new)."""
-    text = text_of(source, function)
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"{function} has not once, but {text.count(old)} times: {old}")
-        text = text.replace(old, new)
-    return with_function(source, function, text)
-
-
 def blank_in(folder, name):
     """Returns the functions of an exercise that are blank in a folder, a list."""
     return [function for path, function in functions_of(name)
@@ -273,17 +263,18 @@ def additions(theirs, ours):
 
 # ----- Tests, in a process of their own -----
 
-# Marks of an exercise are a list of (points, of how many, idea, "" or what is wrong), one an idea.
+# Marks of an exercise are a list with one text for each of its ideas: "", or what is wrong.
 
 def no_marks(name, wrong):
     """Returns marks without a point."""
-    return [(0, most, idea, wrong) for most, idea, _ in EXERCISES[name].ideas]
+    return [wrong for _ in EXERCISES[name].ideas]
 
 
-def points_in(marks):
+def points_in(name, marks):
     """Returns (the sum of the points, the first thing that is wrong, "" if nothing is)."""
-    wrong = [wrong for *_, wrong in marks if wrong]
-    return sum(points for points, *_ in marks), "".join(wrong[:1])
+    ideas = zip(EXERCISES[name].ideas, marks)
+    points = sum(points for (points, _, _), wrong in ideas if not wrong)
+    return points, next(filter(None, marks), "")
 
 
 def run_tests(folder, name, limit, *flags, seed=0):
@@ -302,11 +293,7 @@ def run_tests(folder, name, limit, *flags, seed=0):
             cases = read_report(report)
         except (OSError, ElementTree.ParseError):
             return no_marks(name, errors[-1])
-    marks = []
-    for (most, idea, _), own in zip(EXERCISES[name].ideas, tests):
-        wrong = first_wrong(own, cases)
-        marks.append((0 if wrong else most, most, idea, wrong))
-    return marks
+    return [first_wrong(own, cases) for own in tests]
 
 
 def run(command, folder, environment, limit):
@@ -390,12 +377,12 @@ def check(name, limit):
         return 1
     print(f"{name}: the tests run, which takes up to a minute on an idle machine", flush=True)
     marks = run_tests(ROOT, name, limit)
-    for mark, (_, _, tests) in zip(marks, EXERCISES[name].ideas):
-        print("  {:>2} of {:>2}  {}".format(*mark))
-        if mark[-1]:
+    for (most, idea, tests), wrong in zip(EXERCISES[name].ideas, marks):
+        print(f"  {0 if wrong else most:>2} of {most:>2}  {idea}")
+        if wrong:
             shown = " ".join(f"'tests/{test}'" for test in tests.split())
-            print(f"            {mark[-1]}\n            more:  python -m pytest {shown}")
-    points, wrong = points_in(marks)
+            print(f"            {wrong}\n            more:  python -m pytest {shown}")
+    points, wrong = points_in(name, marks)
     print(f"  {points:>2} of 10  points")
     if wrong:
         return 1
@@ -495,7 +482,7 @@ def grade(folders, names, limit, seed, file):
         row = []
         all_wrong = []
         for name in names:
-            points, wrong = points_in(grade_one(name, folder, limit, seed))
+            points, wrong = points_in(name, grade_one(name, folder, limit, seed))
             print(f"{points:>{len(name)}}", end=" ", flush=True)
             row.append(points)
             if wrong:
@@ -505,31 +492,6 @@ def grade(folders, names, limit, seed, file):
     if file:
         with open(file, "w", newline="", encoding="utf-8") as output:
             csv.writer(output).writerows(rows)
-
-
-def verify(names, limit, seed):
-    """Tries each exercise with all others solved. Blanked and done wrong it must be red, solved and
-    done right in another way green. Returns the status."""
-    from tests.course.wrong_solutions import RIGHT, WRONG
-    status = 0
-    for name in names:
-        texts = {path: load(ROOT, path) for path, _ in functions_of(name)}
-        blanked = dict(texts)
-        for path, function in functions_of(name):
-            blanked[path] = blank(blanked[path], function)
-        cases = [("blanked", blanked, False), ("solved", texts, True)]
-        for table, is_right in (WRONG, False), (RIGHT, True):
-            for what, (function, *changes) in table[name].items():
-                path, function = place_of(function)
-                cases.append((what, {path: spoil(texts[path], function, changes)}, is_right))
-        for what, changed, is_right in cases:
-            began = time.monotonic()
-            _, wrong = points_in(try_out(name, changed, limit, "-x", seed=seed))
-            good = is_right == (not wrong)
-            status |= not good
-            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {name}, {what}: "
-                  f"{wrong or 'green'}", flush=True)
-    return status
 
 
 # ----- The command line -----
@@ -550,11 +512,10 @@ def do(command, names, paths, flags):
         return release(paths[0], names)
     if command == "grade":
         return grade(paths, names, flags.limit, flags.seed, flags.csv)
-    if command == "verify":
-        return verify(names, flags.limit, flags.seed)
-    files = [path.absolute() for path in paths]
-    program = [sys.executable, "-m", "tests.course.compete", *files]
-    return subprocess.run(program, cwd=ROOT).returncode
+    from tests.course import compete, wrong_solutions
+    if command == "compete":
+        return compete.compete(paths)
+    return wrong_solutions.verify(names, flags.limit, flags.seed)
 
 
 # So many words of a command name no exercise but a folder; any number where it is not said here.
@@ -585,4 +546,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    from tests.course import exercises   # as wrong_solutions.py does: one CourseError, not two
+    exercises.main()

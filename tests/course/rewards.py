@@ -30,15 +30,11 @@ def docs():
     return folder
 
 
-def bar(name, value, largest, unit):
-    """Prints a value as a line with a bar."""
-    print(f"{name:>16}  {'█' * round(40 * value / largest):<40} {value:10.4g} {unit}")
-
-
 def bars(values, unit):
     """Prints a bar for each of {name: value}; the longest is that of the largest value."""
     for name, value in values.items():
-        bar(name, value, max(values.values()), unit)
+        length = round(40 * value / max(values.values()))
+        print(f"{name:>16}  {'█' * length:<40} {value:10.4g} {unit}")
 
 
 def plot(values, height=10, width=72):
@@ -68,33 +64,25 @@ def masking():
 
 
 def pairs():
-    """A true pair and another, as text."""
-    dataset = data.PretrainingData(docs(), 48)
-    tokenizer = data.load_tokenizer(docs() / "tokenizer.model")
-    spans = dataset.spans(range(2000))
-    labels = [pair.pair_label for pair in spans]
-    for label in 0, 1:
-        pair = spans[labels.index(label)]
-        tokens = dataset.shard(pair.shard).tokens
-        print("A", tokenizer.decode(list(tokens[pair.a:pair.a_end])))
-        print("B", tokenizer.decode(list(tokens[pair.b:pair.b_end])), f"  [{label}]\n")
-    print(f"{labels.count(0)} of 2,000 pairs are true")
+    """Pairs as text, and how many are true."""
+    print(data.show(docs()).partition("\n\n")[2])
+    spans = data.PretrainingData(docs(), 48).spans(range(2000))
+    print(f"\n{sum(pair.pair_label == 0 for pair in spans)} of 2,000 pairs are true")
 
 
 def attention():
     """Milliseconds with and without padding."""
     print("attention over 32 examples of 16 to 256 tokens:")
     packed = [16] * 12 + [32] * 12 + [64] * 6 + [256] * 2
-    padded = [256] * 32
     milliseconds = {}
-    for name, lengths in ("first", padded), ("padded to 256", padded), ("packed", packed):
-        lengths = torch.tensor([*lengths, 0])
-        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        qkv = torch.randn(int(lengths.sum()), 3, 4, 64)
-        began = time.perf_counter()
-        bert.attention(qkv, bounds, lengths, 0.0)
-        milliseconds[name] = 1e3 * (time.perf_counter() - began)
-    del milliseconds["first"]                        # the very first call takes longer
+    for _ in range(2):                               # the very first call takes longer
+        for name, lengths in ("padded to 256", [256] * 32), ("packed", packed):
+            lengths = torch.tensor([*lengths, 0])
+            bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            qkv = torch.randn(int(lengths.sum()), 3, 4, 64)
+            began = time.perf_counter()
+            bert.attention(qkv, bounds, lengths, 0.0)
+            milliseconds[name] = 1e3 * (time.perf_counter() - began)
     bars(milliseconds, "ms")
 
 
@@ -110,12 +98,12 @@ def precision():
     """Small updates in 16 bits."""
     for dtype in torch.float16, torch.bfloat16:
         model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 1.0)
         masters = optim.master_weights(model, dtype)
         alone = model.weight.detach().clone()
-        for _ in range(1000):
-            masters["weight"] += 1e-4
-            alone += 1e-4
+        for number in alone, masters["weight"]:
+            number.fill_(1)
+            for _ in range(1000):
+                number += 1e-4
         optim.copy_to_model(masters, model)
         print(f"1 + 1000 x 0.0001 in {dtype} is {alone.item():.4f} alone, and "
               f"{model.weight.item():.4f} with a master")
@@ -138,30 +126,28 @@ def loss_after(steps, name, rate):
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
                           nn.Linear(128, 8))
     optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
-    for step in range(steps):
+    for step in range(steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps)
+        inputs = torch.randn(256 if step < steps else 4096, 32)
+        targets = inputs[:, :8].sin() * inputs[:, 8:16]
+        loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
-        loss_on(256, model).backward()
+        loss.backward()
         optimizer.step()
-    return loss_on(4096, model).item()
-
-
-def loss_on(count, model):
-    """Returns the loss on some new examples of 32 numbers, of which 8 products are asked."""
-    inputs = torch.randn(count, 32)
-    targets = inputs[:, :8].sin() * inputs[:, 8:16]
-    return (model(inputs) - targets).square().mean()
+    return loss.item()
 
 
 def dealing():
     """Tokens of each rank in a step."""
     dataset = data.PretrainingData(docs(), 128)
+    tokens = {}
     for name, lengths in ("by number", None), ("by length", dataset.lengths):
         for rank in range(4):
             parts = data.micro_batches(0, 64, 8, rank, 4, lengths)
-            tokens = sum(dataset.lengths(part).sum() for part in parts)
-            bar(f"{name}, rank {rank}", tokens, 64 * 128 / 4, "tokens")
+            own = sum(dataset.lengths(part).sum() for part in parts)
+            tokens[f"{name}, rank {rank}"] = own
+    bars(tokens, "tokens")
 
 
 def buckets():
@@ -188,14 +174,16 @@ def feedback():
     gradient = torch.randn(10_000)
     bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "topk:0.01")
     arrived = torch.zeros_like(gradient)
+    missing = {}
     for step in range(1, 401):
         bucket.flat.copy_(gradient)
         bucket.average(1.0)
         bucket.commit(step_taken=True)
         arrived += bucket.flat
         if step in (1, 10, 50, 100, 200, 400):
-            missing = (arrived / step - gradient).norm() / gradient.norm()
-            bar(f"after {step} steps", missing.item(), 1, "of a constant gradient is missing")
+            distance = (arrived / step - gradient).norm() / gradient.norm()
+            missing[f"after {step} steps"] = distance.item()
+    bars(missing, "of a constant gradient is missing")
 
 
 def resume():

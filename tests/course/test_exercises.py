@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.course import compete, exercises, rewards
 from tests.course.exercises import EXERCISES
 from tests.course.hints import HINTS
-from tests.course.wrong_solutions import RIGHT, WRONG
+from tests.course.wrong_solutions import RIGHT, WRONG, spoil, verify
 
 HEAD = "def learning_rate(phase_step, phase):\n"
 
@@ -49,7 +49,7 @@ def test_the_table_fits_the_code(name, request):
         assert not cases or any(case.startswith(f"tests/{test}") for case in cases), test
     for where, *changes in [*WRONG[name].values(), *RIGHT[name].values()]:
         path, function = exercises.place_of(where)
-        ast.parse(exercises.spoil((ROOT / path).read_text(), function, changes))
+        ast.parse(spoil((ROOT / path).read_text(), function, changes))
 
 
 # ----- Copies, and what students do in them -----
@@ -155,7 +155,7 @@ def test_an_endless_solution_is_stopped(tmp_path):
     folder = submit(tmp_path / "endless", "    while True:\n        pass\n")
     began = time.monotonic()
     marks = exercises.grade_one("schedule", folder, 6, 1)
-    assert exercises.points_in(marks) == (0, "time is up, after 6 s")
+    assert exercises.points_in("schedule", marks) == (0, "time is up, after 6 s")
     assert time.monotonic() - began < 60
 
 
@@ -178,7 +178,7 @@ def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
         return exercises.no_marks(name, "" if changed[Path("optim.py")] == ours else "a sentence")
 
     monkeypatch.setattr(exercises, "try_out", try_out)
-    assert exercises.verify(["schedule"], 1, 1) == 1
+    assert verify(["schedule"], 1, 1) == 1
     good, bad = [], []
     for line in capsys.readouterr().out.splitlines():
         (bad if line.startswith("BAD") else good).append(line)

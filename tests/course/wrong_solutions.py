@@ -1,11 +1,14 @@
 """Typical wrong solutions of the exercises, which their checks must catch, and right ones unlike
-ours, which they must not; see exercises.verify.
+ours, which they must not; and `verify`, which tries them all.
 
     WRONG[exercise][what is wrong] = function, (old text, new text), ...
     RIGHT[exercise][what is other] = function, (old text, new text), ...
 
 Each old text stands once in the function as it is in the repository.
 """
+import time
+
+from tests.course import exercises
 
 WRONG = {
     "masking": {
@@ -101,7 +104,8 @@ WRONG = {
             ("(1 - phase.decay_from)", "(1 - phase.warmup)")),
         "above the peak": (
             "optim.learning_rate",
-            ("min(1.0, (1 - done) / (1 - phase.decay_from))", "(1 - done) / (1 - phase.decay_from)")),
+            ("min(1.0, (1 - done) / (1 - phase.decay_from))",
+             "(1 - done) / (1 - phase.decay_from)")),
     },
     "precision": {
         "takes an overflowed step": (
@@ -194,7 +198,8 @@ WRONG = {
              '            if vars(bucket).get("begun") is self.jobs:\n'
              "                continue\n"),
             ("                return\n", "                continue\n"),
-            ("self.jobs.append(job)", "self.jobs.append(job)\n            bucket.begun = self.jobs")),
+            ("self.jobs.append(job)",
+             "self.jobs.append(job)\n            bucket.begun = self.jobs")),
         "the last micro-batch alone": (
             "dist.Reducer._ready",
             ("view.add_(p.grad)", "view.copy_(p.grad)")),
@@ -320,12 +325,14 @@ RIGHT = {
         "own words": (
             "optim.LossScaler.update",
             ("gradient of {broken} is not finite at the scale's \"\n"
-             '                                  f"floor of {self.smallest:g}; start anew at a lower '
+             '                                  '
+             'f"floor of {self.smallest:g}; start anew at a lower '
              "--lr-scale", "{broken}: NaN or inf")),
         "the name first": (
             "optim.LossScaler.update",
             ('f"step {step}: gradient of {broken} is not finite at the scale\'s "\n'
-             '                                  f"floor of {self.smallest:g}; start anew at a lower '
+             '                                  '
+             'f"floor of {self.smallest:g}; start anew at a lower '
              '--lr-scale"', 'f"{broken} overflows in step {step}"')),
         "as torch clips": (
             "optim.unscale_and_clip_",
@@ -439,3 +446,39 @@ RIGHT = {
              '        state.step = checkpoint["step"]\n')),
     },
 }
+
+
+def spoil(source, function, changes):
+    """Returns the source with a function done otherwise: changes are pairs (old text, new)."""
+    text = exercises.text_of(source, function)
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{function} has not once, but {text.count(old)} times: {old}")
+        text = text.replace(old, new)
+    return exercises.with_function(source, function, text)
+
+
+def verify(names, limit, seed):
+    """Tries each exercise with all others solved. Blanked and done wrong it must be red, solved and
+    done right in another way green. Returns the status."""
+    status = 0
+    for name in names:
+        functions = exercises.functions_of(name)
+        texts = {path: exercises.load(exercises.ROOT, path) for path, _ in functions}
+        blanked = dict(texts)
+        for path, function in functions:
+            blanked[path] = exercises.blank(blanked[path], function)
+        cases = [("blanked", blanked, False), ("solved", texts, True)]
+        for table, is_right in (WRONG, False), (RIGHT, True):
+            for what, (function, *changes) in table[name].items():
+                path, function = exercises.place_of(function)
+                cases.append((what, {path: spoil(texts[path], function, changes)}, is_right))
+        for what, changed, is_right in cases:
+            began = time.monotonic()
+            marks = exercises.try_out(name, changed, limit, "-x", seed=seed)
+            _, wrong = exercises.points_in(name, marks)
+            good = is_right == (not wrong)
+            status |= not good
+            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {name}, {what}: "
+                  f"{wrong or 'green'}", flush=True)
+    return status
