@@ -327,7 +327,8 @@ class PretrainingData:
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included."""
+        """Returns how many tokens an example has, special symbols included: an array if the fields
+        of spans are arrays, as in `batch`."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def lengths(self, indices):
@@ -423,16 +424,15 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        lengths = np.array([self.length(spans) for spans in examples])             # (B,)
-        b_starts = np.array([spans.a_end - spans.a + 2 for spans in examples])     # (B,)
-        pair_labels = np.array([spans.pair_label for spans in examples])           # (B,)
-        own_indices = np.array([spans.index for spans in examples])                # (B,)
+        spans = Spans(*np.array(examples).T)      # of all at once: each field is an array (B,)
+        lengths = self.length(spans)                                   # (B,)
+        b_starts = spans.a_end - spans.a + 2                           # (B,)
 
         # A rectangle only for a while: `mask` works on whole arrays.
         tokens = np.full((len(examples), lengths[-1]), PAD)            # (B, T)
-        for row, length, spans in zip(tokens, lengths, examples):
-            row[:length] = self.unmasked(spans)
-        labels = self.mask(tokens, own_indices)                        # (B, T)
+        for row, length, example in zip(tokens, lengths, examples):
+            row[:length] = self.unmasked(example)
+        labels = self.mask(tokens, spans.index)                        # (B, T)
 
         # From (B, T) to N rows: the cells that are not padding, example after example
         is_real = tokens != PAD                                        # (B, T)
@@ -447,7 +447,7 @@ class PretrainingData:
         bounds = np.append(0, np.cumsum(padded_lengths)).astype(np.int32)    # (B + 2,)
         return Batch(pad(tokens[is_real], 64), pad(segments, 64), pad(positions, 64),
                      pad(masked_rows, 16), pad(masked_labels, 16, IGNORED), bounds,
-                     pair_labels, padded_lengths)
+                     spans.pair_label, padded_lengths)
 
 
 def pad(values, multiple, fill=0):
