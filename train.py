@@ -201,10 +201,14 @@ class Plan:
     gpu_memory: float            # GB of the smallest GPU; None on CPUs
     config: bert.BertConfig
     save_every: int              # steps
-    # make_plan fills in the next two, which follow from the others, and `prepare` the last.
+    # make_plan fills in the phases, which follow from the others, and `prepare` the last.
     phases: list = None          # of optim.Phase, with the flags' numbers
-    ends: list = None            # the number of each phase's last step, counted in the whole run
     run: dict = None             # what the results depend on; known when the shards are there
+
+    @property
+    def ends(self):
+        """The number of each phase's last step (list), counted in the whole run."""
+        return np.cumsum([phase.steps for phase in self.phases]).tolist()
 
     def phase_at(self, step):
         """Returns the index of the phase that the next step is in when `step` steps are done."""
@@ -315,7 +319,7 @@ def with_steps(plan, steps):
     phases = []
     for phase, number in zip(plan.phases, steps, strict=True):
         phases.append(dataclasses.replace(phase, steps=number))
-    return dataclasses.replace(plan, phases=phases, ends=np.cumsum(steps).tolist())
+    return dataclasses.replace(plan, phases=phases)
 
 
 def steps_that_fit(plan, step_seconds, seconds):
@@ -360,7 +364,6 @@ def make_plan(flags, world):
         save_every=flags.checkpoint_every or (300 if reads_docs else sys.maxsize))
     # This needs the fields above: what fits a GPU depends on the model and its precision.
     plan.phases = plan_phases(plan, recipe.phases, world)
-    plan.ends = np.cumsum([phase.steps for phase in plan.phases]).tolist()
     return plan
 
 
@@ -930,9 +933,10 @@ def last_step(plan):
 def tokens_until(plan, step):
     """Returns the tokens of the run's first steps, as if no example were shorter."""
     tokens = 0
-    for phase, end in zip(plan.phases, plan.ends):
-        steps = min(step, end) - (end - phase.steps)
-        tokens += max(0, steps) * phase.global_batch * phase.seq_len
+    for phase in plan.phases:
+        taken = min(step, phase.steps)
+        tokens += taken * phase.global_batch * phase.seq_len
+        step -= taken
     return tokens
 
 
