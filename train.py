@@ -284,11 +284,11 @@ def plan_micro_batch(plan, phase, share, given):
     if given:
         return min(given, share)
     if plan.gpu_memory:
-        most = max(1, examples_that_fit(plan, phase))
+        most = examples_that_fit(plan, phase)
     else:
-        most = max(1, CPU_TOKENS // phase.seq_len)
+        most = CPU_TOKENS // phase.seq_len
     # Equal parts: 100 examples, at most 64 at a time, are two micro-batches of 50.
-    parts = ceil_div(share, most)
+    parts = ceil_div(share, max(1, most))
     return ceil_div(share, parts)
 
 
@@ -378,8 +378,9 @@ def same_run(plan, manifest):
     left_out = {"micro_batch"}
     if plan.flags.hours:
         left_out.add("steps")
-    run = {"shards": manifest["sha256"][:16], "optimizer": plan.optimizer, "betas": plan.betas,
-           "mask_fraction": plan.mask_fraction, "pairs": plan.pairs, "precision": plan.precision}
+    run = {"shards": manifest["sha256"][:16]}
+    for field in ("optimizer", "betas", "mask_fraction", "pairs", "precision"):
+        run[field] = getattr(plan, field)
     for flag in ("compression", "balance", "hours", "init", "seed", "whole_words"):
         run[flag] = getattr(plan.flags, flag)
     for field, value in dataclasses.asdict(plan.config).items():
@@ -408,12 +409,11 @@ def check_ranks(plan, world):
 def prepare(plan, world):
     """Makes the shards if they are not there, and has every rank check those that it reads. Returns
     the plan with its field `run`. Collective; raises one of EXPECTED on all ranks."""
-    shards_are_there = (plan.data / "manifest.json").exists()
 
     def make_shards():
         # One process of each node prepares; the others wait for it in on_all_ranks. With --corpus
         # data.prepare looks whether the shards that are there are made of it.
-        docs_needed = plan.reads_docs and not shards_are_there
+        docs_needed = plan.reads_docs and not (plan.data / "manifest.json").exists()
         if world.local_rank == 0 and (plan.flags.corpus or docs_needed):
             corpus = data.open_corpus(plan.flags.corpus)
             manifest = data.prepare(corpus, plan.data, plan.vocab_size)
@@ -606,10 +606,9 @@ def build(plan, world, checkpoint):
     masters = optim.master_weights(model, dtype)
     # It sends the model's weights from rank 0 to all. In 16 bits the masters are others.
     reducer = dist.Reducer(model, world, plan.flags.bucket_mb, plan.flags.compression)
-    if dtype.itemsize == 2:
-        for master in masters.values():
-            world.broadcast(master)
     for name, master in masters.items():
+        if dtype.itemsize == 2:
+            world.broadcast(master)
         # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied, and
         # the view stays the same in the whole run.
         master.grad = reducer.gradients[name]
@@ -971,16 +970,15 @@ def evaluate(plan, world, state, phase):
                                     pairs=plan.pairs, whole_words=plan.flags.whole_words)
     unigram_losses = torch.from_numpy(data.unigram_losses(plan.data)).to(world.device)
     # The four fields of Losses, then unigram_sum and masked.
-    sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+    sums = np.zeros(6)
     state.model.eval()
     for indices in data.micro_batches(0, EVAL_EXAMPLES, phase.micro_batch, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
         labels = batch.labels[batch.labels != data.IGNORED]
         losses = state.model(batch)
         unigram_sum = unigram_losses[labels].sum()
-        masked = torch.tensor(len(labels), device=world.device)
-        figures = [*losses, unigram_sum, masked]
-        sums += torch.stack([figure.double() for figure in figures])
+        figures = [*losses, unigram_sum, len(labels)]
+        sums += [float(figure) for figure in figures]
     state.model.train()
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
@@ -1052,7 +1050,7 @@ def training_loop(plan, world, log, state, stop_requests):
             loss = losses.mlm_sum / totals.masked + losses.nsp_sum / phase.global_batch
             # Averaging will divide by the number of ranks. Gradients in fp16 need the scale.
             (loss * world.size * scale).backward()
-            loss_sums += torch.stack([losses.mlm_sum.detach(), losses.nsp_sum.detach()])
+            loss_sums += torch.stack([losses.mlm_sum, losses.nsp_sum]).detach()
         if stop:
             break                                # out of a step that is not done
 
