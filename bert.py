@@ -613,7 +613,7 @@ def load_huggingface(folder):
     padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
     # A wrong number in config.json must not fill the memory. The model may be larger than the file,
     # by heads that this lacks and by the padding of the vocabulary, but not twice as large.
-    described = sum(shape.numel() for shape in parameter_shapes(padded))
+    described = parameter_count(padded)
     found = sum(tensor.numel() for tensor in weights.values())
     if described > 2 * found:
         raise ModelError(f"{folder}: config.json describes {described:,} parameters, and "
@@ -801,10 +801,15 @@ def parameter_shapes(config):
         return tuple(parameter.shape for parameter in BertForPreTraining(config).parameters())
 
 
+def parameter_count(config):
+    """Returns how many numbers all parameters have together."""
+    return sum(shape.numel() for shape in parameter_shapes(config))
+
+
 def state_gigabytes(config, size, lossy):
     """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
     whether compression keeps residuals."""
-    elements = sum(shape.numel() for shape in parameter_shapes(config))
+    elements = parameter_count(config)
     parts = {
         "weights": size,
         "masters": 4 if size < 4 else 0,

@@ -1236,9 +1236,8 @@ def train(plan, world):
 
 # ----- What a run would take: --plan -----
 
-def step_seconds(plan, world, phase, shapes):
-    """Returns the seconds of compute, of exchange, and of a step in which they overlap. shapes: of
-    the model's parameters.
+def step_seconds(plan, world, phase):
+    """Returns the seconds of compute, of exchange, and of a step in which they overlap.
 
         step = compute + max(late, exchange - backward)
 
@@ -1263,10 +1262,11 @@ def step_seconds(plan, world, phase, shapes):
     ring = world.nodes
     if world.nodes > 1 and not dist.is_lossy(plan.flags.compression):
         ring = world.size
+    shapes = bert.parameter_shapes(plan.config)
     sent = dist.wire_bytes(plan.flags.compression, shapes, ring)
     exchange = 8e-9 * sent / plan.flags.gbps
-    elements = sum(math.prod(shape) for shape in shapes)
-    late = exchange * plan.config.vocab_size * plan.config.width / elements
+    embeddings = plan.config.vocab_size * plan.config.width
+    late = exchange * embeddings / bert.parameter_count(plan.config)
     return compute, exchange, compute + max(late, exchange - backward)
 
 
@@ -1282,14 +1282,13 @@ def print_plan(flags):
     # As many ranks as there would be, though none of them exists.
     world = dataclasses.replace(here, size=flags.plan * flags.gpus_per_node, nodes=flags.plan)
     plan = make_plan(flags, world)
-    shapes = bert.parameter_shapes(plan.config)
-    elements = sum(math.prod(shape) for shape in shapes)
-    seconds = [step_seconds(plan, world, phase, shapes) for phase in plan.phases]
+    parameters = bert.parameter_count(plan.config)
+    seconds = [step_seconds(plan, world, phase) for phase in plan.phases]
     if flags.hours:
         steps = steps_that_fit(plan, [step for _, _, step in seconds], 3600 * flags.hours)
         plan = with_steps(plan, steps)
 
-    print(f"{flags.model}: {elements:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
+    print(f"{flags.model}: {parameters:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
           f"GPU(s) of {flags.tflops:g} TFLOP/s")
     if flags.recipe == "demo" and plan.config.layers > 4:
         print("the recipe demo is for small models and a few minutes: take another --recipe")
