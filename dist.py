@@ -110,9 +110,7 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        if self.size == 1:
-            return tensor.unsqueeze(0)
-        gathered = tensor.new_zeros(self.size, *tensor.shape)
+        gathered = torch.stack([tensor] * self.size)     # with one rank already the answer
         self._run(ALL_GATHER, gathered.view(-1), tensor.view(-1))
         return gathered
 
@@ -410,7 +408,8 @@ class Reducer:
         if bucket_mb is None:
             megabytes = 4e-6 * sum(p.numel() for p in self.parameters.values())
             bucket_mb = min(25.0, max(1.0, megabytes / 12))
-        self.buckets = fill_buckets(order_of_readiness(module), bucket_mb, world, compression)
+        groups = order_of_readiness(module, self.parameters)
+        self.buckets = fill_buckets(groups, bucket_mb, world, compression)
         self.flats = [bucket.flat for bucket in self.buckets]
         self.gradients = {}
         for bucket in self.buckets:
@@ -562,9 +561,10 @@ class Reducer:
         self.thread.shutdown(cancel_futures=True)
 
 
-def order_of_readiness(module):
-    """Returns two lists of (name, trainable parameter), each in about the order in which backward
-    completes gradients: parameters of modules without an embedding, and of modules with one."""
+def order_of_readiness(module, parameters):
+    """Returns two lists of (name, parameter), each in about the order in which backward completes
+    gradients: parameters of modules without an embedding, and of modules with one. parameters: the
+    trainable ones of the module, {name: parameter}."""
     # Backward ends with embeddings, and with what stands beside them, their LayerNorm. A bucket
     # with anything else in it would wait for them. (No backward is left to hide their own bucket.)
     late = set()
@@ -574,8 +574,7 @@ def order_of_readiness(module):
 
     before_embeddings = []
     embeddings = []
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    for name, p in reversed(named):                # backward begins at the output
+    for name, p in reversed(parameters.items()):   # backward begins at the output
         if p in late:
             embeddings.append((name, p))
         else:
@@ -650,7 +649,7 @@ class Bucket:
 
     def __init__(self, shapes, world, compression, number=0):
         self.compressor, self.argument, padding = parse_compression(compression)
-        self.lossy = self.compressor is not dense
+        self.lossy = is_lossy(compression)
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
         # The ranks of `inner` add up first, then those of `outer` exchange. With one level, `inner`
         # is this rank alone.
@@ -846,14 +845,14 @@ def two_phase(world, value, mean, state, quantiser):
     n = sum(math.prod(shape) for shape in state["shapes"])
     parts = value.view(world.size, -1, block)              # (N, blocks of a part, block)
     # Until the end `mean` is memory to compute in: to take new memory costs more than to compute.
-    scratch = mean.view_as(parts)
+    out = mean.view_as(parts)
     starts = torch.arange(0, len(value), block, device=value.device)
     # How many elements of each block are no padding, (N, blocks of a part, 1); at least 1, since
     # onebit divides by it.
     sizes = (n - starts).clamp(1, block).view(world.size, -1, 1)
 
     # 1. Send each part to its server.
-    codes = encode(quantise, parts, sizes, scratch)        # (N, blocks of a part, bytes of a block)
+    codes = encode(quantise, parts, sizes, out)            # (N, blocks of a part, bytes of a block)
     received = world.all_to_all(codes)                     # row i: rank i's part for this server
 
     # 2. As a server, average the part of all ranks.
@@ -861,24 +860,23 @@ def two_phase(world, value, mean, state, quantiser):
         server = state["server"].clone()                   # as rule 3 asks
     else:
         server = torch.zeros_like(parts[0])
-    for part in decode(unpack, received, scratch):
+    for part in decode(unpack, received, out):
         server.add_(part, alpha=1 / world.size)
     # Where the bucket ends in this part, if it does: onebit has made signs of the padding there.
     first_padding = max(0, n - world.rank * server.numel())
     server.view(-1)[first_padding:] = 0
 
     # 3. As a server, send the average to all; what is lost in that stays in `server`.
-    codes = encode(quantise, server, sizes[world.rank], scratch[0])
+    codes = encode(quantise, server, sizes[world.rank], out[0])
     state["server"] = server
-    decode(unpack, world.all_gather(codes), mean.view_as(parts))
+    decode(unpack, world.all_gather(codes), out)
     return 2 * (world.size - 1) * codes.numel()
 
 
-def encode(quantise, blocks, sizes, scratch):
+def encode(quantise, blocks, sizes, levels):
     """Returns the bytes of blocks (..., block), each an fp32 scale and a small level an element,
     and leaves the rounding error, x - scale * level, in the blocks. sizes (..., 1): how many
-    elements of a block are no padding. scratch: memory of the blocks' shape to compute in."""
-    levels = scratch
+    elements of a block are no padding. levels: memory of the blocks' shape, for the levels."""
     packed, scales = quantise(blocks, sizes, levels)
     blocks.addcmul_(levels, scales, value=-1)
     return torch.cat([packed, scales.view(torch.uint8)], -1)
@@ -963,8 +961,8 @@ def parse_compression(text):
     if text in COMPRESSORS:
         return COMPRESSORS[text]
     name, _, option = text.partition(":")
-    compressor, argument, padding = COMPRESSORS.get(name, (None, None, None))
-    with contextlib.suppress(ValueError):          # of an option that is not a number
+    with contextlib.suppress(KeyError, ValueError):        # an unknown name; not a number
+        compressor, argument, padding = COMPRESSORS[name]
         if isinstance(argument, float) and 0 < float(option) <= 1:
             return compressor, float(option), padding
     raise DistError(f"--compression {text} cannot work; known are {', '.join(COMPRESSORS)}; with a "
@@ -1139,14 +1137,14 @@ def leave(message, restart_helps):
 
 # ----- The program: what averaging costs -----
 
-def measure(world, name, megabytes, rounds=5):
+def measure(world, name, megabytes):
     """Returns what it takes to average fp32 gradients of one matrix with a compressor: seconds (of
     the slowest rank, median) and the bytes that all ranks send, to other nodes if there are any."""
     shape = (int(megabytes * 1e6 / 4096), 1024)
-    gradient = torch.randn(math.prod(shape), device=world.device)
     bucket = Bucket({"matrix": shape}, world, name)
+    gradient = torch.randn_like(bucket.flat)
     seconds = []
-    for _ in range(rounds + 1):
+    for _ in range(6):
         bucket.flat.copy_(gradient)
         world.barrier()                            # all ranks start together
         began = time.perf_counter()
