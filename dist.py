@@ -819,8 +819,8 @@ def topk(world, value, mean, state, fraction):
     mean.zero_()
     all_indices = world.all_gather(indices.int())                                        # (N, k)
     all_elements = world.all_gather(elements)
-    for rank in range(world.size):
-        mean.index_add_(0, all_indices[rank], all_elements[rank], alpha=1 / world.size)
+    for indices, elements in zip(all_indices, all_elements):
+        mean.index_add_(0, indices, elements, alpha=1 / world.size)
     return (world.size - 1) * 8 * k
 
 

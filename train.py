@@ -300,7 +300,7 @@ def plan_phases(plan, phases, world):
 
     planned = []
     for index, phase in enumerate(phases):
-        batch = given_or(batches[index], phase.global_batch)
+        batch = batches[index] or phase.global_batch
         if batch < world.size:
             raise ConfigError(f"a batch of {batch} is too small for {world.size} ranks; raise "
                               "--batch")
@@ -926,7 +926,7 @@ def step_figures(plan, phase, totals, mlm_sum, nsp_sum, seconds):
 
 def last_step(plan):
     """Returns the number of the step after which this program stops."""
-    return min(plan.ends[-1], given_or(plan.flags.max_steps, plan.ends[-1]))
+    return min(plan.ends[-1], plan.flags.max_steps or plan.ends[-1])
 
 
 def tokens_until(plan, step):
@@ -976,8 +976,7 @@ def evaluate(plan, world, state, phase):
         batch = examples.batch(indices).to(world.device)
         labels = batch.labels[batch.labels != data.IGNORED]
         losses = state.model(batch)
-        unigram_sum = unigram_losses[labels].sum()
-        figures = [*losses, unigram_sum, len(labels)]
+        figures = [*losses, unigram_losses[labels].sum(), len(labels)]
         sums += [float(figure) for figure in figures]
     state.model.train()
 
@@ -1336,7 +1335,7 @@ def main():
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         # A restart may help after a lost rank or a bug of ours, not after what a user has to mend
         # or has stopped.
-        mendable = isinstance(error, EXPECTED) or isinstance(error, KeyboardInterrupt)
+        mendable = isinstance(error, (*EXPECTED, KeyboardInterrupt))
         restart_helps = isinstance(error, dist.RankLost) or not mendable
         dist.leave(f"train.py: {message}", restart_helps)
 
