@@ -1287,8 +1287,8 @@ def print_plan(flags):
         steps = steps_that_fit(plan, [step for _, _, step in seconds], 3600 * flags.hours)
         plan = with_steps(plan, steps)
 
-    print(f"{flags.model}: {parameters:,} parameters; {flags.plan} node(s) of {flags.gpus_per_node} "
-          f"GPU(s) of {flags.tflops:g} TFLOP/s")
+    print(f"{flags.model}: {parameters:,} parameters; {flags.plan} node(s) of "
+          f"{flags.gpus_per_node} GPU(s) of {flags.tflops:g} TFLOP/s")
     if flags.recipe == "demo" and plan.config.layers > 4:
         print("the recipe demo is for small models and a few minutes: take another --recipe")
     for number, phase in enumerate(plan.phases, 1):
