@@ -169,7 +169,7 @@ def parse_arguments(argv=None):
 
     add = parser.add_argument_group("what a run would take").add_argument
     add("--plan", type=COUNT,
-        help="start nothing; print the memory, seconds and days that so many nodes would take")
+        help="start nothing; print the memory, seconds and hours that so many nodes would take")
     add("--gpus-per-node", type=COUNT, default=8,
         help="with --plan: the GPUs of a node, a rank each (default: %(default)s)")
     add("--gpu-memory", type=AMOUNT,
@@ -1270,7 +1270,7 @@ def step_seconds(plan, world, phase):
 
 
 def print_plan(flags):
-    """Prints the memory, seconds and days that --plan nodes take with these flags. Raises
+    """Prints the memory, seconds and hours that --plan nodes take with these flags. Raises
     ConfigError without --tflops and --gpu."""
     if flags.gpu and not flags.tflops:
         flags.tflops = bert.GPUS[flags.gpu][0]
@@ -1300,7 +1300,7 @@ def print_plan(flags):
         if flags.plan > 1:
             print(f"    at {flags.gbps:g} Gb/s, compression {flags.compression}, it exchanges "
                   f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden")
-        print(f"    {phase.steps:,} steps take {phase.steps * step / 86400:.3g} days")
+        print(f"    {phase.steps:,} steps take {phase.steps * step / 3600:.4g} h")
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state_gigabytes(plan).items()]
     print(f"GB of a rank in {plan.precision}:", *parts)
 

@@ -206,7 +206,7 @@ def test_auto_precision_needs_hardware(monkeypatch):
 
 # ----- --plan -----
 
-def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
+def test_the_plan_counts_hours_and_starts_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     argv = ("--plan 4 --gpus-per-node 2 --tflops 10 --gbps 1 --model base --recipe nvlamb-64k "
             "--vocab-size 30522")
@@ -223,15 +223,15 @@ def test_the_plan_counts_days_and_starts_nothing(monkeypatch, capsys, tmp_path):
     assert float(exchange) == pytest.approx(56e-9 * int(parameters.replace(",", "")), rel=0.01)
     # What is not hidden is added to the compute, in each phase
     found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s, (\S+) s of it not hidden\n"
-                       r".*steps take (\S+) days", printed)
+                       r".*steps take (\S+) h", printed)
     assert len(found) == 2
-    compute_days = 0.0
+    compute_hours = 0.0
     for phase, words in zip(phases, found):
-        compute, exchange, late, days = map(float, words)
+        compute, exchange, late, hours = map(float, words)
         assert 0 < late < exchange
-        assert days == pytest.approx(phase.steps * (compute + late) / 86400, rel=0.01)
-        compute_days += phase.steps * compute / 86400
-    assert compute_days == pytest.approx(flops / 8 / 1e13 / 86400, rel=0.01)
+        assert hours == pytest.approx(phase.steps * (compute + late) / 3600, rel=0.01)
+        compute_hours += phase.steps * compute / 3600
+    assert compute_hours == pytest.approx(flops / 8 / 1e13 / 3600, rel=0.01)
 
 
 def test_the_plan_needs_the_rate_of_a_gpu(refused):
@@ -244,7 +244,7 @@ def test_the_plan_knows_gpus_and_says_nothing_of_a_network_within_a_node(monkeyp
     train.print_plan(train.parse_arguments([*flags, "--recipe", "day", "--precision", "bf16"]))
     printed = capsys.readouterr().out
     assert "69 TFLOP/s" in printed and "fit 24 GB" in printed and "Gb/s" not in printed
-    assert "20,900 steps take 1 days" in printed and "take another --recipe" not in printed
+    assert "20,900 steps take 24.0" in printed and "take another --recipe" not in printed
     train.print_plan(train.parse_arguments([*flags, "--plan", "2"]))
     printed = capsys.readouterr().out
     assert "at 10 Gb/s" in printed and "take another --recipe" in printed       # of the demo's

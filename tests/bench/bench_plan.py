@@ -97,7 +97,7 @@ def twelve_days():
 
 def days_of(*flags):
     """Returns the days of a plan, all phases together."""
-    return sum(map(float, re.findall(r"steps take (\S+) days", plan(*flags))))
+    return sum(float(hours) / 24 for hours in re.findall(r"steps take (\S+) h", plan(*flags)))
 
 
 def main():
