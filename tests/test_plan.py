@@ -244,7 +244,7 @@ def test_the_plan_knows_gpus_and_says_nothing_of_a_network_within_a_node(monkeyp
     train.print_plan(train.parse_arguments([*flags, "--recipe", "day", "--precision", "bf16"]))
     printed = capsys.readouterr().out
     assert "69 TFLOP/s" in printed and "fit 24 GB" in printed and "Gb/s" not in printed
-    assert "20,900 steps take 24.0" in printed and "take another --recipe" not in printed
+    assert "20,900 steps take 24.04 h\n" in printed and "take another --recipe" not in printed
     train.print_plan(train.parse_arguments([*flags, "--plan", "2"]))
     printed = capsys.readouterr().out
     assert "at 10 Gb/s" in printed and "take another --recipe" in printed       # of the demo's

@@ -11,6 +11,7 @@ of them are independent.
 """
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def ratios(ends, trial, after):
     found = []
     for begin in np.arange(ends[0], ends[-1] - trial - after, APART):
         first, middle, last = np.searchsorted(ends, [begin, begin + trial, begin + trial + after])
+        if middle == first:
+            continue                             # one step takes longer than the trial
         timed = (ends[middle] - ends[first]) / (middle - first)
         later = (ends[last] - ends[middle]) / (last - middle)
         found.append(later / timed)
@@ -52,6 +55,8 @@ def main():
           f"{'most':>7}{'within 5 %':>12}")
     for run in args.run:
         ends = step_ends(run)
+        if len(ends) == 0:
+            sys.exit(f"{run} has no more than {SETTLED} steps in a phase")
         for after in args.after:
             for trial in args.trial:
                 each = ratios(ends, trial, after)
