@@ -1,4 +1,4 @@
-"""BERT and its two pre-training heads, Hugging Face weights in and out, and a [MASK] filled in.
+"""BERT and its two pre-training heads, Hugging Face folders out and in, and a [MASK] filled in.
 
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
@@ -10,8 +10,8 @@ Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tok
 stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
 example; everything else treats each row by itself.
 
-What to read: first the model, from `BertConfig` to `BertForPreTraining`. The three parts after it
-can be skipped: Hugging Face folders, filling in a [MASK], the arithmetic of `train.py --plan`.
+What to read: `plain_attention`, the docstring of `attention`, `Block`, `BertForPreTraining`. The
+parts after the model can be skipped: Hugging Face folders, filling in a [MASK].
 
 Shapes, as in "x (N, D)":
     B   examples of the batch
@@ -24,20 +24,18 @@ Shapes, as in "x (N, D)":
     V   size of the vocabulary
 """
 import argparse
-import base64
 import dataclasses
 import json
 import math
 import re
 import sys
+import unicodedata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
+from sentencepiece import SentencePieceProcessor
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 # cuDNN's attention is off: it prepares anew for every shape, which is slow here.
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -201,58 +199,8 @@ class Block(nn.Module):
         return self.norm(x + self.dropout(self.down(hidden)))
 
 
-class Losses(NamedTuple):
-    """Sums over a batch, not means: the caller divides them by the counts of the whole step on all
-    ranks, which a batch does not know."""
-    mlm_sum: torch.Tensor            # (), fp32: cross-entropy of the masked tokens, nats
-    nsp_sum: torch.Tensor            # (), fp32: cross-entropy of the sentence pairs, nats
-
-    # The hits are counted in evaluation only: they take 3 % of a small model's step.
-    mlm_hits: torch.Tensor = None    # (), int64: masked tokens whose likeliest token is right
-    nsp_hits: torch.Tensor = None    # (), int64: pairs that are classified rightly
-
-
-class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(logits)[label] over logits (M, V) and labels (M,). A label of -100,
-    which pads a batch or says that there are no pairs, does not count.
-
-    F.cross_entropy computes the same, with three arrays of (M, V). Here one is enough, since each
-    result overwrites what it is made of; to allocate large arrays is slow (a step of the demo takes
-    1.15 times as long with F.cross_entropy). So backward can be called only once.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, labels):
-        # A sum of V exponentials needs at least fp32. (Tests use fp64, which stays.)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        # (M, V). In fp32 this is the memory of the logits, which nobody reads again.
-        logs = logits.detach().to(dtype)
-        torch.log_softmax(logs, -1, out=logs)
-        ctx.save_for_backward(logs, labels)
-        return F.nll_loss(logs, labels, reduction="sum")
-
-    @staticmethod
-    def backward(ctx, loss_gradient):
-        """Returns the gradient of the logits, loss_gradient * (softmax(logits) - one_hot(labels)),
-        in rows whose label counts, and 0 in others; autograd casts it to the logits' format. The
-        labels have none."""
-        logs, labels = ctx.saved_tensors
-        is_counted = (labels >= 0).to(logs.dtype).unsqueeze(1)   # (M, 1), 1 or 0
-        columns = labels.clamp(min=0).unsqueeze(1)               # (M, 1)
-
-        # It starts as softmax(logits). Then 1 is subtracted at each label that counts.
-        gradient = logs.exp_()                                   # (M, V)
-        gradient.scatter_add_(1, columns, -is_counted)
-        gradient.mul_(loss_gradient * is_counted)
-        return gradient, None
-
-
 class BertForPreTraining(nn.Module):
     """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
-
-    # Activation checkpointing (Chen et al., arXiv 1604.06174): backward computes the activations of
-    # each block but the last again instead of keeping them: less memory, a third more work.
-    recompute = False
 
     def __init__(self, config):
         super().__init__()
@@ -281,10 +229,7 @@ class BertForPreTraining(nn.Module):
         lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
-            if self.recompute:
-                x = checkpoint(block, x, bounds, lengths, use_reentrant=False)
-            else:
-                x = block(x, bounds, lengths)
+            x = block(x, bounds, lengths)
         # No head reads the other rows, so the last block drops them after its attention.
         return self.blocks[-1](x, bounds, lengths, rows)
 
@@ -294,9 +239,12 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the Losses of a batch (data.Batch). Beside the arguments of `encode` it has
-        masked_positions (M,), rows of the batch; labels (M,), the tokens that stood there; and
-        pair_labels (B,), 0 where B follows A and 1 where not."""
+        """Returns the logits (M, V) of the masked tokens and (B, 2) of the pairs.
+
+        batch: a data.Batch. Beside the arguments of `encode` it has masked_positions (M,), rows of
+        the batch, and pair_labels (B,). The cross-entropy of the logits with its labels (M,) and
+        its pair_labels is the loss; train.py sums it, since it divides by the counts of all ranks.
+        """
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist, which is most of what makes small models fast.
         examples = len(batch.pair_labels)
@@ -306,18 +254,27 @@ class BertForPreTraining(nn.Module):
                              batch.bounds, batch.lengths)        # (R, D)
 
         pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
-        nsp_logits = self.nsp(pooled)                            # (B, 2)
-        mlm_logits = self.mlm_logits(hidden[examples:])          # (M, V)
+        return self.mlm_logits(hidden[examples:]), self.nsp(pooled)
 
-        nsp_hits = mlm_hits = None
-        if not self.training:
-            nsp_hits = (nsp_logits.argmax(1) == batch.pair_labels).sum()
-            mlm_hits = (mlm_logits.argmax(1) == batch.labels).sum()
 
-        # These come last: to save memory, CrossEntropy writes into the logits.
-        mlm_sum = CrossEntropy.apply(mlm_logits, batch.labels)
-        nsp_sum = CrossEntropy.apply(nsp_logits, batch.pair_labels)
-        return Losses(mlm_sum, nsp_sum, mlm_hits, nsp_hits)
+def flops_per_example(config, length, masked):
+    """Returns the floating-point operations of one example, forward and backward.
+
+    length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
+    and backward as twice the forward. With L layers:
+
+        attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
+        other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
+                                                              layer does it for M + 1 rows only.
+        heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
+        all         3 (attention + other + heads)
+    """
+    D = config.width
+    attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
+    other_rows = (config.layers - 1) * length + masked + 1
+    other_flops = other_rows * (2 * D**2 + 4 * D * config.feed_forward)
+    head_flops = masked * (2 * D**2 + 2 * D * config.vocab_size) + 2 * D**2
+    return 3 * (attention_flops + other_flops + head_flops)
 
 
 # ----- Hugging Face folders: names -----
@@ -350,10 +307,12 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
-# The first pieces of each tokenizer that data.py makes, in the order of their ids. They stand in
-# data.py, too: the two files do not import each other.
+# The first pieces of each tokenizer that data.py makes, in the order of their ids; and characters
+# that nobody sees (soft hyphens, marks of direction, joiners), which data.py drops from all text.
+# They stand in data.py, too: the two files do not import each other.
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
+INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def huggingface_names(name):
@@ -392,89 +351,68 @@ def safetensors(tensors):
     return b"".join([length, text] + elements)
 
 
-# A unigram model of SentencePiece has a score for each piece, and cuts a text so that the sum of
-# the scores is the highest. A "▁" stands for the space before a word.
-
-def is_plain_unigram(tokenizer, vocab):
-    """Returns whether our tokenizer.json can do what a SentencePieceProcessor does. vocab: its
-    pieces and their scores, [(piece, score)]."""
-    try:
-        # Models of other kinds cannot tell the second-best way to cut a text, and raise.
-        tokenizer.nbest_encode("a", nbest_size=2)
-    except RuntimeError:
-        return False
-    # Each word has to begin with a "▁", and spaces must not count otherwise.
-    if tokenizer.normalize(" a  b ") != "▁a▁b":
-        return False
-    for piece, score in vocab[len(SPECIALS):]:
-        # data.py makes no piece with a score of 0 (a single byte, or a symbol that a user defines),
-        # and none with a "▁" in it, which would span two words.
-        if score == 0 or "▁" in piece[1:]:
-            return False
-    return True
+def replace(pattern, content):
+    """Returns the step of a tokenizer.json that replaces what a regular expression matches."""
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
-def normalizer_steps(tokenizer_model):
-    """Returns what a SentencePiece model (bytes) does to a text before it cuts it, as the steps of
-    tokenizer.json: it replaces characters by its table, if it has one, and drops needless spaces.
+def normalizer_steps(is_cased):
+    """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
+
+    They do what SentencePiece's rules nmt_nfkc and nmt_nfkc_cf do, which data.py takes for a cased
+    and for an uncased tokenizer.
     """
-    normalizer = SentencePieceNormalizer(model_proto=tokenizer_model)
-    spec = normalizer.serialized_normalizer_spec()
-    # The spec is a protobuf message of two fields. Its bytes are, if the name has n of them:
-    #     0: tag   1: n   2 to n + 1: the name   n + 2: tag   n + 3: length of the table, the table
-    # The length takes up to 4 bytes of 7 bits each; the highest bit says whether another follows.
-    at = spec[1] + 3
-    while spec[at] >= 128:
-        at += 1
-    table = spec[at + 1:]
-
-    steps = [
-        {"type": "Strip", "strip_left": False, "strip_right": True},
-        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    if table:
-        # "Precompiled" is Hugging Face's name for such a table.
-        charsmap = base64.b64encode(table).decode()
-        steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
-    return steps
+    controls = "[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]"
+    spaces = "[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]"
+    steps = [replace(f"{INVISIBLE}|{controls}", ""), replace(spaces, " "), {"type": "NFKC"}]
+    if not is_cased:
+        # SentencePiece has one small sigma, and no small letter for the Turkish I with a dot.
+        steps += [{"type": "Lowercase"}, replace("ς", "σ"), replace("i\u0307", "İ")]
+    # Of several spaces the last is kept, next to its word; of those at the end, none.
+    return steps + [replace(" +(?= |$)", "")]
 
 
-def tokenizer_json(tokenizer_model):
-    """Returns the tokenizer.json (bytes) that cuts text as a SentencePiece model (bytes) does.
+def tokenizer_json(tokenizer):
+    """Returns the tokenizer.json (bytes) that cuts text as a SentencePieceProcessor of data.py does.
 
-    Three things differ in Hugging Face's `tokenizers`:
+    Its pieces begin with a space where SentencePiece's begin with "▁", for which Hugging Face can
+    leave the space out of a token's offsets. What differs in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
-    - where no character stands for a letter with its accent, as in "x\u0301", the accent is lost;
-    - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text.
-    Raises ModelError for a SentencePiece model of which more would differ.
+    - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text;
+    - letters that came to Unicode after 2018, such as the sign of the era Reiwa, are not replaced;
+    - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript that stands
+      apart from its letter, and a small i with one more dot are not folded as SentencePiece does;
+    - accents in another order than Unicode's are put in order, as data.py and `fill_mask` do it.
+    Raises ModelError if the tokenizer treats spaces otherwise than those of data.py.
     """
-    tokenizer = SentencePieceProcessor(model_proto=tokenizer_model)
-    ids = list(range(len(tokenizer)))
-    vocab = list(zip(tokenizer.id_to_piece(ids), tokenizer.get_score(ids)))
-    if not is_plain_unigram(tokenizer, vocab):
-        raise ModelError("the tokenizer.model is no plain unigram model; make one with data.py")
+    normalized = tokenizer.normalize(" A  b ")
+    if normalized not in ("▁A▁b", "▁a▁b"):
+        raise ModelError("the tokenizer.model is not one of data.py: spaces count in it")
 
+    vocab = []
+    for i in range(len(tokenizer)):
+        vocab.append([tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i)])
     added = []
     for i, special in enumerate(SPECIALS):
         added.append({
             "id": i, "content": special, "special": True, "normalized": False,
             "lstrip": False, "rstrip": False, "single_word": False})
 
-    # "Metaspace" puts a "▁" for each space. Text before the first [MASK] begins with a new word;
-    # text after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
-    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
+    # after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
+    spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first", "split": True}
+    processors = [
+        {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True, "use_regex": False},
+        {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]
+    normalizers = normalizer_steps(is_cased="A" in normalized)
     return json.dumps({
         "version": "1.0",
         "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": spaces,
-        "decoder": spaces,
-        "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer_model)},
-        "model": {
-            "type": "Unigram",
-            "unk_id": UNK,
-            "vocab": vocab,
-            "byte_fallback": False},
-        "post_processor": {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}
-    }).encode()
+        "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False},
+        "post_processor": {"type": "Sequence", "processors": processors},
+        "decoder": spaces}).encode()
 
 
 def write_file(path, content):
@@ -490,16 +428,17 @@ def write_file(path, content):
         raise
 
 
-def save_huggingface(model, tokenizer_path, folder):
+def save_huggingface(model, tokenizer_path, folder, longest):
     """Writes a model folder that Hugging Face's transformers load: model.safetensors (fp32),
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens. Raises OSError, with the path, if a file cannot be written, and ModelError as
-    `tokenizer_json` does.
+    the same tokens. longest: the most tokens that an example of training had; AutoTokenizer cuts
+    longer texts there. Raises OSError, with the path, if a file cannot be written, and ModelError
+    as `tokenizer_json` does.
     """
     tokenizer_model = Path(tokenizer_path).read_bytes()
-    exported_tokenizer = tokenizer_json(tokenizer_model)
+    exported_tokenizer = tokenizer_json(SentencePieceProcessor(model_proto=tokenizer_model))
 
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -516,7 +455,7 @@ def save_huggingface(model, tokenizer_path, folder):
         # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        "model_max_length": model.config.max_positions}
+        "model_max_length": longest}
     for special in SPECIALS:
         name = special.strip("[]").lower()
         tokenizer_config[f"{name}_token"] = special
@@ -532,128 +471,83 @@ def save_huggingface(model, tokenizer_path, folder):
 
 # ----- Hugging Face folders: load -----
 
-DTYPES = {                           # safetensors' name of a type: torch's
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64}
+def read_safetensors(path):
+    """Returns {name: tensor} of a safetensors file; see `safetensors` for its format. A damaged one
+    can raise anything."""
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] != "F32":
+            raise ValueError(f"{name} is not in fp32")
+        first, last = entry["data_offsets"]
+        elements = bytearray(content[begin + first:begin + last])    # torch wants to write to it
+        tensors[name] = torch.frombuffer(elements, dtype=torch.float32).view(entry["shape"])
+    return tensors
 
 
-def read_config(folder):
-    """Returns the BertConfig that a folder's config.json describes. Raises ModelError if that is no
-    BERT, or has numbers that cannot be."""
-    try:
-        content = json.loads(Path(folder, "config.json").read_text())
-        if content["model_type"] != "bert" or content.get("hidden_act", "gelu") != "gelu":
-            raise ValueError("not a BERT with GELU")
-        fields = {}
-        for ours, theirs in CONFIG_NAMES.items():
-            if theirs in content:
-                value = content[theirs]
-                kind = BertConfig.__annotations__[ours]              # int, or float for fractions
-                limit = 1 if kind is float else math.inf
-                if not isinstance(value, (int, kind)) or not 0 <= value < limit:
-                    raise ValueError(f"{theirs} is {value}")
-                fields[ours] = value
-        config = BertConfig(**fields)
-        if config.width % config.heads:
-            raise ValueError(f"{config.heads} heads do not divide {config.width}")
-        return config
-    except Exception as error:
-        # JSON can hold anything, and so raise anything.
-        raise ModelError(f"{folder} is no model folder: config.json: {error}") from None
+def build_from(described, weights):
+    """Returns the BertForPreTraining that a config.json (a dict) describes, with weights {Hugging
+    Face's name: tensor}. If the two do not fit together, it can raise anything."""
+    if described["model_type"] != "bert" or described["hidden_act"] != "gelu":
+        raise ValueError("not a BERT with GELU")
+    fields = {"attention_dropout": 0.1}          # the original's, where nothing is said
+    for ours, theirs in CONFIG_NAMES.items():
+        if theirs in described:
+            fields[ours] = described[theirs]
+    config = BertConfig(**fields)
+    if config.width % config.heads:
+        raise ValueError(f"{config.heads} heads do not divide {config.width}")
 
-
-def modern(name):
-    """Returns today's name of a tensor. Files of 2018 say gamma and beta; those of BertModel, the
-    encoder alone, lack the prefix."""
-    name = name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias")
-    if not name.startswith(("bert.", "cls.")):
-        name = f"bert.{name}"
-    return name
-
-
-def read_weights(folder):
-    """Returns {today's name: tensor} of a folder's model.safetensors; see `safetensors` for its
-    format. Raises ModelError if it is missing or damaged."""
-    path = Path(folder, "model.safetensors")
-    try:
-        if not path.is_file():
-            raise FileNotFoundError                  # a pipe or a device could be read for ever
-        content = path.read_bytes()
-        begin = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:begin])
-        header.pop("__metadata__", None)
-
-        elements = memoryview(bytearray(content[begin:]))        # torch wants memory to write to
-        weights = {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            tensor = torch.frombuffer(elements[first:last], dtype=DTYPES[entry["dtype"]])
-            weights[modern(name)] = tensor.view(entry["shape"])
-        return weights
-    except Exception as error:
-        # A damaged header can hold anything, and so raise anything.
-        raise ModelError(f"{path} is missing, cut or damaged: {error!r}") from None
-
-
-def load_huggingface(folder):
-    """Returns a BertForPreTraining (fp32, training mode) with the weights of a Hugging Face folder.
-
-    The vocabulary is padded to a multiple of 64 by zero rows. Files of BertModel and of
-    BertForMaskedLM load, too: heads that the file lacks keep their random initialisation, and a
-    line on stderr names them. Raises ModelError if the folder is no BERT's, if a file is damaged,
-    or if the weights are not those that config.json describes.
-    """
-    config = read_config(folder)
-    weights = read_weights(folder)
-    layers = sum(name.endswith("intermediate.dense.weight") for name in weights)
-    if layers != config.layers:
-        raise ModelError(f"{folder} has weights of {layers} layers, not {config.layers}")
-    padded = dataclasses.replace(config, vocab_size=multiple_of_64(config.vocab_size))
-    # A wrong number in config.json must not fill the memory. The model may be larger than the file,
-    # by heads that this lacks and by the padding of the vocabulary, but not twice as large.
-    described = parameter_count(padded)
-    found = sum(tensor.numel() for tensor in weights.values())
-    if described > 2 * found:
-        raise ModelError(f"{folder}: config.json describes {described:,} parameters, and "
-                         f"model.safetensors has {found:,}")
-    model = BertForPreTraining(padded)
-
-    absent = []
+    # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
+    with torch.device("meta"):
+        model = BertForPreTraining(config)
+    state = {}
     for name, parameter in model.named_parameters():
-        names = huggingface_names(name)
-        lacking = [part for part in names if part not in weights]
-        if not lacking:
-            # Rows that only pad the vocabulary stay 0. Q, K and V are the thirds of one matrix.
-            parameter.data.zero_()
-            targets = parameter.data.chunk(len(names))
-            for part, target in zip(names, targets):
-                if name in ("embeddings.tokens.weight", "mlm_bias"):
-                    target = target[:config.vocab_size]
-                if weights[part].shape != target.shape or not weights[part].isfinite().all():
-                    raise ModelError(f"{folder}: {part} has the wrong shape or is not finite")
-                target.copy_(weights[part])
-        elif name.startswith(("embeddings.", "blocks.")):
-            raise ModelError(f"{folder}: the weights lack {', '.join(lacking)}")
-        else:
-            absent.append(name)
-    if absent:
-        print(f"{folder}: no weights for {', '.join(absent)}; they stay random", file=sys.stderr)
+        # Q, K and V are the thirds of one matrix.
+        state[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
+        if state[name].shape != parameter.shape:
+            raise ValueError(f"{name} has the wrong shape")
+    # The output matrix is the embedding, and some files have it twice.
+    unknown = [name for name in weights if not name.startswith("cls.predictions.decoder.")]
+    if unknown:
+        raise ValueError(f"weights that the configuration lacks: {unknown[0]}")
+    model.load_state_dict(state, assign=True)
     return model
 
 
-def copy_weights(folder, model, tokenizer_path):
+def load_huggingface(folder):
+    """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
+
+    It reads what `save_huggingface` wrote, and what transformers' save_pretrained makes of such a
+    model with both heads. Raises ModelError for any other folder, and for a damaged one.
+    """
+    try:
+        described = json.loads(Path(folder, "config.json").read_text())
+        weights = read_safetensors(Path(folder, "model.safetensors"))
+        return build_from(described, weights)
+    except Exception as error:
+        # A damaged file can hold anything, and so raise anything.
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{folder} is no model folder of this program: {reason}") from None
+
+
+def init_from(folder, model, tokenizer_path):
     """Gives a model the weights of a folder.
 
     Raises ModelError if the folder's model has another shape, or if its tokenizer.model is not a
     copy of tokenizer_path: then its tokens would be other words.
     """
-    found = load_huggingface(folder)
     own = Path(folder, "tokenizer.model")
-    if not own.exists() or own.read_bytes() != Path(tokenizer_path).read_bytes():
+    if not own.exists():
+        raise ModelError(f"{own} is missing; Hugging Face does not save it: copy it from the run")
+    if own.read_bytes() != Path(tokenizer_path).read_bytes():
         raise ModelError(
             f"{tokenizer_path} is not {own}; make shards with data.py --tokenizer {own}")
+    found = load_huggingface(folder)
     for field in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_positions"):
         theirs = getattr(found.config, field)
         wanted = getattr(model.config, field)
@@ -664,26 +558,25 @@ def copy_weights(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# SentencePiece does not find [MASK] in a text, so this character stands for it there. It is one of
-# Unicode's private ones, which no tokenizer knows.
+# It stands before a text for which no new word shall begin. It is one of Unicode's private
+# characters, which no tokenizer knows.
 STAND_IN = "\ue000"
 
 
 def encode_with_masks(tokenizer, text):
     """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token. Of
-    "a [MASK]s" the pieces are "▁a", "▁", STAND_IN, "s", and the tokens "▁a", [MASK], "s"."""
-    tokens = [CLS]
-    for piece in tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str):
-        # Unknown characters that stand together are one piece, with the stand-in among them. The
-        # parentheses make `split` return the stand-ins, too.
-        for part in re.split(f"({STAND_IN})", piece):
-            if part == STAND_IN:
-                # A lone "▁" before it is the space of the masked word, which [MASK] stands for.
-                if tokens[-1] == tokenizer.piece_to_id("▁"):
-                    tokens.pop()
-                tokens.append(MASK)
-            elif part:
-                tokens.append(tokenizer.piece_to_id(part))
+    "a [MASK]s." the tokens are "▁a", [MASK], "s", ".": no new word begins after a [MASK], unless
+    there is a space."""
+    text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
+    parts = text.split("[MASK]")
+    tokens = [CLS] + tokenizer.encode(parts[0])
+    for part in parts[1:]:
+        # SentencePiece begins each text with a "▁". Here the stand-in takes it: the pieces are "▁",
+        # the stand-in with any unknown characters that follow it, and those of the part.
+        pieces = tokenizer.encode(STAND_IN + part, out_type=str)[1:]
+        pieces[0] = pieces[0].removeprefix(STAND_IN)
+        tokens.append(MASK)
+        tokens += [tokenizer.piece_to_id(piece) for piece in pieces if piece]
     return tokens + [SEP]
 
 
@@ -722,101 +615,6 @@ def fill_mask(model, tokenizer, text, count=5):
             words.append(f"{piece.replace('▁', '')} {probability:.0%}")
         lines.append(", ".join(words))
     return lines
-
-
-# ----- The arithmetic of `train.py --plan` -----
-
-# name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
-# the examples a second that somebody has published, times `flops_per_example`; none was measured
-# with this program. Sources are letters:
-#   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
-#   B   fine-tuning on SQuAD, 384 tokens, which is a little slower: Lambda, deeplearning-benchmark,
-#       pytorch-train-throughput-fp16.csv
-#   C   MLPerf Training v3.1, BERT without padding, 256 tokens on average, evaluation included
-#   D   fine-tuning of ModernBERT-base on a T4, one blog; an upper bound
-GPUS = {
-    "t4": (9, 16),               # D
-    "v100": (38, 16),            # A, container 20.06: 164 examples a second
-    "a100": (97, 40),            # A, container 20.06: 415
-    "a100-80g": (136, 80),       # A, container 21.11: 580
-    "h100": (229, 80),           # B: 310
-    "a6000": (50, 48),           # B: 68
-    "rtx2080ti": (17, 11),       # B: 23
-    "rtx3090": (38, 24),         # B: 52
-    "rtx4090": (69, 24),         # B: 93
-    "l4": (25, 24),              # C, xFusion: 53
-}
-
-
-def flops_per_example(config, length, masked):
-    """Returns the floating-point operations of one example, forward and backward.
-
-    length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
-    and backward as twice the forward. With L layers:
-
-        attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
-        other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
-                                                              layer does it for M + 1 rows only.
-        heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
-        all         3 (attention + other + heads)
-    """
-    D = config.width
-    attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
-    other_rows = (config.layers - 1) * length + masked + 1
-    other_flops = other_rows * (2 * D**2 + 4 * D * config.feed_forward)
-    head_flops = masked * (2 * D**2 + 2 * D * config.vocab_size) + 2 * D**2
-    return 3 * (attention_flops + other_flops + head_flops)
-
-
-def activation_bytes(config, tokens, masked, size, recompute=False):
-    """Returns about how many bytes a forward pass keeps for backward.
-
-    tokens, masked: how many there are in the micro-batch; size: bytes of an element. Counted as in
-    Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose attention keeps no
-    (T, T) matrix. Of a token, a layer keeps 9 D + 2 D_ff elements: its input (D), Q, K and V (3 D),
-    what attention returns and its copy by torch.cat (2 D), two sums (2 D), the first norm (D; the
-    second is the next layer's input), `up` and its GELU (2 D_ff).
-    """
-    width = config.width
-    per_layer = size * (9 * width + 2 * config.feed_forward)
-    # The masks of dropout have a byte an element: two of D in the block, about D in attention.
-    if config.dropout > 0:
-        per_layer += 2 * width
-    if config.attention_dropout > 0:
-        per_layer += width
-    per_token = config.layers * per_layer
-    if recompute:
-        # Each layer keeps its input alone, but for the one that is being computed again.
-        per_token = per_layer + (config.layers - 1) * size * width
-
-    per_logit = 4                                # CrossEntropy keeps fp32.
-    if size < 4:
-        per_logit += size                        # The gradient in 16 bits is an array of its own.
-    return tokens * per_token + masked * config.vocab_size * per_logit
-
-
-def parameter_shapes(config):
-    """Returns the shapes of all parameters, a tuple; no memory is taken."""
-    with torch.device("meta"):
-        return tuple(parameter.shape for parameter in BertForPreTraining(config).parameters())
-
-
-def parameter_count(config):
-    """Returns how many numbers all parameters have together."""
-    return sum(shape.numel() for shape in parameter_shapes(config))
-
-
-def state_gigabytes(config, size, lossy):
-    """Returns what a rank holds besides activations, {part: GB}. size: bytes of a weight; lossy:
-    whether compression keeps residuals."""
-    elements = parameter_count(config)
-    parts = {
-        "weights": size,
-        "masters": 4 if size < 4 else 0,
-        "gradients": 4,
-        "moments": 8,                            # two of them
-        "residuals": 8 if lossy else 0}          # the last one, and the one that is being made
-    return {part: 1e-9 * elements * each for part, each in parts.items()}
 
 
 # ----- The program -----

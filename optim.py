@@ -1,16 +1,14 @@
 """Recipes and learning rates, master weights, loss scaling, clipping, and LAMB with its relatives.
 
-Each part needs nothing of those below it.
+Each part needs nothing of those below it. To read first: `learning_rate`, `LossScaler`,
+`lamb_equations`.
 
 In an update, w are weights, g gradients, m their running mean and v the running mean of their
 squares: lists of fp32 tensors, one for each parameter. t = 1, 2, ... counts the updates, b1 and b2
 are how slowly m and v forget ("betas"), lr is the learning rate, decay the weight decay.
 """
-import collections
 import dataclasses
-import functools
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -19,7 +17,7 @@ class TrainingStopped(ArithmeticError):
     """Training cannot begin or go on; the message says why."""
 
 
-# ----- Recipes: batches and learning rates over the steps -----
+# ----- Recipes: batches and learning rates over the training -----
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -30,82 +28,95 @@ class Phase:
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int
     lr: float                # the highest learning rate
-    warmup: float            # the fraction of the steps in which the rate grows to lr
-    decay_from: float        # the fraction of the steps after which the rate decays
+    warmup: float            # the part of the phase in which the rate grows to lr
+    decay_from: float        # the part of the phase after which the rate decays
     power: float = 1.0       # 1: the rate decays along a straight line; 0.5: slowly at first
-    micro_batch: int = 0     # examples that a rank takes at a time; train.py sets it
+
+    @property
+    def step_tokens(self):
+        """The tokens of a step, as if no example were shorter than seq_len."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def tokens(self):
+        """The tokens of all steps."""
+        return self.steps * self.step_tokens
 
 
-class Recipe(NamedTuple):
-    """How a model is pre-trained: what the phases have in common, and the phases."""
-    optimizer: str
-    betas: tuple             # where steps are few the second one must forget sooner
-    dropout: float           # 0 where every text is seen a few times only
-    attention_dropout: float # 0 lets bf16 GPUs take all lengths at once, see bert.attention
-    mask_fraction: float     # of the tokens; small models learn faster with more (arXiv 2202.08005)
-    pairs: str               # "nsp", "sop" or "none", see --pairs
-    phases: list
-
-
+# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. Three
+# more have no flag: `betas`; `drop_attention`, whether attention weights are dropped out as well
+# (without it bf16 GPUs take texts of all lengths at once, see bert.attention); and `phases`.
 RECIPES = {
-    # A 2x128 model on 5 MB of text, in minutes.
-    "demo": Recipe(
-        optimizer="lamb", betas=(0.9, 0.98), dropout=0.0, attention_dropout=0.0,
-        mask_fraction=0.3, pairs="nsp",
-        phases=[
+    # A 2x128 model on 5 MB of text, in minutes. Small models learn faster with more than 15 % of
+    # the tokens masked (arXiv 2202.08005).
+    "demo": {
+        "optimizer": "lamb",
+        "betas": (0.9, 0.98),        # few steps: the second one must forget soon
+        "dropout": 0.0,              # every text is seen a few times only
+        "drop_attention": False,
+        "mask_fraction": 0.3,
+        "pairs": "nsp",
+        "phases": [
             Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1),
-        ]),
-    # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; with --hours it ends on
-    # time. Not yet run. All but the steps is of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
+        ]},
+    # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; not yet run. Optimizer,
+    # masks, batch and rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
     # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 % and has
-    # another encoder. 24hBERT (2104.07705) trains BERT-large so, at a rate of 1e-3 and with 15 % of
-    # masks. 20,900 steps are a day at the 69 TFLOP/s of an RTX 4090, see bert.GPUS. Only the first
-    # 128 positions are trained.
-    "day": Recipe(
-        optimizer="adamw", betas=(0.9, 0.98), dropout=0.1, attention_dropout=0.0,
-        mask_fraction=0.3, pairs="none",
-        phases=[Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06)]),
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. Their
-    # script leaves use_nvlamb off, so the optimizer is "lamb".
-    "nvlamb-64k": Recipe(
-        optimizer="lamb", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
-        mask_fraction=0.15, pairs="nsp",
-        phases=[
+    # another encoder. 20,900 steps are a day at the 69 TFLOP/s of an RTX 4090. Only the first 128
+    # positions are trained.
+    "day": {
+        "optimizer": "adamw",
+        "betas": (0.9, 0.98),
+        "dropout": 0.1,
+        "drop_attention": False,
+        "mask_fraction": 0.3,
+        "pairs": "none",
+        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06)]},
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
+    "nvidia-64k": {
+        "optimizer": "lamb",
+        "betas": (0.9, 0.999),
+        "dropout": 0.1,
+        "drop_attention": True,
+        "mask_fraction": 0.15,
+        "pairs": "nsp",
+        "phases": [
             Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5),
             Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0, power=0.5),
-        ]),
+        ]},
     # BERT-large in 54 minutes (arXiv 2006.13484). The batches and the shape of the schedule were
     # read in the paper; the steps, rates and fractions were not checked against it.
-    "lans-96k": Recipe(
-        optimizer="lans", betas=(0.9, 0.999), dropout=0.1, attention_dropout=0.1,
-        mask_fraction=0.15, pairs="nsp",
-        phases=[
+    "lans-96k": {
+        "optimizer": "lans",
+        "betas": (0.9, 0.999),
+        "dropout": 0.1,
+        "drop_attention": True,
+        "mask_fraction": 0.15,
+        "pairs": "nsp",
+        "phases": [
             Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
             Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
-        ]),
+        ]},
 }
 
 
-def learning_rate(phase_step, phase):
-    r"""Returns the learning rate of step 0, 1, ... of a phase. It grows, holds and decays to 0
-    (LANS, arXiv 2006.13484, section 3.3):
+def learning_rate(done, phase):
+    r"""Returns the learning rate when the part `done`, in (0, 1), of a phase is over. It grows,
+    holds and decays to 0 (LANS, arXiv 2006.13484, section 3.3):
 
         lr |       _________
            |     /           \
            |   /               \
-         0 | /___________________\    fraction of the phase that is done
+         0 | /___________________\    done
             0   warmup  decay_from 1
 
-    phase_step + 1 of steps + 1 parts are done, so no step has a rate of 0. In the decay the rate is
-    lr (what is left of the decay, 1 to 0)^power.
+    In the decay the rate is lr (what is left of the decay, 1 to 0)^power.
 
     With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
     So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase
-    1 of "nvlamb-64k" from 6e-3 to 5.1e-3.
+    1 of "nvidia-64k" from 6e-3 to 5.1e-3.
     """
-    # This lies strictly between 0 and 1, so that no step has a rate of 0.
-    done = (phase_step + 1) / (phase.steps + 1)
     if done < phase.warmup:
         return phase.lr * done / phase.warmup
     left = min(1.0, (1 - done) / (1 - phase.decay_from))     # 1 before the decay begins
@@ -135,15 +146,16 @@ def choose_precision(name, device):
     return "bf16" if has_bf16 else otherwise
 
 
-def master_weights(model, dtype):
-    """Casts a model to a format, in place. Returns the weights that the optimizer updates, {name:
-    fp32 tensor}: of all parameters but the frozen ones (requires_grad is False). In 16 bits they
-    are copies of the parameters from before the cast; in fp32 they are the parameters themselves
-    (arXiv 1710.03740, section 3.1)."""
-    masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if dtype.itemsize == 2:
-        # bf16 keeps 8 bits: an update of less than 0.2 % of a weight would be rounded away.
-        masters = {name: p.detach().clone() for name, p in masters.items()}
+def cast_with_masters(model, dtype):
+    """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
+    the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
+
+    A master holds what the parameter was before the cast. In 16 bits that is a second, exact copy
+    of the weight (arXiv 1710.03740, section 3.1): bf16 keeps 8 bits, and an update of less than
+    0.2 % of a weight would be rounded away. In fp32 the cast changes nothing, and master and
+    parameter share their memory.
+    """
+    masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)
     return masters
 
@@ -152,7 +164,6 @@ def master_weights(model, dtype):
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
     parameters = [model.get_parameter(name) for name in masters]
-    # Where master and parameter are one tensor this changes nothing.
     torch._foreach_copy_(parameters, list(masters.values()))
 
 
@@ -177,12 +188,11 @@ class LossScaler:
     good_steps: int = 0                # in a row
     skipped: int = 0                   # in the whole run
 
-    def update(self, overflow, step, gradients):
-        """Returns True if the step is to be taken, and adjusts the scale.
+    def update(self, overflow, step):
+        """Returns True if step number `step` is to be taken, and adjusts the scale.
 
-        overflow: whether a gradient is not finite, on any rank: all ranks must do the same.
-        step, gradients ({name: tensor}): for the message of TrainingStopped, which has the step and
-        `name_of_broken`, and is raised when overflows have halved the scale below `smallest`.
+        overflow: whether a gradient is not finite, on any rank: all ranks must do the same. Raises
+        TrainingStopped when overflows have halved the scale below `smallest`.
         """
         if not overflow:
             self.good_steps += 1
@@ -194,23 +204,9 @@ class LossScaler:
         self.skipped += 1
         self.scale /= 2
         if self.scale < self.smallest:
-            broken = name_of_broken(gradients)
-            raise TrainingStopped(f"step {step}: gradient of {broken} is not finite at the scale's "
-                                  f"floor of {self.smallest:g}; start anew at a lower --lr-scale")
+            raise TrainingStopped(f"step {step}: the gradients are not finite at the scale's floor "
+                                  f"of {self.smallest:g}; start anew at a lower --lr-scale")
         return False
-
-
-def name_of_broken(gradients):
-    """Returns the name of the first gradient that is not finite, of {name: tensor}."""
-    for name, gradient in gradients.items():
-        if not gradient.isfinite().all():
-            return name
-    return "another rank"              # averaged gradients are the same on all, so not in train.py
-
-
-# Returns the 2-norm of all elements of a list of tensors, as a tensor of one number; NaN or inf if
-# one of them is.
-global_norm = torch.nn.utils.get_total_norm
 
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
@@ -258,8 +254,8 @@ class Optimizer(torch.optim.Optimizer):
     """What our optimizers share; each of them only adds its `_update`.
 
     An update computes on lists of tensors by `torch._foreach_*`: on a GPU a few kernels for a list,
-    not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient; `state`
-    has m and v of each, under the names of torch's AdamW, which train.check_weights reads.
+    not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient. m and v are
+    made at once, not in the first step, so that a checkpoint finds its places.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -271,25 +267,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, **options):
         super().__init__(params, self.DEFAULTS | options)
-
-    def add_param_group(self, group, most=2 ** 21):
-        """Adds parameters: torch's constructor calls this for each group, {"params": list} with the
-        options that are the group's own.
-
-        One group becomes several, the tensor groups, which are updated one after another: so the
-        temporary tensors of an update stay small. A new one begins about every `most` elements.
-        """
-        tensor_groups = collections.defaultdict(list)
-        elements = 0
-        for p in group["params"]:
-            self.state[p] = {
-                "exp_avg": torch.zeros_like(p),              # m
-                "exp_avg_sq": torch.zeros_like(p),           # v
-            }
-            tensor_groups[elements // most].append(p)
-            elements += p.numel()
-        for tensors in tensor_groups.values():
-            super().add_param_group(group | {"params": tensors})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "exp_avg": torch.zeros_like(p),              # m
+                    "exp_avg_sq": torch.zeros_like(p),           # v
+                }
 
     @torch.no_grad()
     def step(self):
@@ -328,19 +311,34 @@ def safe_ratios(a, b):
     return torch.where((a > 0) & (b > 0), a / b, 1.0)
 
 
-class LAMB(Optimizer):
-    """LAMB as in `lamb_equations`, on lists of tensors; but the ratio of tensors without decay
-    (biases, LayerNorm) is 1, as in the code of the paper's authors.
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): LAMB without the ratio.
 
-    adapt_all=True gives all tensors ratios of their own: NVIDIA's "NVLAMB" (use_nvlamb in
-    fused_lamb.py). NVIDIA's also clips gradients to a global norm of 1, as train.py does before
-    every optimizer. Q, K and V are one tensor in our model, and three in theirs.
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
+        w = w - lr u
     """
-    DEFAULTS = Optimizer.DEFAULTS | {"adapt_all": False}
 
     def _update(self, group, w, g, m, v):
         """Applies one update to the tensors of one group: w, m and v change in place. The step in
         group["step"] is already counted."""
+        b1, b2 = group["betas"]
+        t = group["step"]
+        move_moments(m, v, g, b1, b2)
+        roots = corrected_roots(v, t, b2, group["eps"])
+        torch._foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(w, m, roots, value=-group["lr"] / (1 - b1 ** t))
+
+
+class LAMB(Optimizer):
+    """LAMB as in `lamb_equations`, on lists of tensors; but the ratio of tensors without decay
+    (biases, LayerNorm) is 1, as in the code of the paper's authors and in NVIDIA's.
+
+    NVIDIA's also clips gradients to a global norm of 1, as train.py does before every optimizer. Q,
+    K and V are one tensor in our model, and three in theirs.
+    """
+
+    def _update(self, group, w, g, m, v):
+        """Applies one update to the tensors of one group, in place."""
         b1, b2 = group["betas"]
         t = group["step"]
         decay = group["weight_decay"]
@@ -352,7 +350,7 @@ class LAMB(Optimizer):
         torch._foreach_addcdiv_(u, m, roots, value=1 / (1 - b1 ** t))
 
         ratios = w[0].new_ones(len(w))
-        if decay or group["adapt_all"]:
+        if decay:
             ratios = safe_ratios(norms(w), norms(u))
         # `unbind` makes a list of n tensors of one number each: for n numbers of Python the CPU
         # would have to wait for the GPU.
@@ -398,15 +396,7 @@ class LANS(Optimizer):
             torch._foreach_add_(w, direction)
 
 
-# This one is torch's own; "fused" updates many tensors in one kernel.
-AdamW = functools.partial(torch.optim.AdamW, eps=1e-6, fused=True)
-
-OPTIMIZERS = {
-    "lamb": LAMB,
-    "nvlamb": functools.partial(LAMB, adapt_all=True),
-    "lans": LANS,
-    "adamw": AdamW,
-}
+OPTIMIZERS = {"lamb": LAMB, "lans": LANS, "adamw": AdamW}
 
 
 def make_optimizer(name, masters, betas):
