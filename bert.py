@@ -26,7 +26,6 @@ Shapes, as in "x (N, D)":
 import argparse
 import dataclasses
 import json
-import math
 import re
 import sys
 import unicodedata
@@ -58,7 +57,7 @@ PRESETS = {                     # name: (layers, width)
 
 def multiple_of_64(size):
     """Returns a size rounded up to a multiple of 64; matrix products are fastest at such shapes."""
-    return math.ceil(size / 64) * 64
+    return (size + 63) // 64 * 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ def plain_attention(qkv):
     is `attention` below, which does the same for all examples of a batch, and faster.
     """
     q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
-    scores = q @ k.mT / math.sqrt(q.shape[2])                    # (H, T, T)
+    scores = q @ k.mT / q.shape[2] ** 0.5                    # (H, T, T)
     weights = scores.softmax(-1)                                 # (H, T, T), each row sums to 1
     return (weights @ v).transpose(0, 1)                         # (T, H, D/H)
 
@@ -360,7 +359,7 @@ def normalizer_steps(is_cased):
     """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
 
     They do what SentencePiece's rules nmt_nfkc and nmt_nfkc_cf do, which data.py takes for a cased
-    and for an uncased tokenizer.
+    and for an uncased tokenizer. The differences are listed in `tokenizer_json`.
     """
     controls = "[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]"
     spaces = "[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]"
@@ -373,22 +372,16 @@ def normalizer_steps(is_cased):
 
 
 def tokenizer_json(tokenizer):
-    """Returns the tokenizer.json (bytes) that cuts text as a SentencePieceProcessor of data.py does.
+    """Returns the tokenizer.json (a dict) that cuts text as a SentencePieceProcessor of data.py.
 
-    Its pieces begin with a space where SentencePiece's begin with "▁", for which Hugging Face can
-    leave the space out of a token's offsets. What differs in Hugging Face's `tokenizers`:
+    Its pieces begin with a space where SentencePiece's begin with "▁": such a space is left out of
+    the offsets of a token. What differs in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
     - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text;
-    - letters that came to Unicode after 2018, such as the sign of the era Reiwa, are not replaced;
-    - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript that stands
-      apart from its letter, and a small i with one more dot are not folded as SentencePiece does;
-    - accents in another order than Unicode's are put in order, as data.py and `fill_mask` do it.
-    Raises ModelError if the tokenizer treats spaces otherwise than those of data.py.
+    - it knows Unicode of 2018: later characters are not replaced, such as that of the era Reiwa;
+    - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
+      its letter, and a small i with another dot above are not what SentencePiece makes of them.
     """
-    normalized = tokenizer.normalize(" A  b ")
-    if normalized not in ("▁A▁b", "▁a▁b"):
-        raise ModelError("the tokenizer.model is not one of data.py: spaces count in it")
-
     vocab = []
     for i in range(len(tokenizer)):
         vocab.append([tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i)])
@@ -400,32 +393,25 @@ def tokenizer_json(tokenizer):
 
     # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
     # after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
-    spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first", "split": True}
+    spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first"}
     processors = [
-        {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True, "use_regex": False},
+        {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
         {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]
-    normalizers = normalizer_steps(is_cased="A" in normalized)
-    return json.dumps({
-        "version": "1.0",
+    is_cased = "A" in tokenizer.normalize("A")
+    return {
         "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(is_cased)},
         "pre_tokenizer": spaces,
-        "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab, "byte_fallback": False},
+        "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
         "post_processor": {"type": "Sequence", "processors": processors},
-        "decoder": spaces}).encode()
+        "decoder": spaces}
 
 
 def write_file(path, content):
     """Writes bytes to a file. If the program is killed meanwhile, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        # The error of a full disk does not name a file.
-        error.filename = str(path)
-        raise
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def save_huggingface(model, tokenizer_path, folder, longest):
@@ -433,13 +419,9 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens. longest: the most tokens that an example of training had; AutoTokenizer cuts
-    longer texts there. Raises OSError, with the path, if a file cannot be written, and ModelError
-    as `tokenizer_json` does.
+    the same tokens. longest: the most tokens that an example of training had, where AutoTokenizer
+    cuts a text if it is asked to. Raises OSError if a file cannot be read or written.
     """
-    tokenizer_model = Path(tokenizer_path).read_bytes()
-    exported_tokenizer = tokenizer_json(SentencePieceProcessor(model_proto=tokenizer_model))
-
     tensors = {}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
@@ -449,31 +431,31 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG_NAMES.items()}
     config |= {
         "architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
-        "type_vocab_size": 2, "pad_token_id": PAD, "tie_word_embeddings": True}
-
+        "pad_token_id": PAD}
+    tokenizer_model = Path(tokenizer_path).read_bytes()
     tokenizer_config = {
         # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        "model_max_length": longest}
-    for special in SPECIALS:
-        name = special.strip("[]").lower()
-        tokenizer_config[f"{name}_token"] = special
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest,
+        "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+        "mask_token": "[MASK]"}
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "model.safetensors", safetensors(tensors))
-    write_file(folder / "config.json", json.dumps(config, indent=2).encode())
-    write_file(folder / "tokenizer.json", exported_tokenizer)
-    write_file(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2).encode())
     write_file(folder / "tokenizer.model", tokenizer_model)
+    descriptions = {
+        "config.json": config,
+        "tokenizer.json": tokenizer_json(SentencePieceProcessor(model_proto=tokenizer_model)),
+        "tokenizer_config.json": tokenizer_config}
+    for name, content in descriptions.items():
+        write_file(folder / name, json.dumps(content, indent=1).encode())
 
 
 # ----- Hugging Face folders: load -----
 
 def read_safetensors(path):
-    """Returns {name: tensor} of a safetensors file; see `safetensors` for its format. A damaged one
-    can raise anything."""
+    """Returns {name: tensor} of a safetensors file that has nothing but fp32; see `safetensors` for
+    its format. A damaged file can raise anything."""
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -481,42 +463,10 @@ def read_safetensors(path):
 
     tensors = {}
     for name, entry in header.items():
-        if entry["dtype"] != "F32":
-            raise ValueError(f"{name} is not in fp32")
         first, last = entry["data_offsets"]
         elements = bytearray(content[begin + first:begin + last])    # torch wants to write to it
         tensors[name] = torch.frombuffer(elements, dtype=torch.float32).view(entry["shape"])
     return tensors
-
-
-def build_from(described, weights):
-    """Returns the BertForPreTraining that a config.json (a dict) describes, with weights {Hugging
-    Face's name: tensor}. If the two do not fit together, it can raise anything."""
-    if described["model_type"] != "bert" or described["hidden_act"] != "gelu":
-        raise ValueError("not a BERT with GELU")
-    fields = {"attention_dropout": 0.1}          # the original's, where nothing is said
-    for ours, theirs in CONFIG_NAMES.items():
-        if theirs in described:
-            fields[ours] = described[theirs]
-    config = BertConfig(**fields)
-    if config.width % config.heads:
-        raise ValueError(f"{config.heads} heads do not divide {config.width}")
-
-    # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
-    with torch.device("meta"):
-        model = BertForPreTraining(config)
-    state = {}
-    for name, parameter in model.named_parameters():
-        # Q, K and V are the thirds of one matrix.
-        state[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
-        if state[name].shape != parameter.shape:
-            raise ValueError(f"{name} has the wrong shape")
-    # The output matrix is the embedding, and some files have it twice.
-    unknown = [name for name in weights if not name.startswith("cls.predictions.decoder.")]
-    if unknown:
-        raise ValueError(f"weights that the configuration lacks: {unknown[0]}")
-    model.load_state_dict(state, assign=True)
-    return model
 
 
 def load_huggingface(folder):
@@ -527,8 +477,27 @@ def load_huggingface(folder):
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
+        if described["model_type"] != "bert" or described["hidden_act"] != "gelu":
+            raise ValueError("not a BERT with GELU")
+        fields = {"attention_dropout": 0.1}      # the original's, where nothing is said
+        for ours, theirs in CONFIG_NAMES.items():
+            if theirs in described:
+                fields[ours] = described[theirs]
+
+        # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
+        with torch.device("meta"):
+            model = BertForPreTraining(BertConfig(**fields))
         weights = read_safetensors(Path(folder, "model.safetensors"))
-        return build_from(described, weights)
+        state = {}
+        for name, parameter in model.named_parameters():
+            # Q, K and V are the thirds of one matrix.
+            state[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
+            if state[name].shape != parameter.shape:
+                raise ValueError(f"{name} has the wrong shape")
+        if weights:
+            raise ValueError(f"config.json does not speak of {', '.join(weights)}")
+        model.load_state_dict(state, assign=True)
+        return model
     except Exception as error:
         # A damaged file can hold anything, and so raise anything.
         reason = f"{type(error).__name__}: {error}"
@@ -568,46 +537,41 @@ def encode_with_masks(tokenizer, text):
     "a [MASK]s." the tokens are "▁a", [MASK], "s", ".": no new word begins after a [MASK], unless
     there is a space."""
     text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
-    parts = text.split("[MASK]")
-    tokens = [CLS] + tokenizer.encode(parts[0])
-    for part in parts[1:]:
+    tokens = []
+    for part in f" {text}".split("[MASK]"):
         # SentencePiece begins each text with a "▁". Here the stand-in takes it: the pieces are "▁",
         # the stand-in with any unknown characters that follow it, and those of the part.
         pieces = tokenizer.encode(STAND_IN + part, out_type=str)[1:]
         pieces[0] = pieces[0].removeprefix(STAND_IN)
-        tokens.append(MASK)
         tokens += [tokenizer.piece_to_id(piece) for piece in pieces if piece]
-    return tokens + [SEP]
+        tokens.append(MASK)
+    return [CLS] + tokens[:-1] + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
-    """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%".
+    """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%". The
+    model is in evaluation mode afterwards.
 
     The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
     Raises ModelError if there is no [MASK], or if the text has more tokens than max_positions.
     """
-    device = model.mlm_bias.device
-    tokens = torch.tensor(encode_with_masks(tokenizer, text), device=device)     # (T,)
-    T = len(tokens)
-    if T > model.config.max_positions:
-        raise ModelError(f"{T} tokens; the model reads {model.config.max_positions}")
-    if MASK not in tokens:
-        raise ModelError("the text has no [MASK] to fill in")
-
-    masked_positions = (tokens == MASK).nonzero().flatten()                      # (M,)
-    segments = torch.zeros_like(tokens)
-    positions = torch.arange(T, device=device)
-    bounds = torch.tensor([0, T, T], dtype=torch.int32, device=device)
-    lengths = torch.tensor([T, 0])
-    was_training = model.training
+    ids = encode_with_masks(tokenizer, text)
+    T = len(ids)
+    if MASK not in ids or T > model.config.max_positions:
+        raise ModelError(f"a text has at least one [MASK] and at most {model.config.max_positions} "
+                         f"tokens; this one has {ids.count(MASK)} and {T}")
     model.eval()
-    with torch.no_grad():
-        hidden = model.encode(masked_positions, tokens, segments, positions, bounds, lengths)
-        logits = model.mlm_logits(hidden).float()                                # (M, V)
-    model.train(was_training)
+    with torch.no_grad(), model.mlm_bias.device:                     # New tensors are made there.
+        tokens = torch.tensor(ids)                                   # (T,)
+        masked_positions = (tokens == MASK).nonzero().flatten()      # (M,)
+        bounds = torch.tensor([0, T, T], dtype=torch.int32)
+        lengths = torch.tensor([T, 0], device="cpu")
+        hidden = model.encode(masked_positions, tokens, torch.zeros_like(tokens), torch.arange(T),
+                              bounds, lengths)                       # (M, D)
+        # The last columns only pad the vocabulary to a multiple of 64: no pieces belong to them.
+        logits = model.mlm_logits(hidden)[:, :len(tokenizer)]
 
-    # The last rows only pad the vocabulary to a multiple of 64: no pieces belong to them.
-    best = logits[:, :len(tokenizer)].softmax(1).topk(count)
+    best = logits.softmax(1).topk(count)
     lines = []
     for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
         words = []
@@ -628,8 +592,7 @@ def main():
     try:
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
-        first_pieces = tokenizer.id_to_piece(list(range(len(SPECIALS))))
-        if first_pieces != SPECIALS or multiple_of_64(len(tokenizer)) != model.config.vocab_size:
+        if multiple_of_64(len(tokenizer)) != model.config.vocab_size:
             raise ModelError(f"the tokenizer.model in {flags.folder} is not that of the model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
     except (ModelError, OSError, RuntimeError) as error:     # SentencePiece raises the last two.

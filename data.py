@@ -21,6 +21,7 @@ Shapes: B examples, N rows (tokens) of a batch, M masked tokens, V pieces of the
 """
 import argparse
 import bz2
+import collections
 import contextlib
 import functools
 import gzip
@@ -32,7 +33,6 @@ import lzma
 import math
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -40,7 +40,6 @@ import sys
 import threading
 import unicodedata
 import zlib
-from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -347,15 +346,17 @@ SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17
 # ----- Batches: dealt to the ranks, computed ahead in worker processes -----
 
 def micro_batches(step, global_batch, micro_batch, rank, size):
-    """Returns the micro-batches of rank `rank` of `size` in a step, each a list of indices.
+    """Returns the micro-batches of rank `rank` of `size` in a step, each a list of at most
+    micro_batch indices.
 
     The step has the examples step * global_batch up to (step + 1) * global_batch; a rank takes
     those that are `rank` modulo `size`. Nothing has to divide: a rank may have one example more
-    than another, and its last micro-batch may be smaller.
+    than another, and a micro-batch one more than another.
     """
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
-    return [mine[k:k + micro_batch] for k in range(0, len(mine), micro_batch)]
+    count = math.ceil(len(mine) / micro_batch)
+    return [mine[k::count] for k in range(count)]
 
 
 def loader(dataset, steps, workers=1):
@@ -385,7 +386,7 @@ def ahead(function, items, workers):
     spawn = multiprocessing.get_context("spawn")
     with stops_held_back():
         pool = ProcessPoolExecutor(workers, spawn, begin_worker, [function])
-    futures = deque()
+    futures = collections.deque()
     try:
         for item in items:
             with stops_held_back():
@@ -433,8 +434,8 @@ def work(item):
 
 BLOCK = 1 << 20             # characters; text is encoded block by block
 LONGEST = 1 << 16           # characters; a longer document is cut into several
-PIECE = 1 << 12             # characters; SAMPLE pieces of the text, drawn at random from all of it,
-SAMPLE = 1 << 13            # train the tokenizer
+PIECE = 1 << 10             # characters; SAMPLE pieces of the text, drawn at random from all of it,
+SAMPLE = 40_000             # train the tokenizer
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
@@ -457,24 +458,25 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
         raise DataError(f"{folder} is not empty; remove it, or write another folder with --out")
-    documents, size, sample = survey(corpus)
+    counts = collections.Counter()
+    pieces = counted_pieces(corpus, counts)
     if tokenizer:
         load_tokenizer(tokenizer)
         model = Path(tokenizer).read_bytes()
+        collections.deque(pieces, maxlen=0)                 # only counts
     else:
-        model = train_tokenizer(sample, vocab_size, cased)
+        model = train_tokenizer(pieces, vocab_size, cased)
     if workers is None:
-        workers = os.cpu_count() if size > 32 * BLOCK else 0    # to start them takes seconds
+        workers = os.cpu_count() if counts["bytes"] > 32 * BLOCK else 0      # starting takes time
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / "tokenizer.model").write_bytes(model)
         encoder = functools.partial(encode, load_tokenizer(folder / "tokenizer.model"))
-        encoded = ahead(encoder, blocks(corpus, BLOCK, documents), workers)
-        counts = write_shards(encoded, folder, shards, documents, size)
+        encoded = ahead(encoder, blocks(corpus, counts["documents"]), workers)
+        manifest = write_shards(encoded, folder, shards, counts)
         files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-        manifest = {"version": VERSION, "shards": shards, "cased": cased, "bytes": size,
-                    **counts, "files": files}
+        manifest |= {"version": VERSION, "shards": shards, "cased": cased, "files": files}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -484,51 +486,35 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     return manifest
 
 
-def survey(corpus):
-    """Returns the number of a corpus's documents, their bytes, and SAMPLE pieces of their text.
-
-    Reads everything once, so that bad input is found before the long part begins.
-    """
-    rng = random.Random(0)
-    documents = 0
-    size = 0
-    pieces = 0
-    sample = []
-    for block in blocks(corpus, PIECE):
-        text = "\n".join(block)
-        documents += len(block)
-        size += len(text.encode())
-        for piece in cut_text(text, PIECE):
-            # Reservoir sampling: each piece has the same chance, however many are still to come.
-            pieces += 1
-            if len(sample) < SAMPLE:
-                sample.append(piece)
-            elif rng.randrange(pieces) < SAMPLE:
-                sample[rng.randrange(SAMPLE)] = piece
-    if not documents:
-        raise DataError("there is no text in the corpus")
-    return documents, size, sample
-
-
-def blocks(corpus, block_size, total=None):
-    """Yields lists of documents, together about block_size characters each, and shows how many of
+def blocks(corpus, total=None):
+    """Yields lists of documents, together about BLOCK characters each, and shows how many of
     `total` documents it has read. A document that is longer than LONGEST becomes several.
 
     Text is put into Unicode's form NFKC, and INVISIBLE is dropped, as bert.py does it.
     """
-    invisible = re.compile(INVISIBLE)
     block = []
     size = 0
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
-        document = unicodedata.normalize("NFKC", invisible.sub("", document))
+        if not document.isascii():
+            document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
         block += cut_text(document, LONGEST)
         size += len(document)
-        if size >= block_size:
+        if size >= BLOCK:
             yield block
             block = []
             size = 0
-    if block:
-        yield block
+    yield block
+
+
+def counted_pieces(corpus, counts):
+    """Yields the text of a corpus in pieces of at most PIECE characters; adds up its "documents"
+    and "bytes" in counts, a Counter."""
+    for block in blocks(corpus):
+        for document in block:
+            counts["documents"] += 1
+            counts["bytes"] += len(document.encode())
+            for line in document.splitlines():
+                yield from cut_text(line, PIECE)
 
 
 def cut_text(text, n):
@@ -536,21 +522,23 @@ def cut_text(text, n):
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 
-def train_tokenizer(texts, vocab_size, cased=False):
-    """Returns a SentencePiece unigram model (bytes) of at most `vocab_size` pieces.
+def train_tokenizer(pieces, vocab_size, cased=False):
+    """Returns a SentencePiece unigram model (bytes) of at most `vocab_size` tokens, trained on a
+    random sample of pieces of text (an iterator).
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
     has more different characters than that, or too few words.
     """
     model = io.BytesIO()
-    rule = "nmt_nfkc" if cased else "nmt_nfkc_cf"
+    sentencepiece.set_random_generator_seed(0)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=itertools.chain.from_iterable(map(str.splitlines, texts)),
-            model_writer=model, vocab_size=vocab_size, normalization_rule_name=rule, minloglevel=2,
+            sentence_iterator=pieces, model_writer=model, vocab_size=vocab_size, minloglevel=2,
+            normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:], hard_vocab_limit=False,
-            max_sentence_length=4 * PIECE,      # bytes; longer lines would be left out
+            input_sentence_size=SAMPLE, shuffle_input_sentence=True,
+            max_sentence_length=4 * PIECE,      # bytes; longer pieces would be left out
             num_threads=4)                      # another number finds another vocabulary
     except RuntimeError as error:
         raise DataError(f"no tokenizer of {vocab_size} pieces can be made of this text: it has too "
@@ -561,19 +549,19 @@ def train_tokenizer(texts, vocab_size, cased=False):
 
 def encode(tokenizer, documents):
     """Returns the tokens of a block of documents (n,), one document after another, and of each
-    document (documents, 3) how many tokens and bytes it has and the CRC-32 of its text."""
+    document how many tokens and bytes it has and the CRC-32 of its text (list of three each)."""
     encoded = tokenizer.encode(documents, num_threads=1)
     tokens = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
     table = []
     for document, ids in zip(documents, encoded):
         text = document.encode()
-        table.append([len(ids), len(text), zlib.crc32(text)])
-    return tokens, np.array(table)
+        table.append((len(ids), len(text), zlib.crc32(text)))
+    return tokens, table
 
 
-def write_shards(encoded, folder, shards, documents, size):
-    """Writes the arrays of all shards from what `encode` returns of each block of a corpus of so
-    many documents and bytes; returns what the manifest says of them.
+def write_shards(encoded, folder, shards, counts):
+    """Writes the arrays of all shards from what `encode` returns of each block; returns what the
+    manifest says of them. counts: the "documents" and "bytes" of the corpus.
 
     Documents are dealt by their text's CRC-32, so that the same text twice is never both trained on
     and held out; it is held out only once. Documents of less than two tokens are left out, since
@@ -583,50 +571,48 @@ def write_shards(encoded, folder, shards, documents, size):
     token_type = "uint16" if vocab_size <= 1 << 16 else "uint32"
     # One of a hundred documents is held out, but enough to measure on (100 of them, or half a
     # megabyte if that is fewer, but 8), and of all text a fifth at most.
-    enough = max(8, min(100, 5e5 * documents / size))
-    fraction = min(0.2, max(0.01, enough / documents))
-    room = size / 5                             # bytes that may still be held out
+    enough = max(8, min(100, 5e5 * counts["documents"] / counts["bytes"]))
+    fraction = min(0.2, max(0.01, enough / counts["documents"]))
+    room = counts["bytes"] / 5                  # bytes that may still be held out
     held_out = set()                            # the CRC-32 of each text that is
 
     names = shard_names(shards)
-    token_counts = [0] * len(names)
-    document_counts = [0] * len(names)
+    token_files = [open(folder / f"{name}.tokens", "wb") for name in names]
+    document_files = [open(folder / f"{name}.documents", "wb") for name in names]
+    token_counts = np.zeros(len(names), np.int64)
+    document_counts = np.zeros(len(names), np.int64)
     unigrams = np.zeros(vocab_size, np.int64)
-    with contextlib.ExitStack() as stack:
-        token_files = []
-        document_files = []
-        for name in names:
-            token_files.append(stack.enter_context(open(folder / f"{name}.tokens", "wb")))
-            document_files.append(stack.enter_context(open(folder / f"{name}.documents", "wb")))
-            document_files[-1].write(np.int64(0))
+    for file in document_files:
+        file.write(np.int64(0))
+    for tokens, table in encoded:
+        start = 0
+        for length, text_bytes, crc in table:
+            document = tokens[start:start + length].astype(token_type)
+            start += length
+            if length < 2 or crc in held_out:
+                continue
+            shard = 1 + crc % shards
+            if crc < fraction * 2 ** 32 and text_bytes <= room:
+                shard = 0
+                room -= text_bytes
+                held_out.add(crc)
+            else:
+                np.add.at(unigrams, document, 1)
+            token_counts[shard] += length
+            document_counts[shard] += 1
+            token_files[shard].write(document)
+            document_files[shard].write(token_counts[shard])
 
-        for tokens, table in encoded:
-            start = 0
-            for length, text_bytes, crc in table.tolist():
-                document = tokens[start:start + length]
-                start += length
-                if length < 2 or crc in held_out:
-                    continue
-                shard = 1 + crc % shards
-                if crc < fraction * 2 ** 32 and text_bytes <= room:
-                    shard = 0
-                    room -= text_bytes
-                    held_out.add(crc)
-                else:
-                    np.add.at(unigrams, document, 1)
-                token_counts[shard] += length
-                document_counts[shard] += 1
-                token_files[shard].write(document.astype(token_type))
-                document_files[shard].write(np.int64(token_counts[shard]))
-
+    for file in token_files + document_files:
+        file.close()
     unigrams.tofile(folder / "unigrams")
-    if min(document_counts) < 2:
-        raise DataError(f"{documents} documents are too few for {shards} shards (a shard needs two "
-                        "different ones, and some are held out): part them by blank lines, or "
-                        "lower data.py's --shards")
-    return {"vocab_size": vocab_size, "token_type": token_type, "unknown": int(unigrams[UNK]),
-            "tokens": sum(token_counts), "documents": sum(document_counts),
-            "heldout_documents": document_counts[0]}
+    if document_counts.min() < 2:
+        raise DataError(f"{counts['documents']} documents are too few for {shards} shards (each "
+                        "needs two different ones, and some are held out): part them by blank "
+                        "lines, or lower data.py's --shards")
+    return {"vocab_size": vocab_size, "token_type": token_type, "bytes": counts["bytes"],
+            "tokens": int(token_counts.sum()), "documents": int(document_counts.sum()),
+            "heldout_documents": len(held_out), "unknown": int(unigrams[UNK])}
 
 
 # ----- Corpora: files -> documents, each one string -----
@@ -642,12 +628,9 @@ def open_corpus(paths):
 
 def default_folder(paths):
     """Returns the folder (Path) for the shards of a corpus, named after its first path."""
-    name = "docs"
-    if paths:
-        name = Path(paths[0]).absolute().name.split(".")[0]
-        if name in ("", "docs"):                # shards/docs is for this machine's documentation
-            name = "corpus"
-    return Path("shards", name)
+    if not paths:
+        return Path("shards/docs")
+    return Path("shards", Path(paths[0]).absolute().name.split(".")[0])
 
 
 class TextFiles:

@@ -213,6 +213,8 @@ def prepare(args, world):
 STEP_LINE = ("step {step:>6}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  lr {lr:.1e}  "
              "norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
              "{minutes_left:.0f} min left")
+EVAL_LINE = ("step {step:>6}  held out: MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), "
+             "MLM accuracy {mlm_accuracy:.1%}, NSP accuracy {nsp_accuracy:.1%}")
 
 
 class Log:
@@ -271,9 +273,8 @@ def log_start(args, world, log, state):
     parameters = sum(p.numel() for p in state.model.parameters())
     folder = shlex.quote(str(Path(__file__).parent))
     commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty")
-    log.metric("run", flags=args.counts, commit=commit, python=sys.version,
-               torch=torch.__version__, numpy=np.__version__, ranks=world.size,
-               nodes=world.nodes, device=str(world.device), parameters=parameters)
+    log.metric("run", flags=args.counts, commit=commit, python=sys.version, ranks=world.size,
+               torch=torch.__version__, device=str(world.device), parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
@@ -378,21 +379,20 @@ def tensors_of(state):
 
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers."""
-    groups = []
+    numbers = {name: getattr(state, name) for name in COUNTERS}
+    numbers["scaler"] = vars(state.scaler)
+    numbers["groups"] = []                           # the optimizer's counts and options
     for group in state.optimizer.param_groups:
-        groups.append({name: value for name, value in group.items() if name != "params"})
-    return {
-        "counters": {name: getattr(state, name) for name in COUNTERS},
-        "scaler": vars(state.scaler),
-        "optimizer": groups}
+        numbers["groups"].append({key: group[key] for key in group if key != "params"})
+    return numbers
 
 
 @torch.no_grad()
 def check_weights(world, state):
-    """Raises, on all ranks, optim.TrainingStopped if weights or moments of one are not finite, and
+    """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
     dist.DistError if their weights are not the same bits."""
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
-    if world.sum([not norm.isfinite()])[0]:
+    if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
                                     "saved")
     # A checksum: the bits are added up as integers, whose sum no order of additions changes.
@@ -446,74 +446,65 @@ def save(args, world, log, state):
                     "goes on")
 
 
-def read_checkpoint(path):
-    """Returns what `save` wrote (dict), on the CPU; None if the file is damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is None:            # None: all CRCs are right
-                # weights_only, because a pickle could run any code.
-                return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:
-        pass                                         # a damaged file can raise anything
-    return None
-
-
 def newest_checkpoint(args, log):
-    """Returns the latest checkpoint (dict) of args.out that is whole, or None to start anew. Raises
-    ConfigError if there are some and none is whole, or if it is of another run."""
+    """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
+    anew. Raises ConfigError if there are some and none is whole, or if it is of another run."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
-        checkpoint = read_checkpoint(found[step])
-        if checkpoint is None:
-            log.say(f"warning: {found[step]} is damaged; trying the one before")
+        path = found[step]
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()          # None if all CRCs are right
+            # weights_only, because a pickle could run any code.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:                   # a damaged file can raise anything
+            damaged = error
+        if damaged:
+            log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
             continue
-        differ = dist.differences(checkpoint.get("counts", {}), args.counts)
+        differ = dist.differences(checkpoint["counts"], args.counts)
         if differ:
-            raise ConfigError(f"{found[step]} is of another run: {differ}; take another --out")
+            raise ConfigError(f"{path} is of another run: {differ}; take another --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; move the folder away to start "
-                          "anew")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; move it away to start anew")
     return None
-
-
-def check_for_later_checkpoints(args, world):
-    """Raises ConfigError on all ranks if another node has a later checkpoint than rank 0. Without a
-    shared disk only the first node has checkpoints, and when a run is started again another node
-    may be the first."""
-    newest = max(checkpoints_in(args.out), default=0)
-    steps = world.all_gather_object(newest)
-    if max(steps) > steps[0]:
-        raise ConfigError(f"rank {steps.index(max(steps))} finds step {max(steps)} in {args.out}, "
-                          f"and rank 0 step {steps[0]}; give the nodes the --node_rank of before, "
-                          "or put --out on a shared disk")
 
 
 @torch.no_grad()
 def restore(args, world, log, state):
     """Gives the State on all ranks what rank 0's newest checkpoint holds, if there is one.
-    Collective; raises ConfigError as newest_checkpoint does."""
-    check_for_later_checkpoints(args, world)
-    checkpoint = None
-    if world.rank == 0:
-        checkpoint = newest_checkpoint(args, log)
+
+    Collective; raises ConfigError as newest_checkpoint does, and if another node has a later one.
+    (Without a shared disk only the first node has checkpoints, and when a run is started again
+    another node may be the first.)
+    """
+    steps = world.all_gather_object(max(checkpoints_in(args.out), default=0))
+    latest = steps.index(max(steps))
+    if steps[latest] > steps[0]:
+        raise ConfigError(f"rank {latest} finds step {steps[latest]} in {args.out}, and rank 0 step "
+                          f"{steps[0]}; give the nodes the --node_rank of before, or put --out on "
+                          "a shared disk")
+
     numbers = None
-    if checkpoint:
-        saved = checkpoint.pop("tensors")
+    if log.active:
+        numbers = newest_checkpoint(args, log)
+    if numbers:
+        saved = numbers.pop("tensors")
         for name, tensor in tensors_of(state).items():
             tensor.copy_(saved[name])
-        numbers = checkpoint
-
     numbers = world.broadcast_object(numbers)
     if numbers is None:
         return
+
+    # Every rank has made the same tensors, so what rank 0 has read goes into them.
     for tensor in tensors_of(state).values():
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
     for name in COUNTERS:
-        setattr(state, name, numbers["counters"][name])
+        setattr(state, name, numbers[name])
     state.scaler = optim.LossScaler(**numbers["scaler"])
-    for group, options in zip(state.optimizer.param_groups, numbers["optimizer"]):
+    for group, options in zip(state.optimizer.param_groups, numbers["groups"]):
         group.update(options)
 
 
@@ -553,12 +544,27 @@ def progress(args, state):
     return len(args.phases), 0.0
 
 
+@torch.no_grad()
+def copy_positions(args, state):
+    """Begins the positions that only this phase trains as copies of the ones that earlier phases
+    have trained: 64 to 127 as 0 to 63. Else the longer texts begin among noise. (Longformer, arXiv
+    2004.05150, section 5. The recipes of BERT's authors do without: leave out the call.)"""
+    phases = args.phases[:state.phase]
+    trained = max((phase.seq_len for phase in phases if phase.steps), default=0)
+    positions = state.masters.get("embeddings.positions.weight")     # (max_positions, D)
+    if trained and positions is not None:
+        new = torch.arange(trained, args.phases[state.phase].seq_len, device=positions.device)
+        positions[new] = positions[new % trained]
+        optim.copy_to_model(state.masters, state.model)
+
+
 def begin_phase(args, world, state, phase_index):
     """Returns an iterator over the steps of a phase that are to come, each a list of this rank's
     micro-batches (data.Batch). A phase that is new begins with its first example."""
     if phase_index != state.phase:
         state.phase = phase_index
         state.phase_step = 0
+        copy_positions(args, state)
     phase = args.phases[phase_index]
     examples = data.PretrainingData(
         args.data, phase.seq_len, phase_index, args.seed, pairs=args.pairs,
@@ -617,7 +623,7 @@ def evaluate(args, world, log, state):
 
     Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
     training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
-    how often the training text has each token: the loss to beat. nsp_accuracy is None without
+    how often the training text has each token: the loss to beat. nsp_accuracy is NaN without
     pairs. Of 1,024 examples its standard error is about 1.6 %.
     """
     seq_len = args.phases[state.phase].seq_len
@@ -642,21 +648,18 @@ def evaluate(args, world, log, state):
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
     mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums.tolist())
-    nsp_accuracy = nsp_hits / EVAL_EXAMPLES
-    line = (f"step {state.step:>6}  held out: MLM loss {mlm_sum / masked:.3f} (unigram "
-            f"{unigram_sum / masked:.3f}), MLM accuracy {mlm_hits / masked:.1%}")
-    if args.pairs == "none":
-        nsp_accuracy = None
-    else:
-        line += f", NSP accuracy {nsp_accuracy:.1%}"
-    log.say(line)
     result = {
+        "step": state.step,
+        "phase": state.phase + 1,
         "mlm_loss": mlm_sum / masked,
         "mlm_accuracy": mlm_hits / masked,
         "unigram_entropy": unigram_sum / masked,
         "nsp_loss": nsp_sum / EVAL_EXAMPLES,
-        "nsp_accuracy": nsp_accuracy}
-    log.metric("eval", step=state.step, phase=state.phase + 1, **result)
+        "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
+    if args.pairs == "none":
+        result["nsp_accuracy"] = math.nan
+    log.metric("eval", **result)
+    log.say(EVAL_LINE.format(**result))
     return result
 
 
@@ -778,8 +781,8 @@ def train(args, world):
 
     Raises one of EXPECTED; see `main`.
     """
-    log = Log(args.out, world.rank == 0)
     prepare(args, world)
+    log = Log(args.out, world.rank == 0)
     # From here on a signal does not end the program. It asks for a checkpoint and a stop.
     signals = dist.listen_to_signals()
     state = build(args, world)

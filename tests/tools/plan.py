@@ -1,0 +1,227 @@
+"""What a training would take: memory, seconds and hours, by formulas alone. It starts nothing.
+
+    python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \\
+        --model large --recipe nvidia-64k
+
+All flags of train.py count as they would there; those of a plan are added. The speed of a GPU has
+to be given. --gpu takes what others have published of a card; better is --tflops, the number that
+the metrics.jsonl of a short run of your own calls `tflops`. With --hours it says how many steps
+these buy.
+
+Not counted: the time to compress, what happens inside a node, the optimizer, loading, evaluation
+and saving; and that some examples are shorter than the phase's length, which makes a real run
+faster. Compressions of tests/variants are not known here. tests/test_plan.py compares the seconds
+with those that NVIDIA published and with steps that were measured between two hosts.
+"""
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import bert  # noqa: E402
+import data  # noqa: E402
+import train  # noqa: E402
+
+# name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
+# the examples a second that somebody has published, times `bert.flops_per_example`; none was
+# measured with this program. Sources are letters:
+#   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
+#   B   fine-tuning on SQuAD, 384 tokens, which is a little slower: Lambda, deeplearning-benchmark,
+#       pytorch-train-throughput-fp16.csv
+#   C   MLPerf Training v3.1, BERT without padding, 256 tokens on average, evaluation included
+#   D   fine-tuning of ModernBERT-base on a T4, one blog; an upper bound
+GPUS = {
+    "t4": (9, 16),               # D
+    "v100": (38, 16),            # A, container 20.06: 164 examples a second
+    "a100": (97, 40),            # A, container 20.06: 415
+    "a100-80g": (136, 80),       # A, container 21.11: 580
+    "h100": (229, 80),           # B: 310
+    "a6000": (50, 48),           # B: 68
+    "rtx2080ti": (17, 11),       # B: 23
+    "rtx3090": (38, 24),         # B: 52
+    "rtx4090": (69, 24),         # B: 93
+    "l4": (25, 24),              # C, xFusion: 53
+}
+USABLE = 0.8                     # of a GPU's memory: the formulas leave out a little
+
+# What the compressions of dist.py send: bytes of an element, or bytes of a block of 512 elements,
+# the last four of which are its scale.
+ELEMENT_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
+BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}
+BLOCK = 512
+
+AMOUNT = data.number(float, 1e-6)
+
+
+# ----- Flags -----
+
+def parse_arguments(argv=None):
+    """Returns the Namespace of train.parse_arguments, and in it besides the flags of a plan:
+    `ranks`; `config`, a bert.BertConfig; `parameters`, how many numbers the model has; and
+    `itemsize`, the bytes of a weight. Wrong flags end the program with one line and status 2."""
+    parser = data.Parser(description="Print what a training would take.", allow_abbrev=False,
+                         epilog="All flags of train.py can be given as well.")
+    add = parser.add_argument
+    add("--nodes", type=train.COUNT, default=1, help="(default: %(default)s)")
+    add("--gpus-per-node", type=train.COUNT, default=8,
+        help="the GPUs of a node, a rank each (default: %(default)s)")
+    add("--gbps", type=AMOUNT, default=10.0,
+        help="the Gb/s between two nodes (default: %(default)s)")
+    add("--gpu", choices=GPUS, help="take this GPU's memory and its published speed in 16 bits")
+    add("--gpu-memory", type=AMOUNT, help="the GB of a GPU; without it what --gpu has, or 16")
+    add("--tflops", type=AMOUNT,
+        help="the TFLOP/s of a GPU in training, as metrics.jsonl of a short run says")
+    add("--vocab-size", type=data.number(int, 16), default=30522,
+        help="the pieces of the tokenizer (default: %(default)s)")
+    plan_flags, train_flags = parser.parse_known_args(argv)
+    args = train.parse_arguments(train_flags)
+    vars(args).update(vars(plan_flags))
+
+    published, memory = GPUS.get(args.gpu, (None, 16))
+    args.gpu_memory = args.gpu_memory or memory
+    # The published speeds say nothing of fp32.
+    if not args.tflops and args.precision != "fp32":
+        args.tflops = published
+    if not args.tflops:
+        parser.error("give --tflops, what a GPU reaches in training (`tflops` in the metrics.jsonl "
+                     "of a short run), or for 16 bits --gpu, one of " + ", ".join(GPUS))
+
+    args.ranks = args.nodes * args.gpus_per_node
+    for phase in args.phases:
+        if phase.global_batch < args.ranks:
+            parser.error(f"a batch of {phase.global_batch} is too small for {args.ranks} ranks; "
+                         "raise --batch")
+
+    args.itemsize = 2
+    if args.precision == "fp32":
+        args.itemsize = 4
+    attention_dropout = args.dropout * args.drop_attention
+    args.config = bert.BertConfig.preset(
+        args.model, args.vocab_size, dropout=args.dropout, attention_dropout=attention_dropout)
+    with torch.device("meta"):               # tensors without memory
+        model = bert.BertForPreTraining(args.config)
+    args.parameters = sum(parameter.numel() for parameter in model.parameters())
+    return args
+
+
+# ----- Memory -----
+
+def state_gigabytes(args):
+    """Returns {part: GB} of what a rank holds besides activations."""
+    bytes_each = {"weights": args.itemsize, "gradients": 4, "moments": 8}    # two moments
+    if args.itemsize < 4:
+        bytes_each["masters"] = 4
+    if args.compression in BLOCK_BYTES:
+        # The last one, and the one that is being made. The ranks of a node share them if there are
+        # several nodes; this is as if there were one rank in each.
+        bytes_each["residuals"] = 8
+    return {part: 1e-9 * args.parameters * each for part, each in bytes_each.items()}
+
+
+def token_gigabytes(args):
+    """Returns about how many GB a forward pass keeps of a token for backward.
+
+    Counted as in Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose
+    attention keeps no (T, T) matrix. Of a token, a layer keeps 9 D + 2 D_ff elements: its input
+    (D), Q, K and V (3 D), what attention returns and its copy by torch.cat (2 D), two sums (2 D),
+    the first norm (D; the second is the next layer's input), `up` and its GELU (2 D_ff).
+    """
+    config = args.config
+    layer_bytes = args.itemsize * (9 * config.width + 2 * config.feed_forward)
+    # The masks of dropout have a byte an element: two of D in the block, about D in attention.
+    if config.dropout > 0:
+        layer_bytes += 2 * config.width
+    if config.attention_dropout > 0:
+        layer_bytes += config.width
+
+    logit_bytes = 4                          # The loss keeps fp32.
+    if args.itemsize < 4:
+        logit_bytes += args.itemsize         # The gradient in 16 bits is an array of its own.
+    head_bytes = args.mask_fraction * config.vocab_size * logit_bytes
+    return 1e-9 * (config.layers * layer_bytes + head_bytes)
+
+
+# ----- Time -----
+
+def wire_bytes(compression, elements, ranks):
+    """Returns the bytes that each of `ranks` sends to average so many fp32 elements.
+
+    Each rank sends all parts but its own twice: for their sums, and as the sums of its own part.
+    """
+    if compression in ELEMENT_BYTES:
+        part = elements / ranks * ELEMENT_BYTES[compression]
+    else:
+        part = math.ceil(elements / ranks / BLOCK) * BLOCK_BYTES[compression]
+    return 2 * (ranks - 1) * part
+
+
+def step_seconds(args, phase):
+    """Returns the seconds of compute, of exchange, and of a step in which they overlap.
+
+        step = compute + max(late, exchange - backward)
+
+    backward: of the last micro-batch, behind which the exchange between the nodes hides. late: the
+    part of the exchange that cannot hide, that of the token embeddings, which are ready only when
+    backward ends.
+    """
+    share = math.ceil(phase.global_batch / args.ranks)
+    masked = args.mask_fraction * phase.seq_len
+    flops = share * bert.flops_per_example(args.config, phase.seq_len, masked)
+    compute = 1e-12 * flops / args.tflops
+    # Gradients are exchanged during the last micro-batch only, which takes what the others left.
+    micro_batch = max(1, args.micro_tokens // phase.seq_len)
+    last = (share - 1) % micro_batch + 1
+    backward = 2 / 3 * compute * last / share
+
+    # Dense sums go in a ring through all ranks. What is lossy, one rank of each node exchanges.
+    ring = args.nodes
+    if args.nodes > 1 and args.compression in ELEMENT_BYTES:
+        ring = args.ranks
+    exchange = 8e-9 * wire_bytes(args.compression, args.parameters, ring) / args.gbps
+    late = exchange * args.config.vocab_size * args.config.width / args.parameters
+    return compute, exchange, compute + max(late, exchange - backward)
+
+
+# ----- The program -----
+
+def print_memory(args):
+    """Prints what a rank holds, and how many tokens it can compute at a time."""
+    state = state_gigabytes(args)
+    parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state.items()]
+    activations = args.micro_tokens * token_gigabytes(args)
+    print(f"GB of a rank in {8 * args.itemsize} bits:", ", ".join(parts))
+    print(f"    activations of --micro-tokens {args.micro_tokens}: {activations:.2f}")
+    free = USABLE * args.gpu_memory - sum(state.values())
+    fit = max(0, int(free / token_gigabytes(args)))
+    print(f"    {fit:,} tokens fit {args.gpu_memory:g} GB")
+    if fit < args.micro_tokens:
+        print("    this is too little memory: lower --micro-tokens, or take a smaller model")
+
+
+def main(argv=None):
+    """Prints the memory, seconds and hours that a training with these flags takes."""
+    args = parse_arguments(argv)
+    print(f"{args.model}: {args.parameters:,} parameters; {args.nodes} node(s) of "
+          f"{args.gpus_per_node} GPU(s) of {args.tflops:g} TFLOP/s")
+    if args.recipe == "demo" and args.config.layers > 4:
+        print("the recipe demo is for small models and a few minutes: take another --recipe")
+    print_memory(args)
+    all_tokens = sum(phase.tokens for phase in args.phases)
+    for number, phase in enumerate(args.phases, 1):
+        compute, exchange, step = step_seconds(args, phase)
+        steps = phase.steps
+        if args.hours and steps:
+            # The phases share the hours by their tokens, as in train.py.
+            steps = int(3600 * args.hours * phase.tokens / all_tokens / step)
+        print(f"phase {number}: a step computes {compute:.3g} s")
+        if args.nodes > 1:
+            print(f"    at {args.gbps:g} Gb/s, compression {args.compression}, it exchanges "
+                  f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden")
+        print(f"    {steps:,} steps take {steps * step / 3600:.4g} h")
+
+
+if __name__ == "__main__":
+    main()
