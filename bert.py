@@ -56,7 +56,7 @@ PRESETS = {                     # name: (layers, width)
 
 
 def multiple_of_64(size):
-    """Returns a size rounded up to a multiple of 64; matrix products are fastest at such shapes."""
+    """Returns a size rounded up to a multiple of 64; matrix products are fastest at such sizes."""
     return (size + 63) // 64 * 64
 
 
@@ -342,9 +342,9 @@ def safetensors(tensors):
             "data_offsets": [begin, end]}
         begin = end
 
+    # Spaces fill it up, so that the elements begin where the processor reads them fastest.
     text = json.dumps(header).encode()
-    while len(text) % 8:
-        text += b" "                         # The elements have to begin at a multiple of 8 bytes.
+    text = text.ljust(multiple_of_64(len(text)))
     length = len(text).to_bytes(8, "little")
     elements = [tensor.numpy() for tensor in tensors.values()]
     return b"".join([length, text] + elements)
@@ -355,16 +355,18 @@ def replace(pattern, content):
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
-def normalizer_steps(is_cased):
+def normalizer_steps(tokenizer):
     """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
 
     They do what SentencePiece's rules nmt_nfkc and nmt_nfkc_cf do, which data.py takes for a cased
     and for an uncased tokenizer. The differences are listed in `tokenizer_json`.
     """
-    controls = "[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]"
-    spaces = "[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]"
-    steps = [replace(f"{INVISIBLE}|{controls}", ""), replace(spaces, " "), {"type": "NFKC"}]
-    if not is_cased:
+    # White space becomes a space, and so do a few characters that SentencePiece takes for it.
+    steps = [
+        replace(INVISIBLE + "|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
+        replace("[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]", " "),
+        {"type": "NFKC"}]
+    if tokenizer.normalize("A") == "▁a":
         # SentencePiece has one small sigma, and no small letter for the Turkish I with a dot.
         steps += [{"type": "Lowercase"}, replace("ς", "σ"), replace("i\u0307", "İ")]
     # Of several spaces the last is kept, next to its word; of those at the end, none.
@@ -382,25 +384,17 @@ def tokenizer_json(tokenizer):
     - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
       its letter, and a small i with another dot above are not what SentencePiece makes of them.
     """
-    vocab = []
-    for i in range(len(tokenizer)):
-        vocab.append([tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i)])
-    added = []
-    for i, special in enumerate(SPECIALS):
-        added.append({
-            "id": i, "content": special, "special": True, "normalized": False,
-            "lstrip": False, "rstrip": False, "single_word": False})
-
+    ids = range(len(tokenizer))
+    vocab = [(tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i)) for i in ids]
     # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
     # after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
     spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first"}
     processors = [
         {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
         {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]
-    is_cased = "A" in tokenizer.normalize("A")
     return {
-        "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(is_cased)},
+        "added_tokens": [],                      # They stand in tokenizer_config.json.
+        "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer)},
         "pre_tokenizer": spaces,
         "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
         "post_processor": {"type": "Sequence", "processors": processors},
@@ -428,14 +422,15 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         parts = parameter.detach().float().cpu().chunk(len(names))
         tensors.update(zip(names, parts))
 
-    config = {theirs: getattr(model.config, ours) for ours, theirs in CONFIG_NAMES.items()}
-    config |= {
-        "architectures": ["BertForPreTraining"], "model_type": "bert", "hidden_act": "gelu",
-        "pad_token_id": PAD}
+    config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD}
+    for ours, theirs in CONFIG_NAMES.items():
+        config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()
     tokenizer_config = {
         # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_max_length": longest,
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 
@@ -459,7 +454,9 @@ def read_safetensors(path):
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
-    header.pop("__metadata__", None)
+    # The output matrix of the MLM head is the embedding; some versions write it twice.
+    for name in ("__metadata__", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"):
+        header.pop(name, None)
 
     tensors = {}
     for name, entry in header.items():
@@ -477,31 +474,24 @@ def load_huggingface(folder):
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
-        if described["model_type"] != "bert" or described["hidden_act"] != "gelu":
-            raise ValueError("not a BERT with GELU")
         fields = {"attention_dropout": 0.1}      # the original's, where nothing is said
         for ours, theirs in CONFIG_NAMES.items():
             if theirs in described:
                 fields[ours] = described[theirs]
-
         # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
+
         weights = read_safetensors(Path(folder, "model.safetensors"))
-        state = {}
-        for name, parameter in model.named_parameters():
+        for name, _ in model.named_parameters():
             # Q, K and V are the thirds of one matrix.
-            state[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
-            if state[name].shape != parameter.shape:
-                raise ValueError(f"{name} has the wrong shape")
-        if weights:
-            raise ValueError(f"config.json does not speak of {', '.join(weights)}")
-        model.load_state_dict(state, assign=True)
+            parts = [weights.pop(part) for part in huggingface_names(name)]
+            weights[name] = torch.cat(parts)
+        model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:
         # A damaged file can hold anything, and so raise anything.
-        reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{folder} is no model folder of this program: {reason}") from None
+        raise ModelError(f"{folder} is no model folder of this program: {error!r}") from None
 
 
 def init_from(folder, model, tokenizer_path):
@@ -516,36 +506,28 @@ def init_from(folder, model, tokenizer_path):
     if own.read_bytes() != Path(tokenizer_path).read_bytes():
         raise ModelError(
             f"{tokenizer_path} is not {own}; make shards with data.py --tokenizer {own}")
-    found = load_huggingface(folder)
-    for field in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_positions"):
-        theirs = getattr(found.config, field)
-        wanted = getattr(model.config, field)
-        if theirs != wanted:
-            raise ModelError(f"{folder} has {field} {theirs}, not {wanted}: take another --model")
-    model.load_state_dict(found.state_dict())
+    try:
+        model.load_state_dict(load_huggingface(folder).state_dict())
+    except RuntimeError:
+        raise ModelError(f"{folder} has not the shape of this --model") from None
 
 
 # ----- Fill in a [MASK] -----
 
-# It stands before a text for which no new word shall begin. It is one of Unicode's private
-# characters, which no tokenizer knows.
+# A character that no tokenizer knows, one of Unicode's private ones.
 STAND_IN = "\ue000"
 
 
 def encode_with_masks(tokenizer, text):
     """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token. Of
     "a [MASK]s." the tokens are "▁a", [MASK], "s", ".": no new word begins after a [MASK], unless
-    there is a space."""
+    there is a space. Unknown characters that follow a [MASK] without a space are lost."""
     text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
-    tokens = []
+    tokens = [CLS]
     for part in f" {text}".split("[MASK]"):
-        # SentencePiece begins each text with a "▁". Here the stand-in takes it: the pieces are "▁",
-        # the stand-in with any unknown characters that follow it, and those of the part.
-        pieces = tokenizer.encode(STAND_IN + part, out_type=str)[1:]
-        pieces[0] = pieces[0].removeprefix(STAND_IN)
-        tokens += [tokenizer.piece_to_id(piece) for piece in pieces if piece]
-        tokens.append(MASK)
-    return [CLS] + tokens[:-1] + [SEP]
+        # SentencePiece begins each text with a "▁". The stand-in takes it: these two are left out.
+        tokens += tokenizer.encode(STAND_IN + part)[2:] + [MASK]
+    return tokens[:-1] + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
@@ -574,10 +556,9 @@ def fill_mask(model, tokenizer, text, count=5):
     best = logits.softmax(1).topk(count)
     lines = []
     for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
-        words = []
-        for probability, piece in zip(probabilities, tokenizer.id_to_piece(ids)):
-            words.append(f"{piece.replace('▁', '')} {probability:.0%}")
-        lines.append(", ".join(words))
+        words = tokenizer.id_to_piece(ids)
+        guesses = [f"{word.strip('▁')} {p:.0%}" for word, p in zip(words, probabilities)]
+        lines.append(", ".join(guesses))
     return lines
 
 
@@ -592,8 +573,6 @@ def main():
     try:
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
-        if multiple_of_64(len(tokenizer)) != model.config.vocab_size:
-            raise ModelError(f"the tokenizer.model in {flags.folder} is not that of the model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
     except (ModelError, OSError, RuntimeError) as error:     # SentencePiece raises the last two.
         sys.exit(f"bert.py: {error}")

@@ -6,7 +6,7 @@
 
 Read first `Batch`, what the model gets; then `PretrainingData`, how an example is found, cut in two
 and masked; then `uniform`, the random numbers. The rest can wait: how examples are dealt to ranks
-(`micro_batches`) and computed ahead in other processes (`ahead`), and from `prepare` on how text
+(`micro_batches`) and made ahead in a thread (`loader`), and from `prepare` on how text
 becomes shards.
 
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
@@ -26,22 +26,19 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import heapq
 import io
 import itertools
 import json
 import lzma
 import math
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import unicodedata
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,8 +81,7 @@ class Batch(NamedTuple):
     in place of hundreds, each of which takes kernels and memory of its own on a GPU. A small batch
     in which no token was chosen has M = 0.
 
-    The fields are NumPy arrays, which go from a worker process to another faster than tensors do,
-    until `to` makes tensors of them.
+    The fields are NumPy arrays until `to` makes tensors of them.
     """
     tokens: np.ndarray              # (N,) int64, of the shortest example first
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
@@ -181,10 +177,6 @@ class PretrainingData:
         keys = np.random.SeedSequence((seed, phase)).generate_state(4, np.uint64)
         self.walk_key, self.cut_key, self.mask_key, self.token_key = keys
         self.shards = {}            # by their numbers, mapped when first needed
-
-    def __getstate__(self):
-        # Called when a data set is sent to a worker process, which maps the files itself.
-        return self.__dict__ | {"shards": {}}
 
     def shard(self, s):
         """Returns Shard s."""
@@ -343,7 +335,7 @@ SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’�
 SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17ff\u3040-\u9fff]")
 
 
-# ----- Batches: dealt to the ranks, computed ahead in worker processes -----
+# ----- Batches: dealt to the ranks, made ahead in a thread -----
 
 def micro_batches(step, global_batch, micro_batch, rank, size):
     """Returns the micro-batches of rank `rank` of `size` in a step, each a list of at most
@@ -359,75 +351,26 @@ def micro_batches(step, global_batch, micro_batch, rank, size):
     return [mine[k::count] for k in range(count)]
 
 
-def loader(dataset, steps, workers=1):
-    """Yields the list of Batches of each step, in order, made ahead in `workers` processes (0: in
-    this one). steps: for each step its micro-batches, as `micro_batches` returns them."""
-    return ahead(functools.partial(make_step, dataset), steps, workers)
+def loader(dataset, steps):
+    """Yields the list of Batches of each step, in order, made ahead. steps: for each step its
+    micro-batches, as `micro_batches` returns them."""
+    def make_step(micro_batches_of_step):
+        return [dataset.batch(indices) for indices in micro_batches_of_step]
+
+    return ahead(make_step, steps)
 
 
-def make_step(dataset, micro_batches_of_step):
-    """Returns the Batches of a step."""
-    return [dataset.batch(indices) for indices in micro_batches_of_step]
-
-
-# Batch systems and torchrun send these signals, and a terminal Ctrl-C, to all processes of a run.
-STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
-         signal.SIGXCPU]
-
-
-def ahead(function, items, workers):
-    """Yields function(item) for each item, in order, computed ahead in `workers` processes; in this
-    process if there are none. Raises the exceptions of a worker, and DataError if one has died."""
-    if workers == 0:
-        yield from map(function, items)
-        return
-    # A new Python, which imports torch again in one or two seconds: a fork of this process could
-    # hang, since it copies locks that other threads hold.
-    spawn = multiprocessing.get_context("spawn")
-    with stops_held_back():
-        pool = ProcessPoolExecutor(workers, spawn, begin_worker, [function])
-    futures = collections.deque()
-    try:
+def ahead(function, items):
+    """Yields function(item) for each item, in order. While the caller works with one result, a
+    thread computes the next."""
+    with ThreadPoolExecutor(1) as thread:
+        job = None
         for item in items:
-            with stops_held_back():
-                futures.append(pool.submit(work, item))
-            if len(futures) > workers:
-                yield futures.popleft().result()
-        while futures:
-            yield futures.popleft().result()
-    except BrokenProcessPool:
-        raise DataError("a worker process died: no memory (set --workers lower), or a program "
-                        'without if __name__ == "__main__"') from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def stops_held_back():
-    """Holds STOPS back until the end of a `with`. A worker that starts there holds them back for
-    ever: we still need it after such a signal, to finish the step and save it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def begin_worker(function):
-    """Runs first in a worker process: keeps the function, which is sent only once, and ends the
-    process when this program ends, however it does."""
-    work.function = function
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def work(item):
-    """Runs in a worker process: returns what `ahead` is to yield for an item."""
-    return work.function(item)
+            next_job = thread.submit(function, item)
+            if job:
+                yield job.result()
+            job = next_job
+        yield job.result()
 
 
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
@@ -442,12 +385,12 @@ SAMPLE = 40_000             # train the tokenizer
 INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
-def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None, workers=None):
+def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
     """Writes a new folder of shards; returns its manifest (dict). What fails leaves nothing.
 
     corpus: documents, each one string, that can be iterated again and again; it is read twice.
     tokenizer: a path; without one a model of `vocab_size` pieces is trained, of fewer if the text
-    has no more. workers: default one a core, none for less than 32 MB.
+    has no more.
 
     Every shard gives as many examples as any other, so what is in a small one is seen more often.
     With 300 documents in 8 shards the largest has about twice the text of the smallest, with 60
@@ -466,14 +409,11 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         collections.deque(pieces, maxlen=0)                 # only counts
     else:
         model = train_tokenizer(pieces, vocab_size, cased)
-    if workers is None:
-        workers = os.cpu_count() if counts["bytes"] > 32 * BLOCK else 0      # starting takes time
-
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / "tokenizer.model").write_bytes(model)
         encoder = functools.partial(encode, load_tokenizer(folder / "tokenizer.model"))
-        encoded = ahead(encoder, blocks(corpus, counts["documents"]), workers)
+        encoded = ahead(encoder, blocks(corpus, counts["documents"]))
         manifest = write_shards(encoded, folder, shards, counts)
         files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
         manifest |= {"version": VERSION, "shards": shards, "cased": cased, "files": files}
@@ -530,14 +470,14 @@ def train_tokenizer(pieces, vocab_size, cased=False):
     has more different characters than that, or too few words.
     """
     model = io.BytesIO()
-    sentencepiece.set_random_generator_seed(0)
+    # Those with the smallest checksums are a random sample, and always the same one.
+    sample = heapq.nsmallest(SAMPLE, pieces, key=lambda piece: zlib.crc32(piece.encode()))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces, model_writer=model, vocab_size=vocab_size, minloglevel=2,
+            sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size, minloglevel=2,
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:], hard_vocab_limit=False,
-            input_sentence_size=SAMPLE, shuffle_input_sentence=True,
             max_sentence_length=4 * PIECE,      # bytes; longer pieces would be left out
             num_threads=4)                      # another number finds another vocabulary
     except RuntimeError as error:
@@ -550,7 +490,7 @@ def train_tokenizer(pieces, vocab_size, cased=False):
 def encode(tokenizer, documents):
     """Returns the tokens of a block of documents (n,), one document after another, and of each
     document how many tokens and bytes it has and the CRC-32 of its text (list of three each)."""
-    encoded = tokenizer.encode(documents, num_threads=1)
+    encoded = tokenizer.encode(documents, num_threads=os.cpu_count())
     tokens = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
     table = []
     for document, ids in zip(documents, encoded):
@@ -865,8 +805,6 @@ def parse_arguments():
     add("--out", type=path, help="write this folder; without it, shards/ and the corpus's name")
     add("--shards", type=number(int, 1), default=8,
         help="deal the documents to so many shards (default: %(default)s)")
-    add("--workers", type=number(int, 0),
-        help="encode in so many processes; without it, one a core")
     add("--vocab-size", type=number(int, 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
@@ -880,7 +818,7 @@ def main():
     out = args.out or default_folder(args.corpus)
     try:
         manifest = prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
-                           args.tokenizer, args.workers)
+                           args.tokenizer)
         print(f"{describe(manifest)}\n{out} is ready")
     except (DataError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")

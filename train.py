@@ -115,8 +115,6 @@ def parse_arguments(argv=None):
         help="average this many MB of gradients at a time; without it a twelfth of all, within 1 "
              "and 25 MB")
     add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
-    add("--workers", type=COUNT_OR_0, default=1,
-        help="make examples ahead in this many processes a rank (default: %(default)s)")
     add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
     add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
@@ -156,7 +154,7 @@ def planned_phases(parser, args):
     return planned
 
 
-LOCAL = {"data", "out", "workers", "timeout"}                # each node may have its own
+LOCAL = {"data", "out", "timeout"}                           # each node may have its own
 FREE = LOCAL | {"micro_tokens", "bucket_mb", "compile", "max_steps", "save_every",
                 "steps", "batch", "lr_scale"}                # the last three are in the phases
 
@@ -573,7 +571,7 @@ def begin_phase(args, world, state, phase_index):
     steps = (
         data.micro_batches(step, phase.global_batch, micro_batch, world.rank, world.size)
         for step in itertools.count(state.phase_step))
-    return data.loader(examples, steps, args.workers)
+    return data.loader(examples, steps)
 
 
 def masked_and_all(world, micro_batches):
@@ -679,7 +677,7 @@ def training_loop(args, world, log, state, signals):
             phase = args.phases[phase_index]
         began = time.perf_counter()
 
-        # 1. This rank's examples of the step, in micro-batches that workers have made ahead.
+        # 1. This rank's examples of the step, in micro-batches that a thread has made ahead.
         micro_batches = next(batches)
         data_seconds = time.perf_counter() - began
 
