@@ -569,7 +569,7 @@ def open_corpus(paths):
 def default_folder(paths):
     """Returns the folder (Path) for the shards of a corpus, named after its first path."""
     if not paths:
-        return Path("shards/docs")
+        return Path("shards/demo")
     return Path("shards", Path(paths[0]).absolute().name.split(".")[0])
 
 
@@ -790,10 +790,10 @@ def number(kind, low, high=math.inf):
 
 
 def path(text):
-    """Returns the text of a flag that is a path, for argparse's `type`; refuses an empty one."""
+    """Returns the Path of a flag's text, for argparse's `type`; refuses an empty one."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (a variable that is not set?)")
-    return text
+    return Path(text)
 
 
 def parse_arguments():

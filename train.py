@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -49,6 +50,7 @@ EVAL_EXAMPLES = 1024         # held-out examples, with the same masks at every e
 SAVE_SECONDS = 1800          # a checkpoint is saved at least this often
 LOG_EVERY = 50               # steps between two lines on the terminal
 LOG_SECONDS = 60             # and the most seconds between two of them
+DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
@@ -79,7 +81,7 @@ def parse_arguments(argv=None):
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
-    add("--data", type=data.path,
+    add("--data", type=data.path, default=DEMO_SHARDS,
         help="train on the shards in this folder, which data.py has made; without it on this "
              "machine's documentation")
     add("--out", type=data.path, help="write all results here; without it to a folder below runs/")
@@ -128,12 +130,7 @@ def parse_arguments(argv=None):
     args = parser.parse_args(argv)
 
     args.phases = planned_phases(parser, args)
-    args.reads_docs = args.data is None
-    if args.reads_docs:
-        args.data = "shards/docs"
-        args.out = args.out or "runs/demo"
-    args.data = Path(args.data)
-    args.out = Path(args.out or f"runs/{args.data.name}")
+    args.out = args.out or Path("runs", args.data.name)
     return args
 
 
@@ -190,7 +187,7 @@ def check_ranks(args, world):
 def prepare(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
     completes args: `precision`, `vocab_size` and `counts`, see `what_counts`. Collective."""
-    if args.reads_docs and world.rank == 0 and not args.data.exists():
+    if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
         manifest = data.prepare(data.open_corpus(None), args.data)
         print(data.describe(manifest), flush=True)
     world.barrier()
@@ -592,12 +589,13 @@ def loss_sum(logits, labels):
 
 
 def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
-    """Returns the log's fields (dict) that follow from a step's sums over all ranks and from the
-    time when it began. tflops: the TFLOP/s of one rank, as bert.flops_per_example counts them."""
+    """Returns the log's fields (dict) that follow from the State, from a step's sums over all ranks
+    and from the time when it began. tflops: the TFLOP/s of one rank, as bert.flops_per_example
+    counts them."""
     seconds = time.perf_counter() - began
     batch = args.phases[state.phase].global_batch
-    over = tokens_over(args, state)
     flops = batch * bert.flops_per_example(state.model.config, tokens / batch, masked / batch)
+    over = tokens_over(args, state)
     return {
         "step": state.step,
         "phase": state.phase + 1,
@@ -610,6 +608,17 @@ def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
         "minutes_left": state.seconds / 60 * (all_tokens(args) - over) / over}
+
+
+def reason_to_stop(state, signalled, orphans):
+    """Returns the dist.DistError that ends a training after this step, or None. signalled, orphans:
+    how many signals came to all ranks, how many of these have lost their torchrun."""
+    message = f"stopped after step {state.step}; the same command resumes"
+    if orphans:
+        return dist.TorchrunLost(f"{message} (a torchrun has died)")
+    if signalled:
+        return dist.DistError(message)
+    return None
 
 
 # ----- Evaluation -----
@@ -727,11 +736,10 @@ def training_loop(args, world, log, state, signals):
         state.step += 1
         state.phase_step += 1
         state.seconds = seconds / world.size
+        stop = reason_to_stop(state, signalled, orphans)
         figures = step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began)
-        log.step({**figures, "lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
-                  "data_share": data_seconds / (time.perf_counter() - began)})
-        if signalled or orphans:
-            stop = stopped(state, signalled)
+        log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
+                            "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, state)
         phase_ends = phase_index != state.phase
         half_hour = state.seconds - saved_at > SAVE_SECONDS
@@ -741,15 +749,6 @@ def training_loop(args, world, log, state, signals):
             if not stop:
                 evaluate(args, world, log, state)
     return stop
-
-
-def stopped(state, signalled):
-    """Returns the DistError of a stop: by a signal, or since the torchrun of a node has died, which
-    the torchruns of other nodes can mend by a restart."""
-    message = f"stopped after step {state.step}; the same command resumes"
-    if signalled:
-        return dist.DistError(message)
-    return dist.TorchrunLost(f"{message} (a torchrun has died)")
 
 
 # ----- A whole run -----
@@ -765,7 +764,7 @@ def keep_freed_memory():
 
 def report(args, log, state):
     """Says how the run ended, and for the demo how the model fills in its sentences."""
-    if args.reads_docs:
+    if args.data == DEMO_SHARDS:
         tokenizer = data.load_tokenizer(args.data / "tokenizer.model")
         for sentence in DEMO_SENTENCES:
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
@@ -805,9 +804,8 @@ def train(args, world):
 def explain(error):
     """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
     # Of Python; CUDA; torch on a CPU; cuBLAS. Several kinds of exceptions have these words.
-    for words in ("MemoryError", "out of memory", "allocate", "ALLOC_F"):
-        if words in repr(error):
-            return f"out of memory; lower --micro-tokens ({str(error):.160})"
+    if re.search("MemoryError|out of memory|allocate|ALLOC_F", repr(error)):
+        return f"out of memory; lower --micro-tokens ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"
     if isinstance(error, EXPECTED):
