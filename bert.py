@@ -115,7 +115,7 @@ def plain_attention(qkv):
     is `attention` below, which does the same for all examples of a batch, and faster.
     """
     q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
-    scores = q @ k.mT / q.shape[2] ** 0.5                    # (H, T, T)
+    scores = q @ k.mT / q.shape[2] ** 0.5                        # (H, T, T)
     weights = scores.softmax(-1)                                 # (H, T, T), each row sums to 1
     return (weights @ v).transpose(0, 1)                         # (T, H, D/H)
 
@@ -123,16 +123,16 @@ def plain_attention(qkv):
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
-    bounds and lengths say which rows belong to one example. With examples of 3, 3 and 6 tokens, and
-    drawn as if N were filled up to a multiple of 16, not of 64:
+    bounds and lengths say which rows belong to one example. With 3, 3 and 6 tokens, and drawn as if
+    N were filled up to a multiple of 16, not of 64:
 
         row        0  1  2 | 3  4  5 | 6  7  8  9 10 11 | 12 13 14 15  |
                    ex. 0   | ex. 1   | example 2        | only fill up |
         lengths    3       | 3       | 6                | 4            |        (B + 1,)
         bounds     0       | 3       | 6                | 12           | 16     (B + 2,)
 
-    The rows that only fill up N are one more example, whose result nobody reads; its length can be
-    0. lengths is on the CPU always, since it decides shapes. It is enough on a CPU; bounds is for
+    The rows that only fill up N are one more example, which nobody reads; its length can be 0.
+    lengths is on the CPU always, since it decides shapes, and is enough there; bounds is for
     kernels that take all lengths at once. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
@@ -148,9 +148,8 @@ def attention(qkv, bounds, lengths, dropout):
         # On a CPU, backward takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 
-    # A run of b neighbours that have the same length T is a rectangle (b, T), which needs neither
-    # padding nor a mask. The picture has three runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts the
-    # examples of a batch by length, so runs are long.
+    # b neighbours of one length T are a rectangle (b, T) without padding. The picture has three
+    # such runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts examples by length, so runs are long.
     lengths = lengths[lengths > 0]
     T_of_runs, b_of_runs = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((b_of_runs * T_of_runs).tolist())
@@ -247,8 +246,8 @@ class BertForPreTraining(nn.Module):
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist, which is most of what makes small models fast.
         examples = len(batch.pair_labels)
-        first_rows = batch.bounds[:examples]                     # (B,), the rows of [CLS]
-        rows = torch.cat([first_rows, batch.masked_positions])   # (R,), where R = B + M
+        # (R,), where R = B + M: the rows of [CLS], then those of masked tokens
+        rows = torch.cat([batch.bounds[:examples], batch.masked_positions])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
 
@@ -306,10 +305,8 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
-# The first pieces of each tokenizer that data.py makes, in the order of their ids; and characters
-# that nobody sees (soft hyphens, marks of direction, joiners), which data.py drops from all text.
-# They stand in data.py, too: the two files do not import each other.
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# The ids of the special tokens, and the characters that are dropped from all text, such as soft
+# hyphens and marks of direction. Both stand in data.py, too: the files do not import each other.
 PAD, UNK, CLS, SEP, MASK = range(5)
 INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
@@ -323,8 +320,7 @@ def huggingface_names(name):
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
     _, layer, inner = module.split(".")                      # The module is blocks.3.qkv, say.
-    parts = BLOCK_NAMES[inner].split()
-    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in parts]
+    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in BLOCK_NAMES[inner].split()]
 
 
 # ----- Hugging Face folders: save -----
@@ -338,16 +334,15 @@ def safetensors(tensors):
         end = begin + 4 * tensor.numel()
         header[name] = {
             "dtype": "F32",
-            "shape": list(tensor.shape),
+            "shape": tensor.shape,
             "data_offsets": [begin, end]}
         begin = end
 
     # Spaces fill it up, so that the elements begin where the processor reads them fastest.
     text = json.dumps(header).encode()
     text = text.ljust(multiple_of_64(len(text)))
-    length = len(text).to_bytes(8, "little")
-    elements = [tensor.numpy() for tensor in tensors.values()]
-    return b"".join([length, text] + elements)
+    return b"".join(
+        [len(text).to_bytes(8, "little"), text] + [tensor.numpy() for tensor in tensors.values()])
 
 
 def replace(pattern, content):
@@ -358,19 +353,22 @@ def replace(pattern, content):
 def normalizer_steps(tokenizer):
     """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
 
-    They do what SentencePiece's rules nmt_nfkc and nmt_nfkc_cf do, which data.py takes for a cased
-    and for an uncased tokenizer. The differences are listed in `tokenizer_json`.
+    They do what data.py does: INVISIBLE and Unicode's form NFKC; then SentencePiece's own rule,
+    nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
-    # White space becomes a space, and so do a few characters that SentencePiece takes for it.
+    # White space becomes a space, and so do a few characters that SentencePiece takes for it. A
+    # text has to begin with a character that stays, or it would not begin with a new word. Of
+    # several spaces the last is kept, next to its word; of those at the end, none.
     steps = [
-        replace(INVISIBLE + "|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
+        replace(f"^{INVISIBLE}+", " "),
+        replace(f"{INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
         replace("[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]", " "),
-        {"type": "NFKC"}]
+        {"type": "NFKC"},
+        replace(" +(?= |$)", "")]
     if tokenizer.normalize("A") == "▁a":
         # SentencePiece has one small sigma, and no small letter for the Turkish I with a dot.
         steps += [{"type": "Lowercase"}, replace("ς", "σ"), replace("i\u0307", "İ")]
-    # Of several spaces the last is kept, next to its word; of those at the end, none.
-    return steps + [replace(" +(?= |$)", "")]
+    return steps
 
 
 def tokenizer_json(tokenizer):
@@ -380,24 +378,27 @@ def tokenizer_json(tokenizer):
     the offsets of a token. What differs in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
     - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text;
+    - a new word begins where one of INVISIBLE follows a [MASK];
     - it knows Unicode of 2018: later characters are not replaced, such as that of the era Reiwa;
     - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
       its letter, and a small i with another dot above are not what SentencePiece makes of them.
     """
-    ids = range(len(tokenizer))
-    vocab = [(tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i)) for i in ids]
+    vocab = [
+        (tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i))
+        for i in range(len(tokenizer))]
     # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
     # after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
     spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first"}
-    processors = [
-        {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
-        {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]
     return {
-        "added_tokens": [],                      # They stand in tokenizer_config.json.
+        # transformers adds the special tokens, which stand in tokenizer_config.json.
+        "added_tokens": [],
         "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer)},
         "pre_tokenizer": spaces,
         "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
-        "post_processor": {"type": "Sequence", "processors": processors},
+        "post_processor": {"type": "Sequence", "processors": [
+            # For the sake of its trim_offsets. Nothing is cut into bytes here.
+            {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
+            {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]},
         "decoder": spaces}
 
 
@@ -434,16 +435,15 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / "model.safetensors", safetensors(tensors))
-    write_file(folder / "tokenizer.model", tokenizer_model)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_file(f"{folder}/model.safetensors", safetensors(tensors))
+    write_file(f"{folder}/tokenizer.model", tokenizer_model)
     descriptions = {
         "config.json": config,
         "tokenizer.json": tokenizer_json(SentencePieceProcessor(model_proto=tokenizer_model)),
         "tokenizer_config.json": tokenizer_config}
     for name, content in descriptions.items():
-        write_file(folder / name, json.dumps(content, indent=1).encode())
+        write_file(f"{folder}/{name}", json.dumps(content, indent=1).encode())
 
 
 # ----- Hugging Face folders: load -----
@@ -451,12 +451,10 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 def read_safetensors(path):
     """Returns {name: tensor} of a safetensors file that has nothing but fp32; see `safetensors` for
     its format. A damaged file can raise anything."""
-    content = path.read_bytes()
+    content = Path(path).read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
-    # The output matrix of the MLM head is the embedding; some versions write it twice.
-    for name in ("__metadata__", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"):
-        header.pop(name, None)
+    header.pop("__metadata__", None)
 
     tensors = {}
     for name, entry in header.items():
@@ -473,25 +471,23 @@ def load_huggingface(folder):
     model with both heads. Raises ModelError for any other folder, and for a damaged one.
     """
     try:
-        described = json.loads(Path(folder, "config.json").read_text())
-        fields = {"attention_dropout": 0.1}      # the original's, where nothing is said
-        for ours, theirs in CONFIG_NAMES.items():
-            if theirs in described:
-                fields[ours] = described[theirs]
+        # Where nothing is said about dropout of attention, the original has 0.1.
+        described = {"attention_probs_dropout_prob": 0.1}
+        described |= json.loads(Path(folder, "config.json").read_text())
+        fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
         # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
 
-        weights = read_safetensors(Path(folder, "model.safetensors"))
-        for name, _ in model.named_parameters():
+        weights = read_safetensors(f"{folder}/model.safetensors")
+        for name in model.state_dict():
             # Q, K and V are the thirds of one matrix.
-            parts = [weights.pop(part) for part in huggingface_names(name)]
-            weights[name] = torch.cat(parts)
+            weights[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
         model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:
         # A damaged file can hold anything, and so raise anything.
-        raise ModelError(f"{folder} is no model folder of this program: {error!r}") from None
+        raise ModelError(f"{folder} is no model folder of this program: {error!r}")
 
 
 def init_from(folder, model, tokenizer_path):
@@ -501,33 +497,35 @@ def init_from(folder, model, tokenizer_path):
     copy of tokenizer_path: then its tokens would be other words.
     """
     own = Path(folder, "tokenizer.model")
-    if not own.exists():
-        raise ModelError(f"{own} is missing; Hugging Face does not save it: copy it from the run")
-    if own.read_bytes() != Path(tokenizer_path).read_bytes():
+    if not own.exists() or own.read_bytes() != Path(tokenizer_path).read_bytes():
         raise ModelError(
-            f"{tokenizer_path} is not {own}; make shards with data.py --tokenizer {own}")
+            f"{own} is missing or not a copy of {tokenizer_path}; Hugging Face does not save it: "
+            f"copy it from the run, and make shards by data.py --tokenizer {own}")
     try:
         model.load_state_dict(load_huggingface(folder).state_dict())
     except RuntimeError:
-        raise ModelError(f"{folder} has not the shape of this --model") from None
+        raise ModelError(f"{folder} has not the shape of this --model")
 
 
 # ----- Fill in a [MASK] -----
 
-# A character that no tokenizer knows, one of Unicode's private ones.
+# It stands for a [MASK] in a text, since SentencePiece finds no [MASK] there. It is one of the
+# private characters of Unicode, which no tokenizer knows.
 STAND_IN = "\ue000"
 
 
 def encode_with_masks(tokenizer, text):
-    """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token. Of
-    "a [MASK]s." the tokens are "▁a", [MASK], "s", ".": no new word begins after a [MASK], unless
-    there is a space. Unknown characters that follow a [MASK] without a space are lost."""
+    """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token.
+
+    Of "a [MASK]s." the pieces are "▁a", "▁", STAND_IN, "s", ".", and the tokens those of "▁a",
+    [MASK], "s", ".": a lone "▁" is the space of the masked word, which [MASK] stands for.
+    """
     text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
-    tokens = [CLS]
-    for part in f" {text}".split("[MASK]"):
-        # SentencePiece begins each text with a "▁". The stand-in takes it: these two are left out.
-        tokens += tokenizer.encode(STAND_IN + part)[2:] + [MASK]
-    return tokens[:-1] + [SEP]
+    # Pieces have no spaces, so these can part them. Unknown characters side by side are one piece,
+    # and a stand-in can be among them.
+    pieces = " ".join(tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str))
+    pieces = pieces.replace(f"▁ {STAND_IN}", STAND_IN).replace(STAND_IN, " [MASK] ")
+    return [CLS] + tokenizer.piece_to_id(pieces.split()) + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
@@ -539,13 +537,14 @@ def fill_mask(model, tokenizer, text, count=5):
     """
     ids = encode_with_masks(tokenizer, text)
     T = len(ids)
-    if MASK not in ids or T > model.config.max_positions:
-        raise ModelError(f"a text has at least one [MASK] and at most {model.config.max_positions} "
-                         f"tokens; this one has {ids.count(MASK)} and {T}")
+    limit = model.config.max_positions
+    if MASK not in ids or T > limit:
+        raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
+                         f"{ids.count(MASK)} and {T}")
     model.eval()
     with torch.no_grad(), model.mlm_bias.device:                     # New tensors are made there.
         tokens = torch.tensor(ids)                                   # (T,)
-        masked_positions = (tokens == MASK).nonzero().flatten()      # (M,)
+        masked_positions = torch.where(tokens == MASK)[0]            # (M,)
         bounds = torch.tensor([0, T, T], dtype=torch.int32)
         lengths = torch.tensor([T, 0], device="cpu")
         hidden = model.encode(masked_positions, tokens, torch.zeros_like(tokens), torch.arange(T),
@@ -555,10 +554,9 @@ def fill_mask(model, tokenizer, text, count=5):
 
     best = logits.softmax(1).topk(count)
     lines = []
-    for probabilities, ids in zip(best.values.tolist(), best.indices.tolist()):
-        words = tokenizer.id_to_piece(ids)
-        guesses = [f"{word.strip('▁')} {p:.0%}" for word, p in zip(words, probabilities)]
-        lines.append(", ".join(guesses))
+    for probabilities, choices in zip(best.values.tolist(), best.indices.tolist()):
+        words = zip(tokenizer.id_to_piece(choices), probabilities)
+        lines.append(", ".join(f"{word.strip('▁')} {p:.0%}" for word, p in words))
     return lines
 
 
@@ -566,7 +564,7 @@ def fill_mask(model, tokenizer, text, count=5):
 
 def main():
     """Prints a line of likely words for each [MASK]; one line on stderr if that cannot be done."""
-    parser = argparse.ArgumentParser(description="Fill in each [MASK] of a text.")
+    parser = argparse.ArgumentParser()
     parser.add_argument("folder", help="a model folder, for example runs/demo/model")
     parser.add_argument("text", help="a text with [MASK] in it")
     flags = parser.parse_args()

@@ -2,17 +2,16 @@
 
 A rank is one process of the training, a node a machine with some of them. Each rank has the whole
 model and computes the gradients of its own examples; all ranks then step with the mean of these.
-
-To read first: `average_gradients`, the simple form; `Reducer`, the fast one (Li et al., "PyTorch
-Distributed", arXiv 2006.15704, section 3.2); and `dense`, what crosses the network without
-compression. Each of the other compressors can be read alone: it is lossy, and keeps what it did not
-send (the residual) to add it to what it sends in the next step (error feedback).
+`average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
+arXiv 2006.15704, section 3.2). Of the compressors, `dense` is enough at first. The others are
+lossy: they send less, and what a rank did not send (the rest) it adds to what it sends in the next
+step (error feedback).
 
 A collective is a call that all ranks of a process group make together, such as a sum over them; if
 there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
 CPUs. Ranks find each other by a store, a small dictionary that all share, kept by a process of node
-0. When a rank dies or hangs, the others get an error in their next collective, and one of them says
-which ranks are lost (section Failures). All processes end, and torchrun may start them again. Only
+0. When a rank dies or hangs, the others get an error in their next collective; then all processes
+end, one of them says which rank is lost (section Failures), and torchrun may start them again. Only
 this file imports torch.distributed.
 
 In comments on shapes: W ranks, n elements of a bucket.
@@ -20,6 +19,7 @@ In comments on shapes: W ranks, n elements of a bucket.
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import itertools
 import math
@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 
 class DistError(Exception):
@@ -45,18 +45,15 @@ class DistError(Exception):
 
 
 class RankLost(DistError):
-    """A rank died, did not answer in time or never came. `leave` finds out which."""
+    """A rank died, did not answer in time or never came. After it call `leave`, at the end of this
+    file, not sys.exit: a clean exit can wait for the lost rank."""
 
 
 class TorchrunLost(DistError):
-    """The torchrun of a node has died, and its ranks must not go on. A restart helps."""
+    """The torchrun of a node is gone, and its ranks must not go on alone. A restart helps."""
 
 
 # ----- Ranks and collectives -----
-
-# torch 2.13 has given it another name.
-ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -72,7 +69,8 @@ class World:
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None is all processes
-    levels: tuple = ()       # the Worlds inside and between nodes, see `two_levels`
+    levels: list = None      # the Worlds inside and between nodes, see `two_levels`
+    watcher: object = None   # the thread that waits for a failure, see `watch`
 
     def sum(self, values):
         """Returns the sums over all ranks of a list of numbers, as floats: integers are exact below
@@ -81,36 +79,35 @@ class World:
         self.all_reduce(total)
         return total.tolist()
 
-    def all_reduce(self, tensor):
-        """Sums a tensor over all ranks, in place on every rank."""
-        self._run(distributed.all_reduce, tensor)
-
     def barrier(self):
         """Returns when all ranks have called it."""
         self.sum([0])
 
-    def reduce(self, tensor, target):
-        """Sums a tensor over all ranks, in place on rank `target`; elsewhere it is undefined."""
-        self._run(distributed.reduce, tensor, group_dst=target)
+    def all_reduce(self, tensor):
+        """Sums a tensor over all ranks, in place on every rank."""
+        self._run(distributed.all_reduce, tensor)
+
+    def reduce(self, tensor):
+        """Sums a tensor over all ranks, in place on rank 0; elsewhere it is undefined."""
+        self._run(distributed.reduce, tensor, group_dst=0)
 
     def broadcast(self, tensor, source=0):
         """Overwrites a tensor with that of rank `source`, in place. Its shape is the same there."""
         self._run(distributed.broadcast, tensor, group_src=source)
 
-    def all_gather(self, tensor):
-        """Returns every rank's tensor, stacked in order of rank: (...) -> (size, ...)."""
-        gathered = torch.stack([tensor] * self.size)     # with one rank already the answer
-        self._run(ALL_GATHER, gathered.view(-1), tensor.view(-1))
-        return gathered
-
     def all_to_all(self, rows):
-        """Returns (size, ...) from rows (size, ...): rank r gets row r of every rank."""
-        received = rows.clone()                          # with one rank already the answer
+        """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
+        received = rows.clone()                      # with one rank already the answer
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
+    def all_gather(self, tensor):
+        """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
+        return self.all_to_all(torch.stack([tensor] * self.size))
+
     def broadcast_object(self, value):
-        """Returns rank 0's value (any small picklable object), on every rank."""
+        """Returns rank 0's value (any picklable object), on every rank. For small things: what is
+        pickled takes four times its memory. Large tensors go by `broadcast`."""
         values = [value]
         self._run(distributed.broadcast_object_list, values, group_src=0)
         return values[0]
@@ -139,17 +136,19 @@ class World:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise                                    # an error of our own GPU, not of a rank
         except RuntimeError as error:
-            raise RankLost(f"{error!r:.300}") from error
+            # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
+            raise RankLost("rank ? died or did not answer in time; the same command resumes (was "
+                           f"it busy? raise --timeout) ({error!r:.300})") from error
 
     def close(self):
-        """Ends a training that went well, on all ranks. (After an error `leave` does.)"""
-        if self.size == 1:
-            return
-        self.barrier()
-        # The thread of `watch` waits in the store, and Python aborts if it exits meanwhile.
-        STORE.set("failed", NOBODY)
-        WATCHER.join(10)
-        distributed.destroy_process_group()          # one left open aborts at exit
+        """Ends a run that went well, on all ranks. After an error, `leave` instead. Collective."""
+        if self.watcher:
+            self.barrier()
+            # Python aborts if it exits while a thread waits in the store, or with open groups.
+            with contextlib.suppress(RuntimeError):      # the process that kept it may be gone
+                open_store().compare_set("failed", "", "nobody")
+            self.watcher.join()
+            distributed.destroy_process_group()
 
 
 def differences(one, other):
@@ -166,15 +165,13 @@ def differences(one, other):
 def init(timeout=600.0, init_method="env://"):
     """Returns this process's World from the environment that torchrun sets; without, of one rank.
 
-    timeout: seconds that a collective waits for a rank. From here on signals that ask for a stop do
-    not end a rank: torchrun sends one to all of them when one has died, and they shall say which.
-    Raises DistError if the nodes are unlike (numbers of ranks, GPUs) or the ranks were not started
-    by torchrun, RankLost if they do not meet.
+    timeout: seconds that a collective waits for a rank. Several ranks listen to signals from here
+    on, see `listen_to_signals`. Raises DistError if the nodes are unlike (numbers of ranks, GPUs)
+    or torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
         return world
-    listen_to_signals()
     limit = datetime.timedelta(seconds=timeout)
     # So Gloo opens a socket to a rank when it first sends to it, not to all ranks at once. And the
     # system's usual limit, 1,024 open files, is too low for a thousand ranks.
@@ -185,18 +182,20 @@ def init(timeout=600.0, init_method="env://"):
     try:
         store = meet(world, init_method, limit)
         choose_interface(world, store)
-        start_groups(world, store, limit)
+        watcher = start_groups(world, store, limit)
         check_nodes(world)
-        return two_levels(world, limit)
+        return dataclasses.replace(world, levels=two_levels(world, limit), watcher=watcher)
     except (RuntimeError, ValueError) as error:
-        raise RankLost(f"rank {world.rank} could not meet the others: {error!r:.200}") from error
+        raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
+                       ) from error
 
 
 def world_of_environment():
     """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
-    Raises DistError if another program has started several processes."""
+    Raises DistError if srun or mpirun has started several processes without torchrun."""
+    # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, 1)) > 1 and "RANK" not in os.environ:
+        if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
             raise DistError(f"{name} is {os.environ[name]}, but each of these processes would train "
                             "alone; start one torchrun on each node, and it starts the ranks")
     rank = int(os.environ.get("RANK", 0))
@@ -212,20 +211,23 @@ def world_of_environment():
 
 
 def meet(world, init_method, limit):
-    """Returns a store of keys and values that all ranks share and no earlier ones have used. Raises
-    RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
+    """Returns a store that all ranks share, and in which nothing is left of earlier processes.
+    Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
-    When torchrun starts ranks again, its store still holds the keys of the dead ones, and its count
-    of restarts differs between nodes. So who comes opens a new room, the next number of a count in
-    the store, and all who wait move there. They meet when all ranks are in one room:
+    When torchrun starts the ranks again, they get the store of the dead ones, with all that is in
+    it, and nothing tells how often the other nodes have started theirs. But each process that comes
+    adds 1 to a count. For each count there is a room: a prefix of keys. Whoever waits goes to the
+    room of the newest count and says that it is there. All ranks in one room have met:
 
-        rank 0 comes                           room 1      0 waits in 1
-        rank 1 comes                           room 2      0 moves to 2: they meet, and train
-        rank 1 is killed: both start again
-        rank 0 comes                           room 3      0 waits in 3
-        rank 1 comes                           room 4      0 moves to 4: they meet, and train
+                                          count   who is where
+        rank 0 comes                      1       room 1: 0
+        rank 1 comes                      2       room 2: 1, and 0 follows: they have met
+        both die and are started again
+        rank 1 comes                      3       room 3: 1
+        rank 1 dies, comes once more      4       room 4: 1
+        rank 0 comes                      5       room 5: 0, and 1 follows: they have met
 
-    So no process meets one that was there before a restart.
+    No process meets one that died: who comes after its death makes a newer room.
     """
     # torch's rendezvous yields (store, rank, size), here once.
     root, _, _ = next(
@@ -233,12 +235,12 @@ def meet(world, init_method, limit):
     root.add("processes", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
-        room = root.add("processes", 0)            # adding 0 reads the count
-        store = distributed.PrefixStore(str(room), root)
-        store.set(f"here/{world.rank}", "")
-        absent = ranks_without(store, "here", world.size)
+        count = root.add("processes", 0)           # adding 0 reads the count
+        room = distributed.PrefixStore(str(count), root)
+        room.set(f"here/{world.rank}", "")
+        absent = ranks_without(room, "here", world.size)
         if not absent:
-            return store
+            return room
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
@@ -250,33 +252,27 @@ def ranks_without(store, word, size):
 
 
 def choose_interface(world, store):
-    """Sets the network interface that Gloo uses, unless the user has: on node 0 the one towards the
-    last node, on all others the one towards node 0. Gloo itself would take that of the host's own
-    name, which others often cannot reach. Where nothing is known, it may."""
-    address = own_address_towards(os.environ.get("MASTER_ADDR", ""))
+    """Sets the network interface that Gloo uses, unless the user has: the one by which node 0 is
+    reached, and on node 0 the one with the address that the last rank knows it by. Gloo itself
+    would take the address of the host's own name, which on many systems is 127.0.1.1. If nothing is
+    known (no such name, no program `ip`), it does."""
+    address = ""
+    with contextlib.suppress(OSError):
+        address = socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)[0][4][0]
     store.set(f"address/{world.rank}", address)
+    question = f"ip -o route get {address}"
     if world.rank == world.local_rank:
         # This rank is on node 0.
-        last_address = store.get(f"address/{world.size - 1}").decode()
-        address = own_address_towards(last_address)
-    interfaces = subprocess.getoutput("ip -o address")
-    found = re.search(rf"^\d+: (\S+) .* {re.escape(address)}/", interfaces, re.MULTILINE)
-    if address and found:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found[1])
-
-
-def own_address_towards(host):
-    """Returns this machine's own address on the way to a host; "" where that is not known."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(target)                    # sends nothing, but chooses the way
-            return way.getsockname()[0]
-    return ""
+        address = store.get(f"address/{world.size - 1}").decode()
+        question = f"ip -o address show to {address}"
+    # "10.0.0.1 dev eth0 src 10.0.0.2 ..." or "2: eth0    inet 10.0.0.1/24 ..."
+    answer = re.search(r"( dev|^\d+:) (\S+)", subprocess.getoutput(question))
+    if answer:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", answer[2])
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread of `watch`."""
+    """Starts torch's process group, Gloo and for GPUs NCCL; returns the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
     # why. So Gloo shall have `limit`, and NCCL twice that. This call sets the same for both; below,
@@ -290,11 +286,11 @@ def start_groups(world, store, limit):
     gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
-
-    global STORE, WATCHER
-    STORE = store
-    WATCHER = threading.Thread(target=watch, args=[store.clone(), world.rank], daemon=True)
-    WATCHER.start()
+    # torchrun sends SIGTERM to all when a rank has died. One must live to say which.
+    listen_to_signals()
+    watcher = threading.Thread(target=watch, args=[world.rank], daemon=True)
+    watcher.start()
+    return watcher
 
 
 def check_nodes(world):
@@ -311,14 +307,14 @@ def check_nodes(world):
 
 
 def two_levels(world, limit):
-    """Returns the World. With several nodes of several ranks each, it gets its levels: the World of
-    the ranks on this node, and that of the ranks with this local rank on all nodes.
+    """Returns two Worlds: the ranks on this node, and the ranks with this local rank on all nodes.
+    None on a single node.
 
-        node 0: ranks 0 1        level 0: (0 1) and (2 3)
-        node 1: ranks 2 3        level 1: (0 2) and (1 3)
+        node 0: ranks 0 1        inside nodes:  (0 1) and (2 3)
+        node 1: ranks 2 3        between nodes: (0 2) and (1 3)
     """
-    if world.nodes == 1 or world.local_size == 1:
-        return world
+    if world.nodes == 1:
+        return None
     if world.device.type == "cuda":
         limit = 2 * limit                            # of NCCL, see `start_groups`
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
@@ -327,7 +323,7 @@ def two_levels(world, limit):
         # Every rank must create all groups, in the same order; it gets back the one it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
-    return dataclasses.replace(world, levels=tuple(levels))
+    return levels
 
 
 # ----- The simple form: average after backward -----
@@ -357,26 +353,29 @@ class Reducer:
 
     1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
        bucket_mb MB (by default a 12th of all gradients, within 1 and 25 MB), then to the next.
-       Each parameter has a view of its bucket. All ranks start from rank 0's weights.
-    2. Ready. When backward has made a parameter's gradient, of any format, it is added to the view.
+       Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
+       All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
+       and is cast afterwards.
+    2. Ready. When autograd has made p.grad, `_ready` adds it to the view and drops it.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
        communication thread, which averages one bucket after another while backward goes on.
     4. Finish. Waits for the thread.
 
         reducer = Reducer(model, world)
+        for name, p in model.named_parameters():
+            masters[name].grad = reducer.gradients[name]         # for the optimizer, once
+
         reducer.zero_grad()
         for k, batch in enumerate(micro_batches):
-            reducer.last_micro_batch = k == len(micro_batches) - 1      # only the last one sends
+            reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
         reducer.finish()                           # now reducer.gradients are equal on all ranks
         reducer.commit(step_taken=True)            # needed by lossy compression
-        for name, parameter in model.named_parameters():
-            parameter.grad = reducer.gradients[name]
         optimizer.step()
 
-    `gradients`: {name: view}. `buckets`: the Buckets; `flats`: their flat tensors. compression: a
-    name in COMPRESSORS. After `finish`: `bytes_sent` by this rank (to other nodes, where there
-    are several), and `wait_seconds` for the thread.
+    compression: a name in COMPRESSORS. `gradients`: {name: view}. `buckets`: the Buckets; `flats`:
+    their flat tensors. After `finish`: `bytes_sent` by this rank (on two levels, to other nodes),
+    and `wait_seconds` for the thread.
     """
 
     # 1. Pack
@@ -385,13 +384,13 @@ class Reducer:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             world.broadcast(tensor.detach())
         self.world = world
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.buckets = fill_buckets(self.parameters, world, compression, bucket_mb)
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
         self.flats = [bucket.flat for bucket in self.buckets]
         self.gradients = {}
         for bucket in self.buckets:
             self.gradients.update(bucket.views())
-        for name, p in self.parameters.items():
+        for name, p in parameters.items():
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         # The thread computes on one core. On more it would take them away from backward: a step of
@@ -405,35 +404,40 @@ class Reducer:
     def zero_grad(self, scale=1.0):
         """Begins a step, whose loss is multiplied by `scale`. Only lossy compression needs to know
         it: its residuals are unscaled."""
+        self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
-        self.jobs = []                             # of the thread, one for each launched bucket
-        self.missing = set(self.parameters)        # names of those whose gradients are not ready
+        self.bytes_sent = 0
+        self.missing = set(self.gradients)         # names of those that are not ready
         torch._foreach_zero_(self.flats)
 
     # 2. Ready
 
     def _ready(self, name, p):
-        """Autograd calls this when p.grad is complete, with the parameter, not its gradient. Moves
-        the gradient to its view. Raises DistError if it comes twice in the last micro-batch."""
+        """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
+
+        Adds p.grad to its view, in fp32, and drops it. In the last micro-batch, launches the
+        buckets that are complete now. Raises KeyError if there is a second last micro-batch."""
         self.gradients[name].add_(p.grad)
         p.grad = None
-        if not self.last_micro_batch:
-            return
-        if name not in self.missing:
-            raise DistError(f"gradient of {name} ready twice; see last_micro_batch and zero_grad()")
-        self.missing.remove(name)
-        self._launch()
+        if self.last_micro_batch:
+            self.missing.remove(name)
+            self._launch()
 
     # 3. Launch
 
     def _launch(self):
-        """Gives the thread each bucket that may start now."""
+        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`:
+
+            job = self.thread.submit(self._average, bucket, gradients_done)
+
+        gradients_done marks what the GPU has to finish first: a torch.cuda.Event(blocking=True)
+        that is recorded now; without `self.stream`, on a CPU, None. Buckets start in the order of
+        their numbers on every rank.
+        """
         # The first collective on one rank is matched with the first on the others, and so on. So
-        # buckets start in the order of their numbers on every rank, in whatever order they become
-        # complete.
-        while len(self.jobs) < len(self.buckets):
-            bucket = self.buckets[len(self.jobs)]
+        # buckets start in the order of their numbers, in whatever order they become complete.
+        for bucket in self.buckets[len(self.jobs):]:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             gradients_done = None
@@ -454,18 +458,18 @@ class Reducer:
             gradients_done.synchronize()
         sent = bucket.average(self.scale)
         if self.stream:
-            # Only this thread waits, until the bucket is averaged.
-            averaged = torch.cuda.Event(blocking=True)
-            averaged.record()
-            averaged.synchronize()
+            self.stream.synchronize()      # only this thread waits, until the bucket is averaged
         return sent
 
     # 4. Finish
 
     def finish(self):
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
-        RankLost; DistError if a parameter took no part in the loss, naming it."""
-        # A bucket with a missing gradient was never launched: nothing would come of waiting.
+        RankLost; DistError if a parameter took no part in the loss, naming it.
+
+        Looks for missing gradients before it waits: their buckets were never launched. A job's
+        result is its bytes, which it adds to `bytes_sent`. Sets `wait_seconds`, the time that it
+        waited for all jobs."""
         if self.missing:
             unused = ", ".join(sorted(self.missing))
             raise DistError(f"no gradient for {unused} in the step's last backward: each must take "
@@ -477,54 +481,48 @@ class Reducer:
             # until the timeout, and then abort the process without a line.
             self.world.barrier()
         began = time.perf_counter()
-        self.bytes_sent = sum(job.result() for job in self.jobs)
+        for job in self.jobs:
+            self.bytes_sent += job.result()
         self.wait_seconds = time.perf_counter() - began
 
     def norm(self):
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
         is. After `finish` it is that of the averaged gradients, the same on every rank."""
-        return float(torch.nn.utils.get_total_norm(self.flats))
+        return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step for the compressors: a skipped one leaves their residuals as they were."""
+        """Ends a step for the compressors: a skipped one leaves what they keep as it was."""
         for bucket in self.buckets:
             bucket.commit(step_taken)
 
     def forget(self):
-        """Drops all that lossy compression has not sent yet, as if the next step were the first."""
+        """Drops what lossy compression has not sent yet and all that it keeps. Done at each save:
+        so the run that goes on equals the one that resumes there, on any number of ranks."""
         for bucket in self.buckets:
             bucket.forget()
 
 
-def fill_buckets(parameters, world, compression, bucket_mb=None):
-    """Returns the Buckets of parameters {name: tensor}, numbered from 0, the last parameter first:
-    backward begins at the output. A bucket takes tensors until it has at least bucket_mb MB."""
-    if bucket_mb is None:
-        megabytes = 4e-6 * sum(p.numel() for p in parameters.values())
-        bucket_mb = min(25.0, max(1.0, megabytes / 12))
+def fill_buckets(tensors, world, compression, bucket_mb=None):
+    """Returns Buckets of {name: tensor}, the last one first: backward begins at the output. A
+    bucket is full when it has at least bucket_mb MB (4 bytes an element)."""
     contents = []                                  # {name: shape} of each bucket
-    room = 0.0                                     # in MB, in the last bucket
-    late = False
-    for name, p in reversed(parameters.items()):
-        # Backward ends with the embeddings, so a bucket with anything else in it would wait for
-        # them. (No backward is left to hide their own bucket.)
-        is_late = name.startswith("embeddings.")
-        if room <= 0 or is_late != late:
+    room = 0.0                                     # in the last of them, MB
+    in_embeddings = False
+    for name, tensor in reversed(tensors.items()):
+        # The embeddings' gradients come last. What shared a bucket with them would wait.
+        if room <= 0 or name.startswith("embeddings.") != in_embeddings:
             contents.append({})
-            room = bucket_mb
-        late = is_late
-        contents[-1][name] = p.shape
-        room -= 4e-6 * p.numel()
-    return [Bucket(shapes, world, compression, k) for k, shapes in enumerate(contents)]
+            room = bucket_mb or 5.0
+        in_embeddings = name.startswith("embeddings.")
+        contents[-1][name] = tensor.shape
+        room -= 4e-6 * tensor.numel()
+    return [Bucket(shapes, world, compression) for shapes in contents]
 
 
 # ----- One bucket: error feedback, and two levels -----
 
-BLOCK = 512                                        # elements that share a scale, see `int8`
-
-
 class Bucket:
-    """One flat fp32 tensor (n,) of gradients, and what its compressor leaves from step to step.
+    """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
 
     Lossy compression adds what a rank could not send to what it sends next (error feedback):
 
@@ -533,20 +531,21 @@ class Bucket:
         g = scale * q
         e_r = rest_r                           `commit`: only if the step is taken
 
+    If the step is skipped, after an overflow, the next one begins with the same e_r.
+
     Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
-    4.1). One rank of each node is the bucket's leader, here 0 and 2:
+    4.1). The first rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
         1. reduce            1 -> 0    3 -> 2      a node's ranks add up at the leader
         2. compressor        0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
-    So a node sends no more than a single rank would. Bucket `number` decides who leads, which
-    spreads memory and work over the node's GPUs. Dense sums on GPUs do without these levels, since
-    NCCL has its own.
+    So a node sends no more than a single rank would. Dense sums on GPUs do without these levels,
+    since NCCL has its own.
     """
 
-    def __init__(self, shapes, world, compression, number=0):
+    def __init__(self, shapes, world, compression):
         self.compressor = COMPRESSORS[compression]
         self.lossy = is_lossy(compression)
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
@@ -556,184 +555,183 @@ class Bucket:
         self.outer = world
         if world.levels and (self.lossy or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
-        self.leader = number % self.inner.size
-
-        n = sum(math.prod(shape) for shape in shapes.values())
-        multiple = BLOCK * self.outer.size if self.lossy else 1
-        # Zeros fill it up, so that each rank of `outer` can average a part of whole blocks.
-        self.padded = torch.zeros(math.ceil(n / multiple) * multiple, device=world.device)
-        self.flat = self.padded[:n]
+        self.sizes = [math.prod(shape) for shape in shapes.values()]
+        self.flat = torch.zeros(sum(self.sizes), device=world.device)
         self.forget()
 
     def views(self):
         """Returns {name: view of the flat tensor}."""
         views = {}
-        start = 0
-        for name, shape in self.shapes.items():
-            end = start + math.prod(shape)
-            views[name] = self.flat[start:end].view(shape)
-            start = end
+        for name, part in zip(self.shapes, self.flat.split(self.sizes)):
+            views[name] = part.view(self.shapes[name])
         return views
 
     def average(self, scale):
-        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, to
-        other nodes where there are several."""
+        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent; on
+        two levels those that it sent to other nodes."""
         if self.inner.size > 1:
             self.flat.div_(self.inner.size)
-            self.inner.reduce(self.flat, self.leader)
+            self.inner.reduce(self.flat)
         sent = 0
-        if self.inner.rank == self.leader:
-            sent = self._exchange(scale)
-        self.inner.broadcast(self.flat, self.leader)
-        if self.outer.nodes > 1:
-            # This is the world of all ranks (a level has nodes = 1), so there are no levels, and a
-            # ring passes through all ranks. Of each node one rank sends to another node.
-            sent //= self.outer.local_size
+        if self.inner.rank == 0:
+            if self.lossy:
+                sent = self._send(scale)
+            else:
+                _, _, sent = self.compressor(self.outer, self.flat, {})
+        self.inner.broadcast(self.flat)
         return sent
 
-    def _exchange(self, scale):
-        """Averages the leaders' buckets, in place; returns the bytes sent. What a lossy compressor
-        did not send waits in `uncommitted`."""
-        if not self.lossy:
-            mean, _, sent = self.compressor(self.outer, self.flat, self.state)
-            self.flat.copy_(mean)
-            return sent
+    def _send(self, scale):
+        """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
+        sent. What the next step needs waits in `uncommitted`."""
         if self.uncommitted:
             raise DistError("lossy compression needs a call of commit() after each step")
-        value = torch.add(self.residual, self.padded, alpha=1 / scale)
-        mean, state, sent = self.compressor(self.outer, value, self.state)
-        self.uncommitted = (value, state)
-        torch.mul(mean[:len(self.flat)], scale, out=self.flat)
+        value = self.flat / scale
+        if self.residual is not None:
+            value += self.residual
+        mean, next_state, sent = self.compressor(self.outer, value, self.state)
+        # The compressor has taken out of `value` what it sent.
+        self.uncommitted = value, next_state
+        torch.mul(mean, scale, out=self.flat)
         return sent
 
     def commit(self, step_taken):
-        """Makes what was not sent the residual of the next step if this one is taken, and forgets
-        it otherwise: a step that is skipped after an overflow leaves no trace."""
+        """Keeps what the last `average` has left for the next one if the step is taken, and drops
+        it otherwise."""
         if self.uncommitted and step_taken:
             self.residual, self.state = self.uncommitted
         self.uncommitted = None
 
     def forget(self):
-        """Forgets all that earlier steps left."""
-        self.uncommitted = None
+        """Drops all that earlier steps have left."""
+        self.residual = None                       # e_r, (n,); None is 0
         self.state = {"shapes": list(self.shapes.values())}
-        if self.lossy and self.inner.rank == self.leader:
-            self.residual = torch.zeros_like(self.padded)
+        self.uncommitted = None                    # from `_send` to `commit`: rest_r, next state
 
 
 # ----- Compressors: what crosses the network, from simple to hard -----
 #
-#     compressor(world, value, state) -> mean, new state, bytes sent
+#     compressor(world, value, state) -> (mean, next state, bytes sent)
 #
-#     value (n + padding,)      flat fp32, another on each rank: what is to be averaged. Afterwards
-#                               it holds what was not sent, which error feedback sends later.
-#     mean (n + padding,)       the mean of what was sent, the same bits on every rank. Where an
-#                               element of one rank is not finite, an element of the mean is not:
-#                               all ranks must skip the same step.
-#     state                     a dict: the "shapes" of the tensors in value, and what the
-#                               compressor keeps for the next step. It is never changed in place,
-#                               since after a skipped step the old one is used again; a save drops
-#                               it.
+#     value (n,)       flat fp32, another on each rank: what is to be averaged. Afterwards it is the
+#                      rest: the compressor takes out of it, in place, what it sends
+#     mean (n,)        q, the mean over the ranks of what was sent, the same bits on every rank
+#     state            a dict: the "shapes" of the tensors in `value`, and what the compressor keeps
+#                      from step to step; it is not changed, the next state is a new dict
+#
+# Where an element of one rank is not finite, an element of the mean is not, on all ranks: all must
+# skip the same step. After it the same state comes again. `dense` is none of these: it has no rest,
+# and averages `value` in place.
 
 def dense(dtype, world, value, state):
     """none, fp16 and bf16: averages by one all-reduce in the format `dtype`. It divides first, then
-    casts, then sums.
+    casts, then sums. Returns (value itself, which is now the mean; the state; bytes sent).
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
     6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds
-    as well, and nobody keeps what that loses. The bytes are those of a ring of W ranks: each sends
-    (W - 1) / W of the tensor twice, to sum it up and to spread the sums.
+    as well. The bytes are those of a ring of W ranks: each sends (W - 1) / W of the tensor twice,
+    to sum it up and to spread the sums.
     """
     value.div_(world.size)                         # before the sum, which might overflow fp16
-    mean = value.to(dtype)                         # in fp32 it is `value` itself
-    world.all_reduce(mean)
-    sent = 2 * (world.size - 1) * mean.numel() * mean.element_size() // world.size
-    return mean, state, sent
+    wire = value.to(dtype)                         # in fp32 it is `value` itself
+    world.all_reduce(wire)
+    value.copy_(wire)
+    return value, state, 2 * (world.size - 1) * wire.nbytes // world.size
+
+
+BLOCK = 512                  # elements that share a scale
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). Rank j
-    averages part j of what all ranks send, and sends the average to all. C(x) is what is left of x
-    when it is encoded and decoded. With two ranks, whose values are (a0 a1) and (b0 b1):
+    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
+    value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
+    C(x) = decode(encode(x)). With two ranks, whose values are (a0 a1) and (b0 b1):
 
                        rank 0                 rank 1
         value          a0     a1              b0     b1
         encode         C(a0)  C(a1)           C(b0)  C(b1)        a - C(a) stays in value
-        all_to_all     C(a0)  C(b0)           C(a1)  C(b1)        one part, of all ranks
-        decode, mean   m0                     m1                  plus the s of the last step
-        encode         C(m0)                  C(m1)               m - C(m) is the next s
+        all_to_all     C(a0)  C(b0)           C(a1)  C(b1)        its own part, of all ranks
+        decode, mean   m0                     m1                  and what it kept of the last one
+        encode         C(m0)                  C(m1)               m - C(m) is kept for the next
         all_gather     C(m0)  C(m1)           C(m0)  C(m1)        the mean, on both
 
-    Nothing is lost: what the ranks hold in the mean, mean_r v_r + s before and q + mean_r rest_r +
-    s after, is the same, where s has the parts of all ranks.
+    Rank r compresses its value v_r, and each part's rank the mean, to which it adds its own rest s:
+
+        c_r = C(v_r)              rest_r = v_r - c_r
+        m = mean_r c_r + s        q = C(m)                  s' = m - q
+
+    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r rest_r + s'.
     """
-    parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
+    n = len(value)
+    padding = -n % (world.size * BLOCK)            # zeros, so that all parts have whole blocks
+    parts = nn.functional.pad(value, (0, padding)).view(world.size, -1, BLOCK)
+
+    # 1. Send each part to the rank that averages it.
     codes = encode(parts)                                  # (W, blocks of a part, bytes of a block)
-    parts.sub_(decode(codes))
+    value -= decode(codes).view(-1)[:n]
+    received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
-    received = world.all_to_all(codes)                     # row i: rank i's codes of our part
-    own_part = decode(received).mean(0)                    # (blocks of a part, BLOCK)
-    if "unsent" in state:
-        own_part.add_(state["unsent"])
+    # 2. Average our part over the ranks.
+    part_mean = decode(received).mean(0) + state.get("part_rest", 0)     # (blocks of a part, BLOCK)
 
-    own_codes = encode(own_part)
-    unsent = own_part.sub_(decode(own_codes))
-    mean = decode(world.all_gather(own_codes)).view(-1)
-    return mean, state | {"unsent": unsent}, 2 * (world.size - 1) * own_codes.numel()
-
-
-def with_scales(packed, scales):
-    """Returns the bytes of blocks: their packed elements (..., bytes), then an fp32 scale."""
-    return torch.cat([packed, scales.view(torch.uint8)], -1)
+    # 3. Send the average to all.
+    mean_codes = encode(part_mean)
+    part_rest = part_mean - decode(mean_codes)
+    mean = decode(world.all_gather(mean_codes)).view(-1)[:n]
+    return mean, state | {"part_rest": part_rest}, 2 * (world.size - 1) * mean_codes.numel()
 
 
 def encode_int8(blocks):
-    """Returns the bytes of blocks (..., BLOCK): a whole number of -127 to 127 for each element, and
-    a scale (block-wise quantisation as of Dettmers et al., arXiv 2110.02861, section 2.1, here
-    linear):
+    """Returns the bytes of blocks (..., 512) -> (..., 516): a level an element, and an fp32 scale.
+
+    The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
+    2110.02861, section 2.1, here linear):
 
         scale = max |x| / 127            level = round(x / scale)
     """
     # Faster than abs(), which would write as much as it reads.
-    lowest, highest = blocks.aminmax(dim=-1, keepdim=True)
+    highest = blocks.amax(-1, keepdim=True)
+    lowest = blocks.amin(-1, keepdim=True)
     scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_().to(torch.int8)
-    return with_scales(levels.view(torch.uint8), scales)
+    return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], -1)
 
 
 def decode_int8(codes):
-    """Returns the blocks (..., BLOCK) that `encode_int8` made bytes of."""
-    levels = codes[..., :-4].view(torch.int8)
-    return levels * codes[..., -4:].view(torch.float32)
+    """Returns the blocks (..., 512) that bytes (..., 516) stand for: scale * level."""
+    levels = codes[..., :-4].view(torch.int8).float()
+    return levels.mul_(codes[..., -4:].view(torch.float32))
+
+
+POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
+# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1.
+SIGNS = 1 - 2.0 * (torch.arange(256).view(256, 1) & POWERS > 0)
 
 
 def encode_onebit(blocks):
-    """Returns the bytes of blocks (..., BLOCK): a bit for each element, 1 if it is negative, and a
-    scale, mean |x|.
+    """Returns the bytes of blocks (..., 512) -> (..., 68): a bit an element, and an fp32 scale.
 
-    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936). 1-bit Adam scales a
-    whole part by ||x|| / sqrt(n). Where a few elements are large, as in an embedding, then what is
-    not sent is larger than x, and the residual grows from step to step. mean |x| is the scale with
-    the smallest error (Karimireddy et al., arXiv 1901.09847).
+    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
+
+        scale = mean |x|            bit = 1 if x < 0
+
+    1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
+    embedding, then ||x - q|| > ||x||, and the residual grows from step to step. mean |x| is the
+    scale with the smallest error (Karimireddy et al., arXiv 1901.09847).
     """
     scales = blocks.abs().mean(-1, keepdim=True)
-    negative = blocks < 0
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(negative.numpy(), axis=-1))
+        packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
     else:
-        powers = (1 << torch.arange(7, -1, -1, device=blocks.device)).byte()     # 128, 64, ..., 1
-        packed = (negative.unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
-    return with_scales(packed, scales)
-
-
-# The eight signs that a byte stands for, (256, 8): a bit of 1 is -1.
-SIGNS = 1 - 2.0 * torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8))).view(256, 8)
+        eights = (blocks < 0).unflatten(-1, (-1, 8))
+        packed = (eights * POWERS.to(blocks.device)).sum(-1, dtype=torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
 def decode_onebit(codes):
-    """Returns the blocks (..., BLOCK) that `encode_onebit` made bytes of."""
-    signs = SIGNS.to(codes.device)[codes[..., :-4].int()].flatten(-2)
-    return signs.mul_(codes[..., -4:].view(torch.float32))
+    """Returns the blocks (..., 512) that bytes (..., 68) stand for: scale or -scale."""
+    signs = nn.functional.embedding(codes[..., :-4].int(), SIGNS.to(codes.device))  # (..., 64, 8)
+    return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
 
 
 COMPRESSORS = {
@@ -746,127 +744,134 @@ COMPRESSORS = {
 
 
 def is_lossy(compression):
-    """Returns True if a compression keeps residuals."""
+    """Returns True if a compressor, by its name, has a rest, which error feedback sends later."""
     return compression not in ("none", "fp16", "bf16")
 
 
 # ----- Requests to stop -----
 
-# What asks for a stop: of batch systems, a terminal's Ctrl-C, a terminal that is closed.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
-                signal.SIGXCPU)
-REQUESTS = []                # the names of those that have come
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
+                signal.SIGQUIT)
+# The names of the signals that have come.
+stop_requests = []
 
 
 def listen_to_signals():
-    """Returns the list that each signal that asks for a stop adds its name to, so that training can
-    stop with a checkpoint. After one, Ctrl-C ends the process at once. Without torchrun, signals
-    that are ignored (by nohup) stay so; torchrun kills ranks that ignore what it passes on."""
+    """Returns a list to which each signal that asks for a stop adds its name, so that training can
+    stop with a checkpoint: SIGTERM, Ctrl-C, a closed terminal, what schedulers send before the end.
+    After the first, Ctrl-C ends the process at once. A second call returns the same list.
+
+    Without torchrun, signals that are ignored (by nohup) stay so. Torchrun passes its own signals
+    on to the ranks and kills those that ignore them, so there none stays so.
+    """
     def request(signum, _):
-        REQUESTS.append(signal.Signals(signum).name)
+        stop_requests.append(signal.Signals(signum).name)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for signum in STOP_SIGNALS:
         if TORCHRUN or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, request)
-    return REQUESTS
+    return stop_requests
 
 
-def torchrun_process():
-    """Returns the number of the torchrun process, None without one. Torchrun starts each rank in a
-    session of its own: it is the parent of the session's leader, which may be a wrapper, such as
-    numactl, around this process."""
+def find_torchrun():
+    """Returns the process that started this one by torchrun, as its number; None without torchrun.
+
+    There may be a wrapper between them (numactl, bash -c). But torchrun begins a session for each
+    rank, so it is the parent of that session's first process, whose number is the session's.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    leader = os.getsid(0)
-    with contextlib.suppress(OSError):
-        # A line with the program's name in parentheses, its state, its parent ...
-        line = Path(f"/proc/{leader}/stat").read_text()
-        return int(line.rpartition(")")[2].split()[1])
-    return os.getppid()
+    try:
+        # "PID (NAME) STATE PARENT ...", where NAME can be anything.
+        status = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+        return int(status.rpartition(")")[2].split()[1])
+    except OSError:                                # no /proc, or the wrapper is gone
+        return os.getppid()
 
 
-TORCHRUN = torchrun_process()
+# Looked up at once, before anything takes long.
+TORCHRUN = find_torchrun()
 
 
 def torchrun_died():
-    """Returns True if the torchrun that started this rank has ended: the rank must not go on."""
-    return torchrun_process() != TORCHRUN
+    """Returns True if torchrun started this process and is gone: ranks must not train on alone."""
+    return find_torchrun() != TORCHRUN
 
 
 # ----- Failures: who failed, said once -----
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. Gloo's error names no rank, or a wrong one, and every rank would print its own. So
-# the first one that fails claims it, by the key "failed" of the store; a thread of each process
-# waits for that key and says that the process is alive, whatever the program is busy with. Rank 2
-# is killed:
+# one that hangs. So any rank may simply raise: its program ends by `leave`, and so do the others'.
+# They agree by two kinds of keys in the store:
 #
-#     s     rank 0                      rank 1                      rank 2     torchrun
-#     0.0   in a collective             in a collective             killed
-#     0.1   error: claims "failed"      error: is not the first     -          sees it, sends
-#           thread: sets "alive/0"      thread: sets "alive/1"      -          SIGTERM, a request
-#     2.1   no "alive/2": prints        prints nothing              -          to stop
-#           "rank 2 died ...", ends     ends                                   starts all again
+#     "failed"          set once, by the first that fails: "0 True" is rank 0, and a restart helps
+#     "alive/RANK"      set by each process that has read "failed", whatever else it is busy with
 #
-# A rank that raises an exception of its own is the first to fail, and prints that.
+# Rank 2 is killed:
+#
+#     s     rank 0                       rank 1                     rank 2     torchrun
+#     0.0   in a collective              in a collective            killed
+#     0.1   error; leaves:               error; leaves:             -          sees it, sends SIGTERM,
+#           sets "alive/0"               sets "alive/1"             -          a request to stop
+#           sets "failed": the first     "failed" is set: not       -
+#     2.1   no "alive/2": prints         prints nothing             -
+#           "rank 2 died ...", ends      ends                       -          ends, or restarts all
 
-STORE = None                 # of all ranks, when they have met
-WATCHER = None               # the thread of `watch`
-NOBODY = "nobody"            # the value of "failed" at a good end
+def open_store():
+    """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
+    return distributed.group.WORLD.get_group_store().clone()
 
 
-def watch(store, rank):
-    """Waits, in a thread with a connection of its own, until a rank has failed. Then says in the
-    store that this process is alive, and ends it if it lives a minute later."""
+def watch(rank):
+    """Waits, in a thread of each process, until a rank has failed or all have ended well. After a
+    failure says that this process is alive, and ends it if it lives a minute later."""
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
-        store.wait(["failed"], datetime.timedelta(days=1000))
-        if store.get("failed").decode() == NOBODY:
-            return
-        store.set(f"alive/{rank}", "")
-    # A program that is saving needs the time. One that waits for a dead rank in NCCL would wait
-    # longer, or for ever.
-    time.sleep(60)
-    os._exit(1)
-
-
-def agree(restart_helps, rank_lost):
-    """Returns (whether this rank is the first that failed, which ranks are silent, whether a
-    restart helps, as the first one says), by the store."""
-    rank = distributed.get_rank()
-    STORE.set(f"alive/{rank}", "")
-    # compare_set writes our claim if the key is not set yet, and returns what it then holds.
-    own_claim = f"{rank} {restart_helps}"
-    claim = STORE.compare_set("failed", "", own_claim).decode()
-    if rank_lost or claim != own_claim:
-        time.sleep(2)                              # until all others have said that they are alive
-    silent = ranks_without(STORE, "alive", distributed.get_world_size())
-    return claim == own_claim, silent, claim.endswith("True")
+        store = open_store()
+        store.wait(["failed"], datetime.timedelta.max)
+        if store.get("failed") != b"nobody":
+            store.set(f"alive/{rank}", "")
+            # In 60 s, even if all threads hang. A program that is saving needs that time. One that
+            # waits for a dead rank in NCCL would wait longer.
+            faulthandler.dump_traceback_later(60, exit=True)
 
 
 def leave(message, restart_helps, rank_lost=False):
-    """Ends this process after an error, with status 1. The first rank to fail prints the message.
-    Where it would not help that torchrun starts all again, ends torchrun, too.
+    """Ends this process after an error, with status 1. The first of all ranks to fail prints the
+    message, one line. Where it says that a restart cannot help, torchrun is ended, too.
 
-    rank_lost: it was a collective that failed, since another rank did not take part; then the first
-    rank prints which ones are silent.
+    rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
+    puts their numbers in place of the "?" in its message.
     """
-    # Without a store, or if node 0 is gone and its store with it, one rank of each node prints.
-    first = not rank_lost or os.environ.get("LOCAL_RANK", "0") == "0"
-    if STORE:
-        silent = ""
-        # A request to a host that is stopped or cut off never returns, so a thread makes it.
-        answer = ThreadPoolExecutor().submit(agree, restart_helps, rank_lost)
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            first, silent, restart_helps = answer.result(timeout=10)
-        if rank_lost:
-            message = (f"rank {silent or '?'} died or did not answer in time; the same command "
-                       f"resumes (was it busy? raise --timeout) ({message})")
-    if first:
+    # A request to a host that is stopped or cut off never returns, so a thread makes it.
+    agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
+    try:
+        message, restart_helps = agreement.result(timeout=10)
+    except (RuntimeError, TimeoutError):
+        # Node 0 is gone, and the store with it: one rank of each node prints.
+        if os.environ["LOCAL_RANK"] != "0":
+            message = ""
+    if message:
         print(message, file=sys.stderr, flush=True)
-
-    if TORCHRUN and not restart_helps and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-        time.sleep(0.1)                            # it ends all ranks, and one may still print
+    if TORCHRUN and not restart_helps and not torchrun_died():
         os.kill(TORCHRUN, signal.SIGTERM)
     os._exit(1)                                    # a clean exit can wait for a rank that is lost
+
+
+def agree(message, restart_helps, rank_lost):
+    """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
+    Raises RuntimeError if the store is gone. It takes two seconds, if it is not by its own error
+    that this rank is the first: torchrun kills half a minute after its SIGTERM."""
+    if not distributed.is_initialized():
+        return message, restart_helps              # before the ranks have met each speaks for itself
+    store = open_store()
+    # compare_set writes ours if the key is not set yet, and returns what it then holds.
+    ours = f"{distributed.get_rank()} {restart_helps}"
+    first = store.compare_set("failed", "", ours).decode()
+    if rank_lost or first != ours:
+        time.sleep(2)                              # until all have said that they are alive
+    if first != ours:
+        return "", first.endswith("True")
+    silent = ranks_without(store, "alive", distributed.get_world_size())
+    return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps

@@ -175,7 +175,8 @@ def what_counts(args, manifest):
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
     the ranks would call other collectives, or other results would be averaged."""
-    told = {name: value for name, value in vars(args).items() if name not in LOCAL}
+    told = {name: value for name, value in vars(args).items() if name in FREE - LOCAL}
+    told |= args.counts
     digest = hashlib.sha256()
     for module in (bert, data, dist, optim, sys.modules[__name__]):
         digest.update(Path(module.__file__).read_bytes())
@@ -614,10 +615,10 @@ def reason_to_stop(state, signalled, orphans):
     """Returns the dist.DistError that ends a training after this step, or None. signalled, orphans:
     how many signals came to all ranks, how many of these have lost their torchrun."""
     message = f"stopped after step {state.step}; the same command resumes"
-    if orphans:
-        return dist.TorchrunLost(f"{message} (a torchrun has died)")
     if signalled:
         return dist.DistError(message)
+    if orphans:
+        return dist.TorchrunLost(f"{message} (a torchrun has died)")
     return None
 
 

@@ -1,31 +1,35 @@
-"""ALBERT: one block for all layers, and an embedding in two factors, so less to average.
+"""ALBERT: one block for all layers, an embedding in two factors, and the order of two texts to tell.
 
     python tests/variants/albert.py                          # and any flag of train.py but --init
     torchrun --nproc_per_node=2 tests/variants/albert.py --out runs/albert
 
-Lan et al., arXiv 1909.11942, sections 3.1 (both ideas). With V tokens, width D and E much smaller:
+Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and E much smaller:
 
     x = block(block(... block(embed(tokens))))      L times the same weights
     embedding (V, D) = table (V, E) widen (E, D)    also as the output matrix of the MLM head
+    pairs: B always follows A in the document; in half of the examples B is given first (SOP,
+    sentence order prediction, in place of NSP, which the topics of A and B give away)
 
 The gradient of a shared weight is the sum of those that its L copies would have. Nothing is saved
 in forward and backward: a layer computes what it did. What is saved is memory, of weights and
 moments, and bytes to average: 8.7 times fewer at base, 17 at large.
 
 What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times, and
-whose `tokens` are two modules. The loop, the reducer, the checkpoints and --plan go by
-`named_parameters`, which names a shared weight once.
+whose `tokens` are two modules; data.PretrainingData, by one with other pairs, which the log still
+calls NSP. The loop, the reducer and the checkpoints go by `named_parameters`, which names a shared
+weight once.
 
 An ALBERT is a BERT with equal layers and an embedding of rank E, so that `written_out` is what is
 saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,
 as in BERT and as section 3.1 has it; the authors' code makes them E wide too, and norms before
-`widen`. Its head projects to E before the norm, ours after. SOP in place of NSP is --pairs sop.
-Also to know: a shared gradient is complete only when backward ends, so nothing hides its average.
+`widen`. Its head projects to E before the norm, ours after. Also to know: a shared gradient is
+complete only when backward ends, so nothing hides its average.
 """
 import dataclasses
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,7 +37,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
+import data  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 E = 128                      # the paper's, of widths from 768 on; at most half the width
 Bert = bert.BertForPreTraining                           # `install` puts Albert in its place
@@ -73,22 +79,48 @@ def written_out(model):
     return plain
 
 
+class OrderedPairs(data.PretrainingData):
+    """Examples of two texts that follow each other, half of them in the wrong order."""
+
+    def text(self, shard, place, length, cut_draw):
+        """Returns the Text of BERT's pairs without the parts of sentences at its begin and its end:
+        half a sentence in the middle of a swapped pair would give it away. A text of fewer than
+        two whole sentences stays as it is."""
+        text = super().text(shard, place, length, cut_draw)
+        tokens = shard.tokens[text.start:text.end]
+        is_cut = self.ends_sentence[tokens[:-1]] & self.begins_sentence[tokens[1:]]
+        cuts = text.start + 1 + np.flatnonzero(is_cut)
+        if text.start == text.document:
+            cuts = np.append(text.start, cuts)
+        if text.end == text.document_end:
+            cuts = np.append(cuts, text.end)
+        if self.pairs == "none" or len(cuts) < 3:
+            return text
+        middle = cuts[1 + int(cut_draw * (len(cuts) - 2))]
+        return text._replace(start=int(cuts[0]), middle=int(middle), end=int(cuts[-1]))
+
+    def pair(self, i, draws):
+        """Returns the Spans of example i; the third draw says whether A and B are swapped."""
+        length_draw, cut_draw, swap_draw = draws
+        true = super().pair(i, [length_draw, cut_draw, 1.0])
+        if swap_draw >= 0.5 or self.pairs == "none":
+            return true
+        return true._replace(a=true.b, a_end=true.b_end, b=true.a, b_end=true.a_end, pair_label=1)
+
+
 def install():
     """Makes train.py train an Albert. Neither takes up a checkpoint of the other."""
-    build = train.build
-    same_run = train.same_run
     save = bert.save_huggingface
 
-    def build_albert(plan, world, checkpoint):
-        if plan.flags.init:
-            raise train.ConfigError("the layers of a BERT are not equal: leave out --init")
-        return build(plan, world, checkpoint)
+    def refuse(folder, model, tokenizer_path):
+        raise bert.ModelError("the layers of a BERT are not equal: leave out --init")
 
     bert.BertForPreTraining = Albert
-    train.build = build_albert
-    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "albert", "E": E}
+    bert.init_from = refuse
     # Hugging Face's ALBERT is the authors', not ours
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
+    data.PretrainingData = OrderedPairs
+    common.name_run(f"albert, E = {E}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 
 class ClippingReducer(dist.Reducer):
@@ -50,15 +51,9 @@ def clip_and_average(bucket, average, bound, scale):
 
 def install():
     """Makes train.py use it. Neither takes up a checkpoint of the other."""
-    same_run = train.same_run
-
-    def same_clipped_run(plan, manifest):
-        # The size of the buckets decides how many there are, K.
-        return same_run(plan, manifest) | {
-            "variant": "bucket clipping", "bucket_mb": plan.flags.bucket_mb}
-
-    train.same_run = same_clipped_run
     dist.Reducer = ClippingReducer
+    # The size of the buckets decides how many there are, K.
+    common.name_run("bucket clipping", "bucket_mb")
 
 
 if __name__ == "__main__":

@@ -30,19 +30,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 
 class CAME(optim.Optimizer):
     """The equations above, one tensor at a time."""
     DEFAULTS = optim.Optimizer.DEFAULTS | {"eps": (1e-30, 1e-16), "d": 1.0}
 
-    def add_param_group(self, group):
-        """Adds parameters. `exp_avg_sq` of a matrix holds r and then c, (R + C,)."""
-        super().add_param_group(group)
-        for p in group["params"]:
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for p, state in self.state.items():
             if p.dim() > 1:
-                self.state[p]["exp_avg_sq"] = p.new_zeros(sum(p.shape))
-                self.state[p]["instability"] = p.new_zeros(sum(p.shape))
+                state["exp_avg_sq"] = p.new_zeros(sum(p.shape))          # r and then c, (R + C,)
+                state["instability"] = p.new_zeros(sum(p.shape))
 
     def _update(self, group, w, g, m, v):
         lr = group["lr"]
@@ -74,10 +74,8 @@ def moved_factors(means, x, b):
 
 
 def install():
-    """Makes CAME the optimizer of every recipe. Its name is in each checkpoint, so that neither
-    train.py takes up a run of this file nor this file one of train.py."""
-    optim.OPTIMIZERS = optim.OPTIMIZERS | {"came": CAME}
-    optim.RECIPES = {name: r._replace(optimizer="came") for name, r in optim.RECIPES.items()}
+    """Makes CAME the optimizer of every recipe."""
+    common.use_optimizer("came", CAME)
 
 
 if __name__ == "__main__":

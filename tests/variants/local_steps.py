@@ -18,9 +18,9 @@ and the update is added to the mean: one step late. The norm is that of the rank
 to sqrt(N) times that of their mean: so train.py clips harder than it does its baseline.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
-gradients. Before train.py evaluates or saves, the weights and moments of all ranks become their
-means, in the run that goes on as well. So the bits after that depend on which steps were evaluated
-and saved; and what resumes, on as many ranks, equals the run that saved there, bit for bit.
+gradients. Before train.py saves, the weights and moments of all ranks become their means, in the
+run that goes on as well. So the bits after that depend on which steps were saved; and what resumes,
+on as many ranks, equals the run that saved there, bit for bit.
 """
 import sys
 from pathlib import Path
@@ -31,17 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
 import train  # noqa: E402
-from tests.variants.compressors import dense_list  # noqa: E402
-from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
+from tests.variants import common  # noqa: E402
+from tests.variants.synchronised import LocalReducer, agree_before_save  # noqa: E402
 
 PERIOD = 16                  # H
 
 
 class WeightReducer(LocalReducer):
     """A Reducer that leaves gradients as they are, and averages the weights of its buckets in turn.
-    `weights`, {name: tensor}, is set by `install`; `steps` counts those that were taken or skipped.
-    """
-    steps = 0
+    `state`, whose step and masters it reads, is set by `prepare`."""
     norm = dist.Reducer.norm             # of this rank's own gradients
 
     def __init__(self, *arguments, **options):
@@ -53,11 +51,11 @@ class WeightReducer(LocalReducer):
         bucket's gradients are ready; returns the bytes sent."""
         number = self.buckets.index(bucket)
         due = number * PERIOD // len(self.buckets)
-        if self.steps % PERIOD != due:
+        if self.state.step % PERIOD != due:
             return 0
-        weights = [self.weights[name].detach() for name in bucket.shapes]
+        weights = [self.state.masters[name] for name in bucket.shapes]
         # Into new tensors: backward may not be done with the weights themselves.
-        sent, means = dense_list(self.world, weights)
+        means, sent = common.mean_of_each(self.world, weights)
         self.means += zip(weights, means)
         return sent
 
@@ -68,51 +66,27 @@ class WeightReducer(LocalReducer):
             weight.copy_(mean)
         self.means = []
 
-    def commit(self, step_taken):
-        """Ends a step."""
-        super().commit(step_taken)
-        self.steps += 1
-
-    def state_dict(self):
-        """Returns what a checkpoint keeps."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        """Continues from a checkpoint."""
-        self.steps = state["steps"]
-
-    def agree(self, optimizer):
+    def agree(self):
         """Replaces the weights and moments of all ranks by their means. Collective."""
-        weights = [weight.detach() for weight in self.weights.values()]
-        m = [moments["exp_avg"] for moments in optimizer.state.values()]
-        v = [moments["exp_avg_sq"] for moments in optimizer.state.values()]
-        for tensors in (weights, m, v):
-            sent, means = dense_list(self.world, tensors)
-            torch._foreach_copy_(tensors, means)
-            self.bytes_sent += sent
+        tensors = list(train.tensors_of(self.state).values())
+        means, sent = common.mean_of_each(self.world, tensors)
+        torch._foreach_copy_(tensors, means)
+        self.bytes_sent += sent
+
+
+def prepare(args, world, state):
+    """Shows the Reducer the masters: those are averaged, not the weights of a 16-bit model."""
+    if args.compression != "none":
+        raise train.ConfigError("local steps send no gradients: leave out --compression")
+    state.reducer.state = state
 
 
 def install():
     """Makes train.py use it. Neither takes up a checkpoint of the other."""
-    build = train.build
-    same_run = train.same_run
-
-    def build_local(plan, world, checkpoint):
-        if plan.flags.compression != "none":
-            raise train.ConfigError("local steps send no gradients: leave out --compression")
-        state = build(plan, world, checkpoint)
-        # Of 16-bit models the fp32 masters are averaged, which the Reducer does not know of.
-        state.reducer.weights = state.masters
-        return state
-
-    def same_local_run(plan, manifest):
-        return same_run(plan, manifest) | {
-            "variant": f"local steps of {PERIOD}", "bucket_mb": plan.flags.bucket_mb}
-
-    train.build = build_local
-    train.same_run = same_local_run
     dist.Reducer = WeightReducer
-    agree_before_use(lambda state: state.reducer.agree(state.optimizer))
+    common.after_build(prepare)
+    common.name_run(f"local steps of {PERIOD}", "bucket_mb")
+    agree_before_save(lambda state: state.reducer.agree())
 
 
 if __name__ == "__main__":

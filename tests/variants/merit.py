@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 
 class MERIT(optim.Optimizer):
@@ -60,10 +61,8 @@ def max_ratios(w, u):
 
 
 def install():
-    """Makes MERIT the optimizer of every recipe. Its name is in each checkpoint, so that neither
-    train.py takes up a run of this file nor this file one of train.py."""
-    optim.OPTIMIZERS = optim.OPTIMIZERS | {"merit": MERIT}
-    optim.RECIPES = {name: r._replace(optimizer="merit") for name, r in optim.RECIPES.items()}
+    """Makes MERIT the optimizer of every recipe."""
+    common.use_optimizer("merit", MERIT)
 
 
 if __name__ == "__main__":

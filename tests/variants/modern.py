@@ -20,9 +20,8 @@ and its tokenizer. With tokens t at positions p, and L layers:
   has none: the [SEP] between A and B must do.
 
 What is changed: bert.BertForPreTraining, by a subclass with other blocks and another `encode`. The
-rows stay packed, and attention stays bert.attention. The formulas of --plan count BERT's operations
-and activations. transformers' ModernBertForMaskedLM loads what is saved, see
-modern_export.py; bert.py does not.
+rows stay packed, and attention stays bert.attention. The log's TFLOP/s count BERT's operations.
+transformers' ModernBertForMaskedLM loads what is saved, see modern_export.py; bert.py does not.
 """
 import dataclasses
 import functools
@@ -32,13 +31,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import train  # noqa: E402
-from tests.variants import modern_export  # noqa: E402
+from tests.variants import common, modern_export  # noqa: E402
 
 THETA = 10000.0              # positions up to about this can be told apart; ModernBERT's is 160,000
 Bert = bert.BertForPreTraining                           # `install` puts Modern in its place
@@ -110,28 +108,20 @@ class Modern(Bert):
         x = self.embeddings.dropout(x)
         turns = cos_sin(positions, self.config.width // self.config.heads)
         for block in self.blocks[:-1]:
-            if self.recompute:
-                x = checkpoint(block, x, turns, bounds, lengths, use_reentrant=False)
-            else:
-                x = block(x, turns, bounds, lengths)
+            x = block(x, turns, bounds, lengths)
         return self.final_norm(self.blocks[-1](x, turns, bounds, lengths, rows))
 
 
 def install():
     """Makes train.py train a Modern. Neither takes up a checkpoint of the other."""
-    build = train.build
-    same_run = train.same_run
-
-    def build_modern(plan, world, checkpoint):
-        if plan.flags.init:
-            raise train.ConfigError("a BERT has other blocks: leave out --init")
-        return build(plan, world, checkpoint)
+    def refuse(folder, model, tokenizer_path):
+        raise bert.ModelError("a BERT has other blocks: leave out --init")
 
     bert.BertForPreTraining = Modern
+    bert.init_from = refuse
     bert.huggingface_names = modern_export.huggingface_names
     bert.save_huggingface = functools.partial(modern_export.save, theta=THETA)
-    train.build = build_modern
-    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": "modern"}
+    common.name_run("modern")
 
 
 if __name__ == "__main__":

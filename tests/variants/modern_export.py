@@ -29,9 +29,9 @@ def huggingface_names(name):
     return [f"{NAMES.get(module, module)}.{kind}"]
 
 
-def save(model, tokenizer_path, folder, theta):
+def save(model, tokenizer_path, folder, longest, theta):
     """Writes a model folder that transformers load as ModernBERT. theta: THETA of modern.py."""
-    save_bert(model, tokenizer_path, folder)
+    save_bert(model, tokenizer_path, folder, longest)
     config = model.config
     changes = {
         "config.json": {

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 MOMENTUM = 0.95
 # The matrices that stand below each other in a tensor; others hold one. The second is modern.py's.
@@ -58,12 +59,12 @@ class Muon(optim.Optimizer):
     precision: of Newton-Schulz."""
     DEFAULTS = optim.Optimizer.DEFAULTS | {"parts": 0, "precision": "fp32"}
 
-    def add_param_group(self, group):
-        """Adds parameters; those that Muon steps have no second moment."""
-        super().add_param_group(group)
-        if group.get("parts"):
-            for p in group["params"]:
-                self.state[p]["exp_avg_sq"] = p.new_zeros(0)
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            if group["parts"]:
+                for p in group["params"]:
+                    self.state[p]["exp_avg_sq"] = p.new_zeros(0)         # Muon has none
 
     def _update(self, group, w, g, m, v):
         lr = group["lr"]
@@ -103,8 +104,7 @@ def groups_of(masters):
 
 
 def install():
-    """Makes Muon the optimizer of every recipe. Its name is in each checkpoint, so that neither
-    train.py takes up a run of this file nor this file one of train.py."""
+    """Makes Muon the optimizer of every recipe."""
     make = optim.make_optimizer
 
     def make_optimizer(name, masters, betas):
@@ -113,8 +113,7 @@ def install():
         return Muon(groups_of(masters), betas=betas)
 
     optim.make_optimizer = make_optimizer
-    optim.OPTIMIZERS = optim.OPTIMIZERS | {"muon": Muon}
-    optim.RECIPES = {name: r._replace(optimizer="muon") for name, r in optim.RECIPES.items()}
+    common.use_optimizer("muon", Muon)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ the mean of many steps. Not as published: p is clipped, see `bound`, and all ten
 (`set_magnitudes`), as in 1-bit LAMB.
 
 What is changed: optim.OPTIMIZERS and the recipes' choice; dist.Reducer, by one that asks the
-optimizer at the start of each step whether gradients stay where they are. onebit_lamb.py and
-zeroone_adam.py build on this file.
+optimizer at the start of each step whether gradients stay where they are. A save drops what
+compression has not sent yet, as in dist.py. onebit_lamb.py and zeroone_adam.py build on this file.
 """
 import math
 import sys
@@ -30,10 +30,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import bert  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 from tests.variants.synchronised import LocalReducer  # noqa: E402
 
 FREEZE = 0.2                 # the fraction of a phase after which v is frozen, or the warm-up's end
@@ -48,19 +48,22 @@ class OneBitAdam(optim.Optimizer):
     A step calls `begin_step` before backward and `step` after it. `connect` sets `compressed_mean`,
     and `reducer`, which counts the bytes that are sent.
     """
-    # "step" counts the updates since the stage began.
-    DEFAULTS = optim.Optimizer.DEFAULTS | {"frozen": False}
+    # "step" counts the updates since the stage began. "magnitudes" will be a list, see below.
+    DEFAULTS = optim.Optimizer.DEFAULTS | {"frozen": False, "magnitudes": None}
     bounded = True
 
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        self.params = [p for group in self.param_groups for p in group["params"]]
-
-    def connect(self, plan, world, state):
+    def connect(self, args, world, state):
         """Takes what the optimizer needs of a train.State, before the first step."""
-        names = {master: name for name, master in state.masters.items()}
-        self.compressed_mean = CompressedMean([(names[p], p) for p in self.params], world)
+        self.compressed_mean = CompressedMean(state.masters, self.all_params(), world)
         self.reducer = state.reducer
+
+    def all_params(self):
+        """Returns the parameters of all groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def all_of(self, name):
+        """Returns what the state has under a name, for each parameter."""
+        return [self.state[p][name] for p in self.all_params()]
 
     def begin_step(self, frozen):
         """Returns True if each rank is to keep its own gradients in this step. frozen: whether the
@@ -71,7 +74,11 @@ class OneBitAdam(optim.Optimizer):
         return frozen
 
     def begin_stage(self, frozen):
-        """Begins the first or the second stage of a phase."""
+        """Begins the first or the second stage of a phase. Raises optim.TrainingStopped if v is to
+        be frozen before it has learned."""
+        if frozen and self.param_groups[0]["step"] == 0:
+            raise optim.TrainingStopped("v would be frozen before its first update; take more "
+                                        "--steps")
         for group in self.param_groups:
             group["frozen"] = frozen
             group["step"] = 0
@@ -89,7 +96,7 @@ class OneBitAdam(optim.Optimizer):
             return
         b1 = self.param_groups[0]["betas"][0]
         m = self.all_of("exp_avg")
-        g = [p.grad for p in self.params]                    # g_i
+        g = [p.grad for p in self.all_params()]              # g_i
         torch._foreach_lerp_(g, m, b1)                       # b1 m + (1 - b1) g_i
         self.average(g)                                      # M
         torch._foreach_lerp_(g, m, -b1 / (1 - b1))           # (M - b1 m) / (1 - b1)
@@ -101,11 +108,9 @@ class OneBitAdam(optim.Optimizer):
         if self.learns:
             self.move_variance(v, g, b2)
 
-        # m / d as m times 1 / d, in the memory of d: on a CPU new memory costs more than a pass.
         p = torch._foreach_sqrt(v)
         torch._foreach_add_(p, group["eps"])
-        torch._foreach_reciprocal_(p)
-        torch._foreach_mul_(p, m)
+        p = torch._foreach_div(m, p)
         if group["frozen"] and self.bounded:
             bound(p)
         torch._foreach_add_(p, w, alpha=group["weight_decay"])
@@ -119,14 +124,19 @@ class OneBitAdam(optim.Optimizer):
     def set_magnitudes(self):
         """Sets for each tensor the factor that brings its momentum to a root mean square of 1. All
         tensors travel as one, and elements of several share a scale (1-bit LAMB, section 4.2)."""
-        norms = optim.norms(self.all_of("exp_avg")).tolist()
-        for p, norm in zip(self.params, norms):
-            self.state[p]["magnitude"] = math.sqrt(p.numel()) / norm if norm > 0 else 1.0
+        for group in self.param_groups:
+            group["magnitudes"] = []
+            for p in group["params"]:
+                norm = float(self.state[p]["exp_avg"].norm())
+                magnitude = math.sqrt(p.numel()) / norm if norm > 0 else 1.0
+                group["magnitudes"].append(magnitude)
         self.compressed_mean.forget()                        # its errors are in the former units
 
     def average(self, tensors):
         """Replaces tensors, one for each parameter, in place by compressed means over the ranks."""
-        magnitudes = self.all_of("magnitude")
+        magnitudes = []
+        for group in self.param_groups:
+            magnitudes += group["magnitudes"]
         torch._foreach_mul_(tensors, magnitudes)
         self.reducer.bytes_sent += self.compressed_mean(tensors)
         torch._foreach_div_(tensors, magnitudes)
@@ -134,19 +144,6 @@ class OneBitAdam(optim.Optimizer):
         # positions that short sequences do not reach: they stay 0.
         for tensor, v in zip(tensors, self.all_of("exp_avg_sq")):
             tensor.mul_(v.sign())
-
-    def all_of(self, name):
-        """Returns what the state has under a name, for each parameter."""
-        return [self.state[p][name] for p in self.params]
-
-    def state_dict(self):
-        """Returns the state, with the errors of compression. Collective."""
-        return super().state_dict() | {"errors": self.compressed_mean.state_dict()}
-
-    def load_state_dict(self, state):
-        """Continues from a checkpoint, on any number of ranks."""
-        super().load_state_dict(state)
-        self.compressed_mean.load_state_dict(state["errors"])
 
 
 def bound(updates):
@@ -160,113 +157,78 @@ def bound(updates):
 
 class CompressedMean:
     """Averages the same tensors over the ranks at each call, in one bit an element, with error
-    feedback (dist.Bucket). named: list of (name, tensor)."""
+    feedback (dist.Bucket). masters: {name: tensor}; params: these tensors in the order of a call.
+    """
 
-    def __init__(self, named, world):
+    def __init__(self, masters, params, world):
         # In buckets, because compressing takes several times the memory of what is compressed.
-        self.buckets = dist.fill_buckets([named], 25.0, world, "onebit")
+        self.buckets = dist.fill_buckets(masters, world, "onebit", 25.0)
+        views = {}
+        for bucket in self.buckets:
+            views.update(bucket.views())
+        named = {master: views[name] for name, master in masters.items()}
+        self.views = [named[p] for p in params]
 
     def __call__(self, tensors):
-        """Replaces tensors, in the order of `named`, by their means; returns the bytes sent."""
-        views = []
-        for bucket in self.buckets:
-            views += bucket.views(bucket.flat).values()
-        torch._foreach_copy_(views, tensors)
+        """Replaces tensors by their means; returns the bytes sent."""
+        torch._foreach_copy_(self.views, tensors)
         sent = 0
         for bucket in self.buckets:
             sent += bucket.average(1.0)
             bucket.commit(True)
-        torch._foreach_copy_(tensors, views)
+        torch._foreach_copy_(tensors, self.views)
         return sent
-
-    def state_dict(self):
-        """Returns what is not sent yet, {name: tensor}, averaged over the ranks. Collective."""
-        return dist.fold_buckets(self.buckets)
-
-    def load_state_dict(self, state):
-        """Takes up what `state_dict` returned, on any number of ranks."""
-        for bucket in self.buckets:
-            bucket.restart(state)
 
     def forget(self):
         """Forgets what is not sent yet."""
         for bucket in self.buckets:
-            bucket.restart()
+            bucket.forget()
 
 
 # ----- The stages in train.py -----
 
 class AskingReducer(LocalReducer):
-    """A Reducer that asks, when a step begins, whether gradients are local in it."""
+    """A Reducer that asks an optimizer, when a step begins, whether gradients are local in it."""
     local = False
-    asks = None              # the question; None until it is set, after the first zero_grad
+    optimizer = None         # `prepare` sets it, after the first zero_grad, and `is_frozen`
 
     def zero_grad(self, scale=1.0):
         """Begins a step."""
         super().zero_grad(scale)
-        if self.asks:
-            self.local = self.asks()
+        if self.optimizer:
+            self.local = self.optimizer.begin_step(self.is_frozen())
+
+    def forget(self):
+        """Drops what is not sent yet."""
+        super().forget()
+        self.optimizer.compressed_mean.forget()
 
 
-def freeze_step(phase):
-    """Returns the number of steps in a phase's first stage."""
-    return round(phase.steps * max(FREEZE, phase.warmup))
+def is_frozen(args, state):
+    """Returns True if the next step is in its phase's second stage."""
+    index, done = train.progress(args, state)
+    return done > max(FREEZE, args.phases[index].warmup)
 
 
-def is_frozen(plan, step):
-    """Returns True if the step that follows `step` finished ones is in a phase's second stage."""
-    index = plan.phase_at(step)
-    phase = plan.phases[index]
-    phase_begin = plan.ends[index] - phase.steps
-    return step - phase_begin >= freeze_step(phase)
-
-
-def check_plan(plan, name):
-    """Raises train.ConfigError if this optimizer cannot follow the plan."""
-    if plan.optimizer != name:
-        raise train.ConfigError(f"this program's optimizer is {name}: leave out --optimizer")
-    if dist.is_lossy(plan.flags.compression):
-        raise train.ConfigError(f"{name} needs --compression none, fp16 or bf16")
-    for phase in plan.phases:
-        if phase.steps and not 0 < freeze_step(phase) < phase.steps:
-            raise train.ConfigError(f"{name} cannot freeze after {freeze_step(phase)} of "
-                                    f"{phase.steps} steps; take more --steps")
+def prepare(args, world, state):
+    """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if flags ask
+    for another optimizer or for residuals."""
+    if not isinstance(state.optimizer, OneBitAdam) or dist.is_lossy(args.compression):
+        raise train.ConfigError("a 1-bit optimizer needs --compression none, fp16 or bf16, and no "
+                                "--optimizer")
+    state.optimizer.connect(args, world, state)
+    state.reducer.optimizer = state.optimizer
+    state.reducer.is_frozen = lambda: is_frozen(args, state)
 
 
 def install(name="onebit-adam", optimizer=OneBitAdam):
     """Makes it the optimizer of every recipe. Neither train.py takes up a checkpoint of this
     program nor this program one of train.py."""
-    build = train.build
-    make_plan = train.make_plan
-    same_run = train.same_run
-    state_gigabytes = train.state_gigabytes
-
-    def make_checked_plan(flags, world):
-        plan = make_plan(flags, world)
-        check_plan(plan, name)
-        return plan
-
-    def build_connected(plan, world, checkpoint):
-        state = build(plan, world, checkpoint)
-        state.optimizer.connect(plan, world, state)
-        state.reducer.asks = lambda: state.optimizer.begin_step(is_frozen(plan, state.step))
-        return state
-
-    def gigabytes_with_errors(plan):
-        # An element has four fp32 numbers: in the bucket, the residual, the next one, the server's.
-        elements = sum(math.prod(shape) for shape in bert.parameter_shapes(plan.config))
-        return state_gigabytes(plan) | {"1-bit errors": 16e-9 * elements}
-
-    train.build = build_connected
-    train.make_plan = make_checked_plan
-    train.same_run = lambda *arguments: same_run(*arguments) | {"variant": name, "freeze": FREEZE}
-    train.state_gigabytes = gigabytes_with_errors
     dist.Reducer = AskingReducer
-    optim.OPTIMIZERS = optim.OPTIMIZERS | {name: optimizer}
-    recipes = {}
-    for recipe_name, recipe in optim.RECIPES.items():
-        recipes[recipe_name] = recipe._replace(optimizer=name, betas=(recipe.betas[0], BETA2))
-    optim.RECIPES = recipes
+    common.use_optimizer(name, optimizer)
+    common.change_recipes(lambda recipe: {"betas": (recipe["betas"][0], BETA2)})
+    common.after_build(prepare)
+    common.name_run(f"freeze {FREEZE}")
 
 
 if __name__ == "__main__":

@@ -39,13 +39,18 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
     # After the first update a list, with a number for each tensor of the group.
     DEFAULTS = onebit_adam.OneBitAdam.DEFAULTS | {"C": 1.0, "f": 1.0}
 
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for p, state in self.state.items():
+            state["fresh"] = torch.zeros_like(p)             # V
+
     def begin_stage(self, frozen):
         """Begins the first or the second stage of a phase."""
         super().begin_stage(frozen)
         for group in self.param_groups:
             group["f"] = 1.0
         for state in self.state.values():
-            state["fresh"] = state["exp_avg_sq"].clone()     # V
+            state["fresh"].copy_(state["exp_avg_sq"])
 
     def _update(self, group, w, g, m, v):
         """Applies one update to the tensors of one group, in place."""

@@ -9,11 +9,11 @@ arXiv 1905.13727, algorithm 1. For each matrix V_r (a, b) of rank r of the N, wi
     P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
 Both means are linear in V_r, so the sums over the ranks are those of the mean gradient: what is
-sent does not grow with the ranks, unlike that of `topk` in dist.py. Error feedback, as of all
-compressors, is in dist.Bucket, and a save drops Q.
+sent does not grow with the ranks, unlike that of topk.py. Error feedback, as of all compressors, is
+in dist.Bucket, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
-not given (or "none"); powersgd:8 sets k, which is 4.
+not given (or "none").
 """
 import sys
 from pathlib import Path
@@ -22,40 +22,40 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import dist  # noqa: E402
 import train  # noqa: E402
-from tests.variants.compressors import dense_list, make_default, split  # noqa: E402
+from tests.variants import common  # noqa: E402
+from tests.variants.common import mean_of_each, split  # noqa: E402
 
 RANK = 4                     # of the factors, k
 
 
-def powersgd(world, value, mean, state, rank):
-    """Sends two factors of each matrix, k = `rank`: a compressor, as dist.py defines it.
+def powersgd(world, value, state):
+    """Sends two factors of each matrix: a compressor, as dist.py defines it.
 
     Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
     matrices with 2 k (a + b) >= a b, go dense and leave nothing. In the code p is P^T (k, a) and q
     is Q^T (k, b): products with rows read the matrix once. Every rank computes the QR, whose bits
     are equal on equal machines only.
     """
+    mean = torch.zeros_like(value)
     matrices = []
     matrix_means = []
     others = []
     other_means = []
     for v, v_mean in zip(split(value, state["shapes"]), split(mean, state["shapes"])):
-        if v.dim() == 2 and 2 * rank * sum(v.shape) < v.numel():
+        if v.dim() == 2 and 2 * RANK * sum(v.shape) < v.numel():
             matrices.append(v)
             matrix_means.append(v_mean)
         else:
             others.append(v)
             other_means.append(v_mean)
 
-    right = state.get("factors") or first_factors(matrices, rank)
-    sent_left, left = dense_list(world, [q @ v.T for v, q in zip(matrices, right)])
+    right = state.get("factors") or first_factors(matrices, RANK)
+    left, sent_left = mean_of_each(world, [q @ v.T for v, q in zip(matrices, right)])
     left = [torch.linalg.qr(p.T).Q.T.contiguous() for p in left]
     right = [p @ v for v, p in zip(matrices, left)]
-    sent_right, averaged = dense_list(world, right + others)
+    averaged, sent_right = mean_of_each(world, right + others)
     right = averaged[:len(matrices)]
-    state["factors"] = right
 
     for v_mean, p, q in zip(matrix_means, left, right):
         torch.mm(p.T, q, out=v_mean)
@@ -63,7 +63,7 @@ def powersgd(world, value, mean, state, rank):
         v.copy_(exact)                             # so that nothing is left of it below
         v_mean.copy_(exact)
     value.sub_(mean)
-    return sent_left + sent_right
+    return mean, state | {"factors": right}, sent_left + sent_right
 
 
 def first_factors(matrices, rank):
@@ -77,24 +77,9 @@ def first_factors(matrices, rank):
     return factors
 
 
-def register():
-    """Lets dist.py know the compressor, and powersgd:8, a rank where it knows only fractions."""
-    dist.COMPRESSORS["powersgd"] = (powersgd, RANK, 0)
-    parse_compression = dist.parse_compression
-
-    def parse_with_rank(text):
-        name, _, rank = text.partition(":")
-        if name == "powersgd" and rank.isdecimal() and int(rank) > 0:
-            return powersgd, int(rank), 0
-        return parse_compression(text)
-
-    dist.parse_compression = parse_with_rank
-
-
 def install():
-    """Makes train.py use it. Its checkpoints name the compression, so neither takes the other's."""
-    register()
-    make_default("powersgd")
+    """Makes train.py use it."""
+    common.use_compression("powersgd", powersgd)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ gradient in place of the fast momentum, and ADOPT in place of Adam. That m and v
 bias corrections and the constants are ours: with a = 0 and K = 1 on one rank this is AdamW.
 
 What is changed: an entry of optim.OPTIMIZERS; dist.Reducer, by one that leaves gradients where they
-are. Before train.py evaluates or saves, w and s become their means over the ranks, and in a save m
-and v as well, in the run that goes on, too. So the bits after that depend on which steps were
-evaluated and saved; and what resumes, on as many ranks, equals the run that saved there.
+are. Before train.py saves, w, s, m and v become their means over the ranks, in the run that goes
+on, too. So the bits after that depend on which steps were saved; and what resumes, on as many
+ranks, equals the run that saved there.
 """
 import sys
 from pathlib import Path
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
-from tests.variants.compressors import dense_list  # noqa: E402
-from tests.variants.synchronised import LocalReducer, agree_before_use  # noqa: E402
+from tests.variants import common  # noqa: E402
+from tests.variants.synchronised import LocalReducer, agree_before_save  # noqa: E402
 
 PERIOD = 32                  # K
 SLOW = 0.99                  # b3
@@ -41,11 +41,10 @@ WEIGHT = 0.5                 # a
 class SlowMomentum(optim.Optimizer):
     """The equations above. `connect` sets `world` and `reducer`, which counts the bytes sent."""
 
-    def add_param_group(self, group):
-        """Adds parameters, with s."""
-        super().add_param_group(group)
-        for p in group["params"]:
-            self.state[p]["slow"] = torch.zeros_like(p)
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for p, state in self.state.items():
+            state["slow"] = torch.zeros_like(p)                          # s
 
     def connect(self, world, reducer):
         """Takes what the optimizer needs to average over the ranks."""
@@ -71,52 +70,35 @@ class SlowMomentum(optim.Optimizer):
         """Applies one update, in place. Collective in every K-th step."""
         super().step()
         if self.param_groups[0]["step"] % PERIOD == 0:
-            self.agree()
+            self.average("slow")
 
     @torch.no_grad()
-    def agree(self):
-        """Makes w and s those of all ranks. Collective."""
-        self.average([p for group in self.param_groups for p in group["params"]])
-        self.average([state["slow"] for state in self.state.values()])
-
-    def average(self, tensors):
-        """Replaces tensors by their means over the ranks. Collective."""
-        sent, means = dense_list(self.world, tensors)
+    def average(self, *names):
+        """Replaces w, and what the state has under these names, by their means over the ranks.
+        Collective."""
+        tensors = list(self.state)
+        for name in names:
+            tensors += [state[name] for state in self.state.values()]
+        means, sent = common.mean_of_each(self.world, tensors)
         torch._foreach_copy_(tensors, means)
         self.reducer.bytes_sent += sent
 
-    @torch.no_grad()
-    def state_dict(self):
-        """Returns the state, after m and v became those of all ranks. Collective."""
-        self.average([state["exp_avg"] for state in self.state.values()])
-        self.average([state["exp_avg_sq"] for state in self.state.values()])
-        return super().state_dict()
+
+def prepare(args, world, state):
+    """Connects the optimizer of a new State with its Reducer."""
+    if args.optimizer != "slow-momentum" or args.compression != "none":
+        raise train.ConfigError("slow momentum is an optimizer that sends no gradients: leave out "
+                                "--optimizer and --compression")
+    state.optimizer.connect(world, state.reducer)
 
 
 def install():
-    """Makes it the optimizer of every recipe. Its name is in each checkpoint, so that neither
-    train.py takes up a run of this file nor this file one of train.py."""
-    build = train.build
-    same_run = train.same_run
-
-    def build_slow(plan, world, checkpoint):
-        if plan.optimizer != "slow-momentum" or plan.flags.compression != "none":
-            raise train.ConfigError("slow momentum is an optimizer that sends no gradients: leave "
-                                    "out --optimizer and --compression")
-        state = build(plan, world, checkpoint)
-        state.optimizer.connect(world, state.reducer)
-        return state
-
-    def same_slow_run(plan, manifest):
-        return same_run(plan, manifest) | {"period": PERIOD, "slow": SLOW, "weight": WEIGHT}
-
-    train.build = build_slow
-    train.same_run = same_slow_run
+    """Makes it the optimizer of every recipe."""
     dist.Reducer = LocalReducer
-    optim.OPTIMIZERS = optim.OPTIMIZERS | {"slow-momentum": SlowMomentum}
-    optim.RECIPES = {name: recipe._replace(optimizer="slow-momentum")
-                     for name, recipe in optim.RECIPES.items()}
-    agree_before_use(lambda state: state.optimizer.agree())
+    common.use_optimizer("slow-momentum", SlowMomentum)
+    common.after_build(prepare)
+    common.name_run(f"K {PERIOD}, b3 {SLOW}, a {WEIGHT}")
+    agree_before_save(lambda state: state.optimizer.average("slow", "exp_avg", "exp_avg_sq"))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ stage only and the joint end are from memory and from another's summary, not che
 What is changed:
 - optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
   (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
-- train.open_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and makes a Reducer of what trains.
+- train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
+  copies the layers, sets requires_grad, and has the Reducer pack what trains.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's `_update`, which leaves weights without a gradient as they are.
@@ -37,6 +37,7 @@ import bert  # noqa: E402
 import dist  # noqa: E402
 import optim  # noqa: E402
 import train  # noqa: E402
+from tests.variants import common  # noqa: E402
 
 STAGES, JOINT = 2, 0.2       # K, and the last part's fraction of the steps
 
@@ -67,11 +68,12 @@ def staged(phases):
 
 
 @torch.no_grad()
-def begin_stage(plan, world, state, stage, grow):
+def begin_stage(args, state, stage, grow):
     """Sets up stage 0, 1, ...; from number STAGES on all trains. grow: whether to copy layers."""
-    each = plan.config.layers // STAGES
+    layers = state.model.config.layers
+    each = layers // STAGES
     below = 0                                            # layers that are frozen
-    state.model.depth = plan.config.layers
+    state.model.depth = layers
     if stage < STAGES:
         below = stage * each
         state.model.depth = below + each
@@ -88,12 +90,19 @@ def begin_stage(plan, world, state, stage, grow):
         state.model.get_parameter(name).requires_grad_(trains)
     optim.copy_to_model(state.masters, state.model)
 
-    # A new Reducer, which packs what trains.
-    state.reducer.close()
-    state.reducer = dist.Reducer(state.model, world, plan.flags.bucket_mb, plan.flags.compression)
+    # The Reducer keeps its hooks, which nothing calls for frozen weights, and gets other buckets.
+    reducer = state.reducer
+    named = state.model.named_parameters()
+    reducer.parameters = {name: p for name, p in named if p.requires_grad}
+    reducer.buckets = dist.fill_buckets(
+        reducer.parameters, reducer.world, args.compression, args.bucket_mb)
+    reducer.flats = [bucket.flat for bucket in reducer.buckets]
+    reducer.gradients = {}
+    for bucket in reducer.buckets:
+        reducer.gradients.update(bucket.views())
     # As in train.build, an optimizer finds its gradients in the buckets; or it finds none.
     for name, master in state.masters.items():
-        master.grad = state.reducer.gradients.get(name)
+        master.grad = reducer.gradients.get(name)
 
 
 def only_with_gradient(update):
@@ -106,35 +115,28 @@ def only_with_gradient(update):
     return update_some
 
 
+def prepare(args, world, state):
+    """Checks that a new State can be trained in stages, and has its optimizer pass over what is
+    frozen."""
+    if state.model.config.layers % STAGES or dist.is_lossy(args.compression):
+        raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
+                                "compression")
+    state.optimizer._update = only_with_gradient(state.optimizer._update)
+
+
 def install():
     """Makes train.py train in stages. Neither takes up a checkpoint of the other."""
-    build = train.build
-    open_phase = train.open_phase
-    same_run = train.same_run
+    begin_phase = train.begin_phase
 
-    def build_growing(plan, world, checkpoint):
-        if plan.config.layers % STAGES or dist.is_lossy(plan.flags.compression):
-            raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
-                                    "compression")
-        state = build(plan, world, checkpoint)
-        if isinstance(state.optimizer, optim.Optimizer):             # torch's does so by itself
-            state.optimizer._update = only_with_gradient(state.optimizer._update)
-        return state
-
-    def open_stage(plan, world, state, phase_index):
-        begins = state.step == plan.ends[phase_index] - plan.phases[phase_index].steps
-        begin_stage(plan, world, state, phase_index, grow=begins)
-        return open_phase(plan, world, state, phase_index)
-
-    def same_stacked_run(plan, manifest):
-        return same_run(plan, manifest) | {"variant": f"{STAGES} stages"}
+    def begin_staged_phase(args, world, state, phase_index):
+        begin_stage(args, state, phase_index, grow=phase_index != state.phase)
+        return begin_phase(args, world, state, phase_index)
 
     bert.BertForPreTraining = GrowingBert
-    train.build = build_growing
-    train.open_phase = open_stage
-    train.same_run = same_stacked_run
-    optim.RECIPES = {name: recipe._replace(phases=staged(recipe.phases))
-                     for name, recipe in optim.RECIPES.items()}
+    train.begin_phase = begin_staged_phase
+    common.after_build(prepare)
+    common.change_recipes(lambda recipe: {"phases": staged(recipe["phases"])})
+    common.name_run(f"{STAGES} stages")
 
 
 if __name__ == "__main__":

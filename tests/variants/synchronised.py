@@ -2,7 +2,7 @@
 
 In train.py every step averages the gradients, so all ranks have equal weights after it. Where that
 is not so, a Reducer must leave gradients alone, the norm to clip by must be of all ranks, and the
-ranks must agree on weights before these are evaluated or saved.
+ranks must agree on weights and moments before these are saved: a checkpoint has those of rank 0.
 """
 import functools
 import math
@@ -41,8 +41,8 @@ class LocalReducer(dist.Reducer):
     def norm(self):
         """Returns the norm of the mean gradient, or an estimate of it where gradients are local.
 
-        If noise dominates, the mean of N gradients has a norm sqrt(N) times smaller than each. So
-        the estimate is the ranks' root mean square norm over sqrt(N). Collective.
+        If noise dominates, the mean of W gradients has a norm sqrt(W) times smaller than each. So
+        the estimate is the ranks' root mean square norm over sqrt(W). Collective.
         """
         norm = super().norm()
         if not self.local:
@@ -52,25 +52,17 @@ class LocalReducer(dist.Reducer):
         return math.sqrt(squares / self.world.size)
 
 
-def agree_before_use(agree):
-    """Has train.py call agree(state), which makes the weights of all ranks equal, before it
-    evaluates weights or saves them. The Reducer must be a LocalReducer, which counts the bytes."""
-    evaluate = train.evaluate
+def agree_before_save(agree):
+    """Has train.py call agree(state), which makes the weights and moments of all ranks equal,
+    before it saves them (and then evaluates). The Reducer must be a LocalReducer, which counts the
+    bytes."""
     save = train.save
 
-    def agree_now(state):
+    def save_equal_weights(args, world, log, state):
         sent_before = state.reducer.bytes_sent
         agree(state)
         state.reducer.sent_late += state.reducer.bytes_sent - sent_before
         optim.copy_to_model(state.masters, state.model)
+        save(args, world, log, state)
 
-    def evaluate_equal_weights(plan, world, state, phase):
-        agree_now(state)
-        return evaluate(plan, world, state, phase)
-
-    def save_equal_weights(plan, world, log, state):
-        agree_now(state)
-        save(plan, world, log, state)
-
-    train.evaluate = evaluate_equal_weights
     train.save = save_equal_weights

@@ -22,9 +22,9 @@ average -L m: an agreement soon after another, as before an evaluation, divides 
 has left over by its own short L. And there W stands in place of K: so the decay becomes a part of m
 and acts up to 1 / (1 - b1) times as strongly.
 
-What is changed: as in onebit_adam.py, with this optimizer. Before train.py evaluates or saves, the
-ranks agree, in the run that goes on as well. So the bits after that depend on which steps were
-evaluated and saved; and what resumes, on as many ranks, equals the run that saved there.
+What is changed: as in onebit_adam.py, with this optimizer. Before train.py saves, the ranks agree,
+in the run that goes on as well. So the bits after that depend on which steps were saved; and what
+resumes, on as many ranks, equals the run that saved there.
 """
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train  # noqa: E402
 from tests.variants import onebit_adam  # noqa: E402
-from tests.variants.synchronised import agree_before_use  # noqa: E402
+from tests.variants.synchronised import agree_before_save  # noqa: E402
 
 VARIANCE_UPDATES = 16        # after so many updates k doubles
 AGREEMENT_STEPS = 32678      # after so many steps of 125,000 j doubles
@@ -46,10 +46,16 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
     DEFAULTS = onebit_adam.OneBitAdam.DEFAULTS | {"L": 0.0}
     bounded = False                          # or m would not be a mean of momenta
 
-    def connect(self, plan, world, state):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for p, state in self.state.items():
+            state["agreed"] = p.detach().clone()                         # W
+
+    def connect(self, args, world, state):
         """Takes what the optimizer needs of a train.State, before the first step."""
-        super().connect(plan, world, state)
-        self.agreement_steps = max(1, plan.ends[-1] * AGREEMENT_STEPS // 125000)
+        super().connect(args, world, state)
+        steps = sum(phase.steps for phase in args.phases)
+        self.agreement_steps = max(1, steps * AGREEMENT_STEPS // 125000)
 
     def begin_step(self, frozen):
         """Returns True if each rank is to keep its own gradients in this step."""
@@ -63,16 +69,16 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
         """Begins a stage. The ranks have equal weights: those of the first stage never differ, and
         at the end of a phase train.py saves."""
         super().begin_stage(frozen)
-        for p in self.params:
-            self.state[p]["agreed"] = p.detach().clone()                 # W
+        for p, state in self.state.items():
+            state["agreed"].copy_(p.detach())
 
     def share(self):
         """In the first stage, replaces gradients by their means in one bit, but where v moves."""
         if self.learns or self.param_groups[0]["frozen"]:
             return
-        if "magnitude" not in self.state[self.params[0]]:                # in the first phase
+        if not self.param_groups[0]["magnitudes"]:                       # in the first phase
             self.set_magnitudes()
-        self.average([p.grad for p in self.params])
+        self.average([p.grad for p in self.all_params()])
 
     def move_variance(self, v, g, b2):
         """Moves v as far as `interval` steps would."""
@@ -104,11 +110,11 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
             group["L"] = 0.0
 
         momenta = []                                                     # of this rank, then m
-        for p, K, d in zip(self.params, decayed, denominators):
+        for p, K, d in zip(self.all_params(), decayed, denominators):
             momenta.append((K - p) * d / L)
         self.average(momenta)
 
-        for p, K, d, m in zip(self.params, decayed, denominators, momenta):
+        for p, K, d, m in zip(self.all_params(), decayed, denominators, momenta):
             p.copy_(torch.addcdiv(K, m, d, value=-L))                    # K - L m / d
             self.state[p]["agreed"].copy_(p)
             self.state[p]["exp_avg"].copy_(m)
@@ -128,7 +134,7 @@ def agreement_interval(t, steps):
 def install():
     """Makes 0/1 Adam the optimizer of every recipe; its name is in each checkpoint."""
     onebit_adam.install("zeroone-adam", ZeroOneAdam)
-    agree_before_use(lambda state: state.optimizer.agree())
+    agree_before_save(lambda state: state.optimizer.agree())
 
 
 if __name__ == "__main__":

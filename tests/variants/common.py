@@ -1,0 +1,85 @@
+"""What several variants share: no variant, not a program."""
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import dist  # noqa: E402
+import optim  # noqa: E402
+import train  # noqa: E402
+
+
+def use_optimizer(name, optimizer):
+    """Makes an optimizer that of every recipe. Its name is in each checkpoint, so that neither
+    train.py takes up a run of a variant nor the variant one of train.py."""
+    optim.OPTIMIZERS = optim.OPTIMIZERS | {name: optimizer}
+    change_recipes(lambda recipe: {"optimizer": name})
+
+
+def change_recipes(change):
+    """Gives every recipe the fields of the dict change(recipe)."""
+    optim.RECIPES = {name: recipe | change(recipe) for name, recipe in optim.RECIPES.items()}
+
+
+def use_compression(name, compressor):
+    """Lets dist.py know a compressor, and --compression mean it where it is not given (or "none").
+    Its name is in each checkpoint, as that of an optimizer."""
+    dist.COMPRESSORS = dist.COMPRESSORS | {name: compressor}
+    parse_arguments = train.parse_arguments
+
+    def parse_with_default(argv=None):
+        args = parse_arguments(argv)
+        if args.compression == "none":
+            args.compression = name
+        return args
+
+    train.parse_arguments = parse_with_default
+
+
+def name_run(name, flag=None):
+    """Adds a variant's name to what a checkpoint is compared by, and a flag of train.py which is
+    free there, but changes the results of the variant."""
+    what_counts = train.what_counts
+
+    def what_counts_here(args, manifest):
+        counts = what_counts(args, manifest) | {"variant": name}
+        if flag:
+            counts[flag] = getattr(args, flag)
+        return counts
+
+    train.what_counts = what_counts_here
+
+
+def after_build(prepare):
+    """Has train.py call prepare(args, world, state) when it has built a State."""
+    build = train.build
+
+    def build_and_prepare(args, world):
+        state = build(args, world)
+        prepare(args, world, state)
+        return state
+
+    train.build = build_and_prepare
+
+
+def mean_of_each(world, tensors):
+    """Returns (the means over the ranks of a list of tensors, bytes sent), by one all-reduce."""
+    if not tensors:
+        return [], 0
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    mean, _, sent = dist.dense(flat.dtype, world, flat, {})
+    return split(mean, [tensor.shape for tensor in tensors]), sent
+
+
+def split(flat, shapes):
+    """Returns the tensors of these shapes that lie in a flat one one after another, as views."""
+    views = []
+    start = 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        views.append(flat[start:end].view(shape))
+        start = end
+    return views

@@ -1,0 +1,59 @@
+"""Top-k: each rank sends its largest elements, with their places.
+
+    torchrun --nproc_per_node=2 tests/variants/topk.py --out runs/topk
+
+Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction. With v_r
+of rank r, and S_r the places of its k = FRACTION n largest elements:
+
+    mean = mean over r of (v_r on S_r, 0 elsewhere)
+
+All ranks get the elements of all by an all-gather, 8 bytes each: so what is sent grows with the
+ranks, and from N = 1 / FRACTION ranks on it is more than in fp32. What was not sent stays in v_r;
+error feedback, as of all compressors, is in dist.py.
+
+What is changed: dist.COMPRESSORS gets a row "topk", which --compression now means where it is not
+given (or "none").
+"""
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train  # noqa: E402
+from tests.variants import common  # noqa: E402
+
+FRACTION = 0.01              # of the elements is sent
+
+
+def topk(world, value, state):
+    """Sends the largest elements: a compressor, as dist.py defines it."""
+    sizes = value.abs()
+    k = max(1, int(FRACTION * len(value)))
+    # An inf or NaN is among the largest, so that all ranks get it.
+    if value.is_cpu:                               # NumPy finds them five times as fast as torch
+        largest = np.argpartition(sizes.numpy(), -k)[-k:]
+        places = torch.from_numpy(largest)
+    else:
+        places = sizes.topk(k, sorted=False).indices
+    elements = value[places]                                             # (k,)
+    value.index_fill_(0, places, 0)
+
+    mean = torch.zeros_like(value)
+    all_places = world.all_gather(places.int())                          # (N, k)
+    all_elements = world.all_gather(elements)
+    for places_of_rank, elements_of_rank in zip(all_places, all_elements):
+        mean.index_add_(0, places_of_rank, elements_of_rank, alpha=1 / world.size)
+    return mean, {}, (world.size - 1) * 8 * k
+
+
+def install():
+    """Makes train.py use it."""
+    common.use_compression("topk", topk)
+
+
+if __name__ == "__main__":
+    install()
+    train.main()

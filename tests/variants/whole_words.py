@@ -1,0 +1,66 @@
+"""Whole words are masked: all tokens of a word are to be predicted, or none of them.
+
+    python tests/variants/whole_words.py                     # and any flag of train.py
+
+google-research/bert of 2019 (its README, "Whole Word Masking"). The rest of a word gives a token
+away: who reads "philam" and "on" needs no text to see what stood between them. A word is what
+stands between spaces, with its punctuation, which BERT's tokenizer splits off. As many tokens are
+masked as in train.py. In Google's code each token of a chosen word draws for itself whether it
+becomes [MASK], a random token or stays; here they share that, too.
+
+What is changed: data.PretrainingData, by a subclass that gives all tokens of a word the draw of its
+first one.
+"""
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import data  # noqa: E402
+import train  # noqa: E402
+from tests.variants import common  # noqa: E402
+
+LONGEST_WORD = 8             # tokens; longer words are masked in parts: some scripts have no spaces
+
+
+class WholeWords(data.PretrainingData):
+    """Examples in which whole words are masked."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        tokenizer = data.load_tokenizer(self.folder / "tokenizer.model")
+        pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
+        self.begins_word = np.char.startswith(pieces, "▁")               # (V,)
+
+    def mask_draws(self, tokens, counters):
+        """Returns (N,) random numbers in [0, 1), one for each word: that of its first token."""
+        return super().mask_draws(tokens, counters)[self.word_starts(tokens)]
+
+    def word_starts(self, tokens):
+        """Returns (N,) the row in which the word of each row begins. A segment begins a word. For
+        words of 1, 3 and 1 tokens:
+
+            begins      1 1 0 0 1
+            start       0 1 1 1 4       what is returned, since no word is long
+            into_word   0 0 1 2 0
+        """
+        is_special = (tokens == data.CLS) | (tokens == data.SEP)
+        begins = self.begins_word[tokens] | is_special
+        begins[1:] |= is_special[:-1]
+        rows = np.arange(len(tokens))
+        start = np.maximum.accumulate(np.where(begins, rows, 0))
+        into_word = rows - start
+        return rows - into_word % LONGEST_WORD
+
+
+def install():
+    """Makes train.py mask whole words. Neither takes up a checkpoint of the other."""
+    data.PretrainingData = WholeWords
+    common.name_run("whole words")
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
