@@ -21,14 +21,11 @@ Shapes: B examples, N rows (tokens) of a batch, M masked tokens, V pieces of the
 """
 import argparse
 import bz2
-import collections
 import contextlib
 import functools
 import gzip
 import hashlib
-import heapq
 import io
-import itertools
 import json
 import lzma
 import math
@@ -38,6 +35,7 @@ import shutil
 import sys
 import unicodedata
 import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +50,6 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # so many texts are short: pre-training shall see short inputs, too
 GOLDEN = 0x9E3779B97F4A7C15     # the golden ratio's fraction, 0.618 ..., times 2^64
-VERSION = 5                 # the number of the folder's format
 
 
 class DataError(ValueError):
@@ -112,6 +109,15 @@ class Shard(NamedTuple):
     documents: np.ndarray   # where each document begins in `tokens`, and where the last one ends
 
 
+@functools.cache
+def open_shard(path, token_type):
+    """Returns the Shard of the files PATH.tokens and PATH.documents."""
+    tokens = np.memmap(f"{path}.tokens", token_type, "r")
+    documents = np.memmap(f"{path}.documents", np.int64, "r")
+    # As plain arrays of the same memory, for to index np.memmap takes longer.
+    return Shard(np.asarray(tokens), np.asarray(documents))
+
+
 class Text(NamedTuple):
     """A piece of a document in two parts. The fields are offsets into the shard's tokens."""
     start: int              # where the first part begins
@@ -159,8 +165,9 @@ class PretrainingData:
                  mask_fraction=0.15):
         manifest = load_manifest(folder)
         names = shard_names(manifest["shards"])
+        names = names[:1] if held_out else names[1:]
         self.folder = Path(folder)
-        self.names = names[:1] if held_out else names[1:]
+        self.paths = [f"{folder}/{name}" for name in names]
         self.token_type = manifest["token_type"]
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
@@ -170,23 +177,17 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(self.folder / "tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        self.ends_sentence = np.array([bool(SENTENCE_END.search(piece)) for piece in pieces])
-        self.begins_sentence = np.array([bool(SENTENCE_BEGIN.match(piece)) for piece in pieces])
+        # (V,) bool: a piece that is found is true, one that is not (None) false.
+        self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
+        self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
         # One key for each use of random numbers, so that the draws are independent.
         keys = np.random.SeedSequence((seed, phase)).generate_state(4, np.uint64)
         self.walk_key, self.cut_key, self.mask_key, self.token_key = keys
-        self.shards = {}            # by their numbers, mapped when first needed
 
     def shard(self, s):
-        """Returns Shard s."""
-        if s not in self.shards:
-            path = self.folder / self.names[s]
-            tokens = np.memmap(f"{path}.tokens", self.token_type, "r")
-            documents = np.memmap(f"{path}.documents", np.int64, "r")
-            # As plain arrays of the same memory, for to index np.memmap takes longer
-            self.shards[s] = Shard(np.asarray(tokens), np.asarray(documents))
-        return self.shards[s]
+        """Returns Shard s, which is opened when it is first needed."""
+        return open_shard(self.paths[s], self.token_type)
 
     def text(self, shard, place, length, cut_draw):
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
@@ -215,7 +216,7 @@ class PretrainingData:
         random number in [0, 1), and says where another B comes from.
         """
         length_draw, cut_draw, b_draw = draws
-        k, s = divmod(i, len(self.names))
+        k, s = divmod(i, len(self.paths))
         shard = self.shard(s)
         size = len(shard.tokens)
         length = self.seq_len - self.specials
@@ -291,21 +292,19 @@ class PretrainingData:
 
         spans = Spans._make(np.array(examples).T)   # of all at once: each field is an array (B,)
         lengths = self.length(spans)                                   # (B,)
-        starts = np.cumsum(lengths) - lengths                          # (B,) first rows
-        positions = np.arange(len(tokens)) - np.repeat(starts, lengths)      # (N,)
+        ends = np.cumsum(lengths)                                      # (B,)
+        positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)     # (N,)
         b_starts = spans.a_end - spans.a + 2                           # (B,) after [CLS] A [SEP]
-        segments = positions >= np.repeat(b_starts, lengths)           # (N,) bool
+        segments = (positions >= np.repeat(b_starts, lengths)).astype(np.int64)     # (N,)
 
         # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
         counters = np.repeat(spans.index, lengths) * self.seq_len + positions
         rows, labels = self.mask(tokens, counters)
 
-        padding = -len(tokens) % 64                                    # up to a multiple of 64
-        padded_lengths = np.append(lengths, padding)                   # (B + 1,)
-        bounds = np.append(0, np.cumsum(padded_lengths)).astype(np.int32)    # (B + 2,)
-        return Batch(pad(tokens, 64), pad(segments.astype(np.int64), 64), pad(positions, 64),
-                     pad(rows, 16), pad(labels, 16, IGNORED), bounds, spans.pair_label,
-                     padded_lengths)
+        bounds = np.concatenate([[0], ends, [len(tokens) + -len(tokens) % 64]])     # (B + 2,)
+        return Batch(pad(tokens, 64), pad(segments, 64), pad(positions, 64), pad(rows, 16),
+                     pad(labels, 16, IGNORED), bounds.astype(np.int32), spans.pair_label,
+                     np.diff(bounds))
 
 
 def pad(values, multiple, fill=0):
@@ -325,8 +324,9 @@ def uniform(counters, key):
     return (x >> 11) * 2.0 ** -53           # the upper 53 bits, which float64 can hold
 
 
-# Sentences are found in the tokens themselves: one begins where a piece that ends in a mark, closing
-# quotes included, is followed by a piece that begins a word. SentencePiece writes a space as "▁".
+# Sentences are found in the tokens themselves: one begins where a piece that ends in a mark,
+# closing quotes included, is followed by a piece that begins a word. SentencePiece writes a space
+# as "▁".
 # Marks: of Europe (; ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian, Hindi and
 # Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
@@ -352,33 +352,27 @@ def micro_batches(step, global_batch, micro_batch, rank, size):
 
 
 def loader(dataset, steps):
-    """Yields the list of Batches of each step, in order, made ahead. steps: for each step its
-    micro-batches, as `micro_batches` returns them."""
+    """Yields the list of Batches of each step, in order. While the caller works with one, a thread
+    makes the next. steps: for each step its micro-batches, as `micro_batches` returns them."""
     def make_step(micro_batches_of_step):
         return [dataset.batch(indices) for indices in micro_batches_of_step]
 
-    return ahead(make_step, steps)
-
-
-def ahead(function, items):
-    """Yields function(item) for each item, in order. While the caller works with one result, a
-    thread computes the next."""
+    made = deque()
     with ThreadPoolExecutor(1) as thread:
-        job = None
-        for item in items:
-            next_job = thread.submit(function, item)
-            if job:
-                yield job.result()
-            job = next_job
-        yield job.result()
+        for step in steps:
+            made.append(thread.submit(make_step, step))
+            if len(made) == 2:
+                yield made.popleft().result()
+        for last in made:
+            yield last.result()
 
 
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
-BLOCK = 1 << 20             # characters; text is encoded block by block
+BLOCK = 256                 # documents; text is encoded block by block
 LONGEST = 1 << 16           # characters; a longer document is cut into several
 PIECE = 1 << 10             # characters; SAMPLE pieces of the text, drawn at random from all of it,
-SAMPLE = 40_000             # train the tokenizer
+SAMPLE = 1 << 15            # train the tokenizer
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
@@ -388,7 +382,8 @@ INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\uf
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
     """Writes a new folder of shards; returns its manifest (dict). What fails leaves nothing.
 
-    corpus: documents, each one string, that can be iterated again and again; it is read twice.
+    corpus: documents, each one string, that can be iterated again and again: once to count them,
+    once to train the tokenizer, and once to encode them.
     tokenizer: a path; without one a model of `vocab_size` pieces is trained, of fewer if the text
     has no more.
 
@@ -401,22 +396,20 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
         raise DataError(f"{folder} is not empty; remove it, or write another folder with --out")
-    counts = collections.Counter()
-    pieces = counted_pieces(corpus, counts)
+    documents = sum(map(len, blocks(corpus)))       # finds bad input before the long part begins
+    if not documents:
+        raise DataError("there is no text in the corpus")
     if tokenizer:
-        load_tokenizer(tokenizer)
-        model = Path(tokenizer).read_bytes()
-        collections.deque(pieces, maxlen=0)                 # only counts
+        tokenizer = load_tokenizer(tokenizer)
     else:
-        model = train_tokenizer(pieces, vocab_size, cased)
+        tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
+
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        (folder / "tokenizer.model").write_bytes(model)
-        encoder = functools.partial(encode, load_tokenizer(folder / "tokenizer.model"))
-        encoded = ahead(encoder, blocks(corpus, counts["documents"]))
-        manifest = write_shards(encoded, folder, shards, counts)
-        files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-        manifest |= {"version": VERSION, "shards": shards, "cased": cased, "files": files}
+        (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
+        manifest = write_shards(corpus, folder, tokenizer, shards, documents)
+        manifest["cased"] = cased
+        manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -427,34 +420,19 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
 
 def blocks(corpus, total=None):
-    """Yields lists of documents, together about BLOCK characters each, and shows how many of
-    `total` documents it has read. A document that is longer than LONGEST becomes several.
+    """Yields lists of about BLOCK documents, and shows how many of `total` it has read. A document
+    that is longer than LONGEST becomes several.
 
     Text is put into Unicode's form NFKC, and INVISIBLE is dropped, as bert.py does it.
     """
     block = []
-    size = 0
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
-        if not document.isascii():
-            document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
+        document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
         block += cut_text(document, LONGEST)
-        size += len(document)
-        if size >= BLOCK:
+        if len(block) >= BLOCK:
             yield block
             block = []
-            size = 0
     yield block
-
-
-def counted_pieces(corpus, counts):
-    """Yields the text of a corpus in pieces of at most PIECE characters; adds up its "documents"
-    and "bytes" in counts, a Counter."""
-    for block in blocks(corpus):
-        for document in block:
-            counts["documents"] += 1
-            counts["bytes"] += len(document.encode())
-            for line in document.splitlines():
-                yield from cut_text(line, PIECE)
 
 
 def cut_text(text, n):
@@ -462,97 +440,79 @@ def cut_text(text, n):
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 
-def train_tokenizer(pieces, vocab_size, cased=False):
-    """Returns a SentencePiece unigram model (bytes) of at most `vocab_size` tokens, trained on a
-    random sample of pieces of text (an iterator).
+def train_tokenizer(corpus, documents, vocab_size, cased=False):
+    """Returns a SentencePieceProcessor, a unigram model of at most `vocab_size` pieces.
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
-    has more different characters than that, or too few words.
+    has more different characters than that, or no word.
     """
+    texts = map("\n".join, blocks(corpus, documents))
+    pieces = (piece for text in texts for piece in cut_text(text, PIECE))
     model = io.BytesIO()
-    # Those with the smallest checksums are a random sample, and always the same one.
-    sample = heapq.nsmallest(SAMPLE, pieces, key=lambda piece: zlib.crc32(piece.encode()))
     try:
+        # SentencePiece draws the sample, always the same one. Its default of 16 threads stays, for
+        # another number finds another vocabulary.
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size, minloglevel=2,
+            sentence_iterator=pieces, input_sentence_size=SAMPLE, model_writer=model,
+            vocab_size=vocab_size, hard_vocab_limit=False, minloglevel=2,
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
-            control_symbols=SPECIALS[CLS:], hard_vocab_limit=False,
-            max_sentence_length=4 * PIECE,      # bytes; longer pieces would be left out
-            num_threads=4)                      # another number finds another vocabulary
-    except RuntimeError as error:
-        raise DataError(f"no tokenizer of {vocab_size} pieces can be made of this text: it has too "
-                        "few words, or more different characters than that; change --vocab-size "
-                        f"({error})") from None
-    return model.getvalue()
+            control_symbols=SPECIALS[CLS:])
+    except RuntimeError:
+        raise DataError(f"no tokenizer of {vocab_size} pieces can be made of this text: it has "
+                        "more different characters, or no word; raise --vocab-size") from None
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def encode(tokenizer, documents):
-    """Returns the tokens of a block of documents (n,), one document after another, and of each
-    document how many tokens and bytes it has and the CRC-32 of its text (list of three each)."""
-    encoded = tokenizer.encode(documents, num_threads=os.cpu_count())
-    tokens = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
-    table = []
-    for document, ids in zip(documents, encoded):
-        text = document.encode()
-        table.append((len(ids), len(text), zlib.crc32(text)))
-    return tokens, table
-
-
-def write_shards(encoded, folder, shards, counts):
-    """Writes the arrays of all shards from what `encode` returns of each block; returns what the
-    manifest says of them. counts: the "documents" and "bytes" of the corpus.
+def write_shards(corpus, folder, tokenizer, shards, documents):
+    """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
+    says of them.
 
     Documents are dealt by their text's CRC-32, so that the same text twice is never both trained on
     and held out; it is held out only once. Documents of less than two tokens are left out, since
     they have no A and B. Raises DataError if a shard has less than two documents.
     """
-    vocab_size = load_tokenizer(folder / "tokenizer.model").get_piece_size()
+    vocab_size = tokenizer.get_piece_size()
     token_type = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    # One of a hundred documents is held out, but enough to measure on (100 of them, or half a
-    # megabyte if that is fewer, but 8), and of all text a fifth at most.
-    enough = max(8, min(100, 5e5 * counts["documents"] / counts["bytes"]))
-    fraction = min(0.2, max(0.01, enough / counts["documents"]))
-    room = counts["bytes"] / 5                  # bytes that may still be held out
-    held_out = set()                            # the CRC-32 of each text that is
-
     names = shard_names(shards)
     token_files = [open(folder / f"{name}.tokens", "wb") for name in names]
     document_files = [open(folder / f"{name}.documents", "wb") for name in names]
-    token_counts = np.zeros(len(names), np.int64)
-    document_counts = np.zeros(len(names), np.int64)
-    unigrams = np.zeros(vocab_size, np.int64)
     for file in document_files:
         file.write(np.int64(0))
-    for tokens, table in encoded:
-        start = 0
-        for length, text_bytes, crc in table:
-            document = tokens[start:start + length].astype(token_type)
-            start += length
-            if length < 2 or crc in held_out:
+    ends = np.zeros(len(names), np.int64)       # how many tokens each shard has so far
+    unigrams = np.zeros(vocab_size, np.int64)
+
+    # One of a hundred documents is held out, but about 100 to measure on, and a fifth at most.
+    fraction = min(0.2, max(0.01, 100 / documents))
+    held_out = set()                            # the CRC-32 of each text that is
+    for block in blocks(corpus, documents):
+        encoded = tokenizer.encode(block, num_threads=os.cpu_count())
+        for document, tokens in zip(block, encoded):
+            crc = zlib.crc32(document.encode())
+            if len(tokens) < 2 or crc in held_out:
                 continue
-            shard = 1 + crc % shards
-            if crc < fraction * 2 ** 32 and text_bytes <= room:
+            tokens = np.array(tokens, token_type)
+            if crc < fraction * 2 ** 32 and len(held_out) < documents // 5:
                 shard = 0
-                room -= text_bytes
                 held_out.add(crc)
             else:
-                np.add.at(unigrams, document, 1)
-            token_counts[shard] += length
-            document_counts[shard] += 1
-            token_files[shard].write(document)
-            document_files[shard].write(token_counts[shard])
+                shard = 1 + crc % shards
+                np.add.at(unigrams, tokens, 1)
+            ends[shard] += len(tokens)
+            token_files[shard].write(tokens)
+            document_files[shard].write(ends[shard])
 
+    unigrams.tofile(folder / "unigrams")
+    counts = [file.tell() // 8 - 1 for file in document_files]
     for file in token_files + document_files:
         file.close()
-    unigrams.tofile(folder / "unigrams")
-    if document_counts.min() < 2:
-        raise DataError(f"{counts['documents']} documents are too few for {shards} shards (each "
-                        "needs two different ones, and some are held out): part them by blank "
-                        "lines, or lower data.py's --shards")
-    return {"vocab_size": vocab_size, "token_type": token_type, "bytes": counts["bytes"],
-            "tokens": int(token_counts.sum()), "documents": int(document_counts.sum()),
-            "heldout_documents": len(held_out), "unknown": int(unigrams[UNK])}
+    if min(counts) < 2:
+        raise DataError(f"{documents} documents are too few for {shards} shards (each needs two, "
+                        "and some are held out): part them by blank lines, or lower data.py's "
+                        "--shards")
+    return {"shards": shards, "vocab_size": vocab_size, "token_type": token_type,
+            "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
+            "unknown": unigrams[UNK] / unigrams.sum()}
 
 
 # ----- Corpora: files -> documents, each one string -----
@@ -570,7 +530,7 @@ def default_folder(paths):
     """Returns the folder (Path) for the shards of a corpus, named after its first path."""
     if not paths:
         return Path("shards/demo")
-    return Path("shards", Path(paths[0]).absolute().name.split(".")[0])
+    return Path("shards", Path(paths[0]).resolve().name.split(".")[0] or "corpus")
 
 
 class TextFiles:
@@ -603,20 +563,19 @@ def documents_in(path):
     """Yields the documents of a file. Raises DataError, with file and line, if it cannot."""
     document = ""
     number = 0
-    is_json = None                      # until the first line that is not blank
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             # Lines of a BufferedReader come faster than gzip's, bz2's and lzma's own.
             for number, line in enumerate(io.BufferedReader(file), 1):
-                line = line.decode().lstrip("\ufeff").strip()   # no byte order mark
-                if line and is_json is None:
+                line = line.decode("utf-8-sig").strip()         # no byte order mark
+                if number == 1:
+                    is_json = line.startswith(("{", "[{"))
                     if line.startswith("<"):
                         raise ValueError("HTML or XML, take the text out of it first")
-                    is_json = line.startswith(("{", "[{"))
                 if line and is_json:
-                    document = json.loads(line)["text"] or ""
                     # "replace": half of a surrogate pair cannot be written as UTF-8.
-                    document = document.encode("utf-8", "replace").decode()
+                    text = json.loads(line)["text"] or ""
+                    document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
                 # A file without any blank line becomes documents that fit in any memory.
@@ -639,15 +598,15 @@ def load_manifest(folder):
     path = Path(folder) / "manifest.json"
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         manifest = json.loads(path.read_text())
-        if manifest["version"] == VERSION and manifest["sha256"] == manifest_digest(manifest):
+        if manifest["sha256"] == manifest_digest(manifest):
             return manifest
-    raise DataError(f"{path} is missing, damaged or not of format {VERSION}; prepare a new folder")
+    raise DataError(f"{path} is missing, damaged or of an older program; prepare a new folder")
 
 
 def manifest_digest(manifest):
     """Returns the SHA-256 of all that a manifest says but for its own digest."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    content = json.dumps(manifest | {"sha256": None}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def load_tokenizer(path):
@@ -673,20 +632,18 @@ def shard_names(shards):
 
 def verify(folder, rank=0, size=1):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
-    DataError that names the first file that is missing or damaged."""
+    DataError or OSError that names the first file that is damaged or missing."""
     manifest = load_manifest(folder)
-    shards = manifest["shards"]
-    names = shard_names(shards)[1:]
-    # This rank's examples are rank, rank + size, rank + 2 size ...; example i is of shard i modulo
-    # the number of shards. From example shards * size on the pattern repeats.
-    read_here = {names[i % shards] for i in range(rank, shards * size, size)}
+    names = shard_names(manifest["shards"])[1:]
+    # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
+    # reads every step-th shard: of 8 shards and 6 ranks every second one.
+    step = math.gcd(len(names), size)
+    elsewhere = set(names) - set(names[rank % step::step])
     for name, digest in manifest["files"].items():
-        path = Path(folder, Path(name).name)                 # never a file outside of the folder
-        if path.stem in names and path.stem not in read_here:
-            continue
-        if not path.is_file() or sha256_of(path) != digest:
-            raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
-                            f"{rank} of {size} reads it; copy it again, or prepare a new folder")
+        path = Path(folder, name)
+        if path.stem not in elsewhere and sha256_of(path) != digest:
+            raise DataError(f"{path} is damaged on {os.uname().nodename}, where rank {rank} of "
+                            f"{size} reads it; copy it again, or prepare a new folder")
     return manifest
 
 
@@ -718,51 +675,43 @@ def machine_documentation():
     seen = set()
     documents = []
     for text in texts:
-        fresh = []
-        for sentence in english_sentences(text):
-            if sentence not in seen:
-                seen.add(sentence)
-                fresh.append(sentence)
+        sentences = dict.fromkeys(english_sentences(text))      # each once, in order
+        fresh = [sentence for sentence in sentences if sentence not in seen]
+        seen.update(fresh)
         if len(fresh) >= 2:
             documents.append("\n".join(fresh))
     return documents
 
 
 def english_sentences(text):
-    """Returns the English sentences of a docstring: no code, tables, markup or short fragments."""
-    sentences = []
+    """Yields the English sentences of a docstring, six words or more, mostly letters; no code,
+    tables, markup or short fragments."""
     for paragraph in re.split(r"\n\s*\n", text):
-        if not re.search(r"^\s*(>>>|\.\.|\+--|\||==|--)", paragraph, re.MULTILINE):
-            paragraph = " ".join(paragraph.split())
-            paragraph = re.sub(r"\s[-*]\s+(?=[A-Z`])", ". ", paragraph)         # items of a list
-            paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)     # :class:`~torch.T`
-            sentences += re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])", paragraph)
-    return list(filter(is_english, sentences))
-
-
-def is_english(sentence):
-    """Returns True if a sentence has six words, nearly all of them letters, and no code."""
-    spaces = sentence.count(" ")
-    if spaces < 5 or re.search(r">>>|::|__|[<{}|\\]", sentence):
-        return False
-    letters = sum(map(str.isalpha, sentence))
-    return letters + spaces >= 0.85 * len(sentence)
+        if re.search(r"^\s*(>>>|\.\.|\+--|\||==|--)", paragraph, re.MULTILINE):
+            continue
+        paragraph = " ".join(paragraph.split())
+        paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)         # :class:`~torch.T`
+        # After a full stop, and at the items of a list.
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])|\s-\s+(?=[A-Z])", paragraph):
+            others = re.findall("[^A-Za-z ]", sentence)
+            is_code = re.search(r">>>|::|__|[<{}|\\]", sentence)
+            if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence) and not is_code:
+                yield sentence
 
 
 # ----- The program -----
 
 def describe(manifest):
     """Returns a report on prepared shards: a line, and one more for what may be wrong."""
-    tokens = manifest["tokens"]
-    documents = manifest["documents"]
-    unknown = manifest["unknown"] / tokens
-    report = (f"{documents:,} documents of {tokens / documents:.0f} tokens, {tokens:,} in all, "
-              f"{manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; {manifest['shards']} "
-              f"shards, {manifest['heldout_documents']:,} different documents held out")
+    unknown = manifest["unknown"]
+    mean = manifest["tokens"] / manifest["documents"]
+    report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
+              f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
+              f"{manifest['shards']} shards, {manifest['held_out']:,} different documents held out")
     if unknown > 0.005:
         report += ("\nwarning: much is [UNK], letters that the tokenizer does not know: raise "
                    "--vocab-size, or make a tokenizer of this text")
-    if manifest["bytes"] / documents > 2e4:
+    if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
     return report
@@ -772,10 +721,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, printed once a node: train.py uses it, too."""
 
     def error(self, message):
-        # The ranks of a node have the same command line
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{self.prog}: {message}", file=sys.stderr)
-        self.exit(2)
+        # The ranks of a node have the same command line.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            self.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def number(kind, low, high=math.inf):
@@ -820,10 +769,8 @@ def main():
         manifest = prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
                            args.tokenizer)
         print(f"{describe(manifest)}\n{out} is ready")
-    except (DataError, KeyboardInterrupt) as error:
+    except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
-    except OSError as error:                    # that of a full disk does not name the file
-        sys.exit(f"data.py: {error.filename or out}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

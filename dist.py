@@ -196,8 +196,8 @@ def world_of_environment():
     # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
-            raise DistError(f"{name} is {os.environ[name]}, but each of these processes would train "
-                            "alone; start one torchrun on each node, and it starts the ranks")
+            raise DistError(f"{name} is {os.environ[name]}, but each of these processes would "
+                            "train alone; start one torchrun on each node, and it starts the ranks")
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -393,9 +393,7 @@ class Reducer:
         for name, p in parameters.items():
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
-        # The thread computes on one core. On more it would take them away from backward: a step of
-        # the model tiny took 1.36 times as long.
-        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self.thread = ThreadPoolExecutor(1)
         self.stream = None
         if world.device.type == "cuda":
             self.stream = torch.cuda.Stream(world.device)
@@ -450,6 +448,9 @@ class Reducer:
 
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent."""
+        # This thread computes on one core. On more it would take them away from backward: a step of
+        # the model tiny took 1.36 times as long.
+        torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
             # its own, beside that of backward. The call also makes the stream's GPU the thread's:
@@ -521,6 +522,9 @@ def fill_buckets(tensors, world, compression, bucket_mb=None):
 
 # ----- One bucket: error feedback, and two levels -----
 
+BLOCK = 512                  # elements that share a scale, see `compressed_mean`
+
+
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
 
@@ -556,7 +560,11 @@ class Bucket:
         if world.levels and (self.lossy or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
         self.sizes = [math.prod(shape) for shape in shapes.values()]
-        self.flat = torch.zeros(sum(self.sizes), device=world.device)
+        n = sum(self.sizes)
+        # Zeros fill it up, so that each rank of `outer` can average a part of whole blocks.
+        padding = -n % (BLOCK * self.outer.size)
+        self.padded = torch.zeros(n + padding, device=world.device)
+        self.flat = self.padded[:n]
         self.forget()
 
     def views(self):
@@ -586,13 +594,11 @@ class Bucket:
         sent. What the next step needs waits in `uncommitted`."""
         if self.uncommitted:
             raise DistError("lossy compression needs a call of commit() after each step")
-        value = self.flat / scale
-        if self.residual is not None:
-            value += self.residual
+        value = torch.add(self.residual, self.padded, alpha=1 / scale)
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
         # The compressor has taken out of `value` what it sent.
         self.uncommitted = value, next_state
-        torch.mul(mean, scale, out=self.flat)
+        torch.mul(mean[:len(self.flat)], scale, out=self.flat)
         return sent
 
     def commit(self, step_taken):
@@ -604,7 +610,7 @@ class Bucket:
 
     def forget(self):
         """Drops all that earlier steps have left."""
-        self.residual = None                       # e_r, (n,); None is 0
+        self.residual = torch.zeros(1, device=self.flat.device)      # e_r; at first 0 for all
         self.state = {"shapes": list(self.shapes.values())}
         self.uncommitted = None                    # from `_send` to `commit`: rest_r, next state
 
@@ -639,9 +645,6 @@ def dense(dtype, world, value, state):
     return value, state, 2 * (world.size - 1) * wire.nbytes // world.size
 
 
-BLOCK = 512                  # elements that share a scale
-
-
 def compressed_mean(encode, decode, world, value, state):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
     value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
@@ -662,43 +665,45 @@ def compressed_mean(encode, decode, world, value, state):
 
     Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r rest_r + s'.
     """
-    n = len(value)
-    padding = -n % (world.size * BLOCK)            # zeros, so that all parts have whole blocks
-    parts = nn.functional.pad(value, (0, padding)).view(world.size, -1, BLOCK)
+    parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
     # 1. Send each part to the rank that averages it.
-    codes = encode(parts)                                  # (W, blocks of a part, bytes of a block)
-    value -= decode(codes).view(-1)[:n]
+    codes, sent = encode(parts)                            # (W, blocks of a part, bytes of a block)
+    parts -= sent
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
-    part_mean = decode(received).mean(0) + state.get("part_rest", 0)     # (blocks of a part, BLOCK)
+    part_mean = torch.zeros_like(parts[0]) + state.get("part_rest", 0)   # (blocks of a part, BLOCK)
+    for codes_of_rank in received:
+        part_mean.add_(decode(codes_of_rank), alpha=1 / world.size)
 
     # 3. Send the average to all.
-    mean_codes = encode(part_mean)
-    part_rest = part_mean - decode(mean_codes)
-    mean = decode(world.all_gather(mean_codes)).view(-1)[:n]
-    return mean, state | {"part_rest": part_rest}, 2 * (world.size - 1) * mean_codes.numel()
+    part_codes, part_sent = encode(part_mean)
+    part_rest = part_mean - part_sent
+    mean = decode(world.all_gather(part_codes)).view(-1)
+    return mean, state | {"part_rest": part_rest}, 2 * (world.size - 1) * part_codes.numel()
 
 
 def encode_int8(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 516): a level an element, and an fp32 scale.
+    """Returns the bytes of blocks (..., 512) -> (..., 516), a level an element and an fp32 scale,
+    and C(blocks), what they stand for.
 
     The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
     2110.02861, section 2.1, here linear):
 
-        scale = max |x| / 127            level = round(x / scale)
+        scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
     # Faster than abs(), which would write as much as it reads.
     highest = blocks.amax(-1, keepdim=True)
     lowest = blocks.amin(-1, keepdim=True)
     scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
-    levels = (blocks / scales).round_().to(torch.int8)
-    return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], -1)
+    levels = (blocks / scales).round_()
+    packed = levels.to(torch.int8).view(torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
 
 
 def decode_int8(codes):
-    """Returns the blocks (..., 512) that bytes (..., 516) stand for: scale * level."""
+    """Returns the blocks (..., 512) that bytes (..., 516) stand for."""
     levels = codes[..., :-4].view(torch.int8).float()
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
@@ -709,27 +714,28 @@ SIGNS = 1 - 2.0 * (torch.arange(256).view(256, 1) & POWERS > 0)
 
 
 def encode_onebit(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 68): a bit an element, and an fp32 scale.
+    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit an element and an fp32 scale, and
+    C(blocks), what they stand for.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
-        scale = mean |x|            bit = 1 if x < 0
+        scale = mean |x|            bit = sign of x            C(x) = scale or -scale
 
     1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
-    embedding, then ||x - q|| > ||x||, and the residual grows from step to step. mean |x| is the
+    embedding, then ||x - C(x)|| > ||x||, and the residual grows from step to step. mean |x| is the
     scale with the smallest error (Karimireddy et al., arXiv 1901.09847).
     """
     scales = blocks.abs().mean(-1, keepdim=True)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(blocks.numpy() < 0, axis=-1))
+        packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
     else:
-        eights = (blocks < 0).unflatten(-1, (-1, 8))
+        eights = blocks.signbit().unflatten(-1, (-1, 8))
         packed = (eights * POWERS.to(blocks.device)).sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1)
+    return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
 
 
 def decode_onebit(codes):
-    """Returns the blocks (..., 512) that bytes (..., 68) stand for: scale or -scale."""
+    """Returns the blocks (..., 512) that bytes (..., 68) stand for."""
     signs = nn.functional.embedding(codes[..., :-4].int(), SIGNS.to(codes.device))  # (..., 64, 8)
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
 
@@ -803,21 +809,22 @@ def torchrun_died():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. So any rank may simply raise: its program ends by `leave`, and so do the others'.
-# They agree by two kinds of keys in the store:
+# one that hangs. So any rank may simply raise: its program calls `leave`, and so do the others'.
+# They agree by keys in the store:
 #
 #     "failed"          set once, by the first that fails: "0 True" is rank 0, and a restart helps
-#     "alive/RANK"      set by each process that has read "failed", whatever else it is busy with
+#     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
+#                       program is busy with
 #
 # Rank 2 is killed:
 #
-#     s     rank 0                       rank 1                     rank 2     torchrun
-#     0.0   in a collective              in a collective            killed
-#     0.1   error; leaves:               error; leaves:             -          sees it, sends SIGTERM,
-#           sets "alive/0"               sets "alive/1"             -          a request to stop
-#           sets "failed": the first     "failed" is set: not       -
-#     2.1   no "alive/2": prints         prints nothing             -
-#           "rank 2 died ...", ends      ends                       -          ends, or restarts all
+#     s     rank 0                        rank 1                     rank 2    torchrun
+#     0.0   in a collective               in a collective            killed
+#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it, sends SIGTERM
+#           `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
+#     2.1   no "alive/2": prints          prints nothing
+#           "rank 2 died ..."
+#           ends                          ends                                 ends, or restarts all
 
 def open_store():
     """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
@@ -864,7 +871,7 @@ def agree(message, restart_helps, rank_lost):
     Raises RuntimeError if the store is gone. It takes two seconds, if it is not by its own error
     that this rank is the first: torchrun kills half a minute after its SIGTERM."""
     if not distributed.is_initialized():
-        return message, restart_helps              # before the ranks have met each speaks for itself
+        return message, restart_helps              # before they have met each speaks for itself
     store = open_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"

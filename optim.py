@@ -1,7 +1,6 @@
 """Recipes and learning rates, master weights, loss scaling, clipping, and LAMB with its relatives.
 
-Each part needs nothing of those below it. To read first: `learning_rate`, `LossScaler`,
-`lamb_equations`.
+Each part needs nothing of those below it.
 
 In an update, w are weights, g gradients, m their running mean and v the running mean of their
 squares: lists of fp32 tensors, one for each parameter. t = 1, 2, ... counts the updates, b1 and b2
@@ -28,8 +27,8 @@ class Phase:
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int
     lr: float                # the highest learning rate
-    warmup: float            # the part of the phase in which the rate grows to lr
-    decay_from: float        # the part of the phase after which the rate decays
+    warmup: float            # the fraction of the phase in which the rate grows to lr
+    decay_from: float        # the fraction of the phase after which the rate decays
     power: float = 1.0       # 1: the rate decays along a straight line; 0.5: slowly at first
 
     @property
@@ -102,7 +101,7 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate when the part `done`, in (0, 1), of a phase is over. It grows,
+    r"""Returns the learning rate; done is the finished fraction of a phase, in (0, 1). It grows,
     holds and decays to 0 (LANS, arXiv 2006.13484, section 3.3):
 
         lr |       _________
@@ -150,10 +149,10 @@ def cast_with_masters(model, dtype):
     """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
     the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
 
-    A master holds what the parameter was before the cast. In 16 bits that is a second, exact copy
-    of the weight (arXiv 1710.03740, section 3.1): bf16 keeps 8 bits, and an update of less than
-    0.2 % of a weight would be rounded away. In fp32 the cast changes nothing, and master and
-    parameter share their memory.
+    A master is the memory that the parameter had before the cast. A cast to 16 bits gives the
+    parameter new memory, so that the master is a second, exact copy (arXiv 1710.03740, section
+    3.1): bf16 keeps 8 bits, and an update of less than 2^-9, 0.2 % of a weight, would be rounded
+    away. A cast to fp32 changes nothing, and master and parameter are one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)
@@ -178,8 +177,8 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
     bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
-    largest=1) skips steps that are not finite, and stops the training when they have halved the
-    scale 15 times more often than it has grown back.
+    largest=1) skips steps that are not finite, and stops the training after 15 of them, if no
+    growth_interval of good steps lies between.
     """
     scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
     growth_interval: int = 1000
@@ -255,14 +254,14 @@ class Optimizer(torch.optim.Optimizer):
 
     An update computes on lists of tensors by `torch._foreach_*`: on a GPU a few kernels for a list,
     not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient. m and v are
-    made at once, not in the first step, so that a checkpoint finds its places.
+    made at once, not in the first step, so that a checkpoint can be copied into them.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "step": 0,                     # t: one number for a group, saved with its options
+        "step": 0,                     # t: no option, but saved with them
     }
 
     def __init__(self, params, **options):
@@ -334,7 +333,7 @@ class LAMB(Optimizer):
     (biases, LayerNorm) is 1, as in the code of the paper's authors and in NVIDIA's.
 
     NVIDIA's also clips gradients to a global norm of 1, as train.py does before every optimizer. Q,
-    K and V are one tensor in our model, and three in theirs.
+    K and V are one tensor in our model, so they share a ratio; in theirs they are three.
     """
 
     def _update(self, group, w, g, m, v):

@@ -1,17 +1,16 @@
-"""BERT pre-training in two phases, on one process or on many.
+r"""BERT pre-training, on one process or on many.
 
     python train.py                                                      # a whole demo, on CPU too
     python data.py my.txt --out shards/my                                # your own text
     python train.py --data shards/my --hours 1
     torchrun --nproc_per_node=8 train.py --data shards/wiki --model large --recipe nvidia-64k
-    torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \\
+    torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \
         train.py --data shards/wiki --model large --recipe nvidia-64k
 
 The same command again resumes from the last checkpoint. All results are in the folder --out.
 
-To read first: `training_loop`, whose eight numbered steps are those of the README. What it calls
-stands above it: `State`, `progress`, `begin_phase`, `masked_and_all`, `evaluate`. The rest are
-flags, the log, checkpoints, and at the end the program around the loop.
+The file stands in the order in which it runs: flags, log, state, checkpoints, the parts of a step,
+evaluation, `training_loop`, and the program around it.
 
 Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples.
 """
@@ -26,7 +25,6 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -63,7 +61,7 @@ class ConfigError(ValueError):
 
 # Errors that a user can mend. They are told in one line, all others with a traceback.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
-            OSError)
+            OSError, KeyboardInterrupt)
 
 
 # ----- Flags: args.x is what the user gave, or else what the recipe says -----
@@ -124,7 +122,8 @@ def parse_arguments(argv=None):
         help="save and evaluate every so many steps, when a phase ends and every half hour "
              "(default: %(default)s)")
 
-    # The recipe's values become the defaults of the flags with the same names.
+    # Parse once to know the recipe, make its values the defaults of the flags with their names, and
+    # parse again.
     recipe = parser.parse_args(argv).recipe
     parser.set_defaults(**optim.RECIPES[recipe])
     args = parser.parse_args(argv)
@@ -151,25 +150,26 @@ def planned_phases(parser, args):
     return planned
 
 
-LOCAL = {"data", "out", "timeout"}                           # each node may have its own
-FREE = LOCAL | {"micro_tokens", "bucket_mb", "compile", "max_steps", "save_every",
-                "steps", "batch", "lr_scale"}                # the last three are in the phases
+# Flags that each node may set in its own way.
+LOCAL = {"data", "out", "timeout"}
+# Flags that may change when a run resumes. (The last three have gone into args.phases.)
+FREE = LOCAL | {"micro_tokens", "bucket_mb", "compile", "max_steps", "save_every", "phases",
+                "steps", "batch", "lr_scale"}
 
 
 def what_counts(args, manifest):
-    """Returns what the results of a run depend on (flat dict of numbers and text).
+    """Returns what the results of a run depend on, {name: text}: a run resumes only from a
+    checkpoint with the same ones.
 
-    A checkpoint with another one is refused. What is FREE may change when a run resumes, and so may
-    the number of ranks: it changes only how sums are rounded, which activations dropout drops, and
-    what lossy compression leaves over.
+    The number of ranks is not among them. It changes only how sums are rounded, which activations
+    dropout drops, and what lossy compression leaves over.
     """
     counts = {name: value for name, value in vars(args).items() if name not in FREE}
-    del counts["phases"]
     for number, phase in enumerate(args.phases, 1):
         for field, value in dataclasses.asdict(phase).items():
             counts[f"phase{number}.{field}"] = value
     counts["shards"] = manifest["sha256"][:16]
-    return counts
+    return {name: str(value) for name, value in counts.items()}
 
 
 def check_ranks(args, world):
@@ -185,7 +185,7 @@ def check_ranks(args, world):
     world.check_same(told, "was started differently")
 
 
-def prepare(args, world):
+def prepare_run(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
     completes args: `precision`, `vocab_size` and `counts`, see `what_counts`. Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
@@ -267,8 +267,8 @@ def log_start(args, world, log, state):
     """Says what is about to run, and writes it to metrics.jsonl."""
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
-    folder = shlex.quote(str(Path(__file__).parent))
-    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty")
+    folder = Path(__file__).parent
+    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty")
     log.metric("run", flags=args.counts, commit=commit, python=sys.version, ranks=world.size,
                torch=torch.__version__, device=str(world.device), parameters=parameters)
 
@@ -358,7 +358,7 @@ def build(args, world):
     return State(model, reducer, masters, optimizer, scaler)
 
 
-# ----- Checkpoints: files that torch.save writes, zips whose CRCs tell if they are whole -----
+# ----- Checkpoints: files of torch.save, zips whose checksums tell whether they are whole -----
 
 COUNTERS = ("step", "phase", "phase_step", "seconds")
 
@@ -404,42 +404,36 @@ def checkpoints_in(folder):
     return {int(path.stem.removeprefix("step-")): path for path in paths}
 
 
-def write_checkpoint(folder, step, checkpoint):
-    """Writes a checkpoint, whole or not at all, and removes all others but the one before. Raises
-    OSError on a full disk."""
-    # The same name each time: what a killed run has left is overwritten.
-    temporary = folder / "unfinished"
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / f"step-{step:08d}.pt")
-    finally:
-        temporary.unlink(missing_ok=True)
-
-    # Later ones go, too: this run would have resumed from them, had they not been damaged.
-    found = checkpoints_in(folder)
-    before = max((other for other in found if other < step), default=step)
-    for other in found.keys() - {step, before}:
-        found[other].unlink()
-
-
 def save(args, world, log, state):
-    """Saves all that the next step depends on. Collective; raises what check_weights raises.
+    """Saves all that the next step depends on, in a file that is whole or not there; removes all
+    others but the one before. Collective; raises what check_weights raises.
 
     What lossy compression has not sent yet is dropped: so the run that goes on is the run that
     resumes, on any number of ranks. A full disk is a warning: the older checkpoints are whole.
     """
     check_weights(world, state)
     state.reducer.forget()
-    if log.active:
-        checkpoint = {"counts": args.counts, "tensors": tensors_of(state), **numbers_of(state)}
-        try:
-            write_checkpoint(args.out, state.step, checkpoint)
-        except OSError as error:
-            log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training "
-                    "goes on")
+    if not log.active:
+        return
+    checkpoint = {"counts": args.counts, "tensors": tensors_of(state), **numbers_of(state)}
+    # The same name each time: what a killed run has left is overwritten.
+    temporary = args.out / "unfinished"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training goes on")
+        return
+
+    # Later ones are damaged, or this run would have resumed from them: they go, too.
+    found = checkpoints_in(args.out)
+    before = max((step for step in found if step < state.step), default=state.step)
+    for step in found.keys() - {state.step, before}:
+        found[step].unlink()
 
 
 def newest_checkpoint(args, log):
@@ -450,7 +444,7 @@ def newest_checkpoint(args, log):
         path = found[step]
         try:
             with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()          # None if all CRCs are right
+                damaged = archive.testzip()          # None if all checksums are right
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:                   # a damaged file can raise anything
@@ -533,7 +527,7 @@ def progress(args, state):
     begin = 0
     for index, phase in enumerate(args.phases):
         if begin <= over < begin + phase.tokens and state.step != args.max_steps:
-            # A step more, of one step more: so no step has a rate of 0.
+            # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
             done = (over - begin + phase.step_tokens) / (phase.tokens + phase.step_tokens)
             return index, done
         begin += phase.tokens
@@ -542,9 +536,10 @@ def progress(args, state):
 
 @torch.no_grad()
 def copy_positions(args, state):
-    """Begins the positions that only this phase trains as copies of the ones that earlier phases
-    have trained: 64 to 127 as 0 to 63. Else the longer texts begin among noise. (Longformer, arXiv
-    2004.05150, section 5. The recipes of BERT's authors do without: leave out the call.)"""
+    """Gives the positions that only this phase trains the weights of those that earlier phases have
+    trained, such as those of 0 to 63 to 64 to 127: else longer texts begin among noise (Longformer,
+    arXiv 2004.05150, section 5). Google's and NVIDIA's BERT do without; so does a run in which
+    `begin_phase` does not call it."""
     phases = args.phases[:state.phase]
     trained = max((phase.seq_len for phase in phases if phase.steps), default=0)
     positions = state.masters.get("embeddings.positions.weight")     # (max_positions, D)
@@ -612,8 +607,8 @@ def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
 
 
 def reason_to_stop(state, signalled, orphans):
-    """Returns the dist.DistError that ends a training after this step, or None. signalled, orphans:
-    how many signals came to all ranks, how many of these have lost their torchrun."""
+    """Returns the dist.DistError that ends a training after this step, or None. signalled: how many
+    signals have come, to all ranks together; orphans: how many ranks have lost their torchrun."""
     message = f"stopped after step {state.step}; the same command resumes"
     if signalled:
         return dist.DistError(message)
@@ -626,8 +621,8 @@ def reason_to_stop(state, signalled, orphans):
 
 @torch.no_grad()
 def evaluate(args, world, log, state):
-    """Logs and returns what the model does on the held-out documents, at the phase's length (dict; losses in
-    nats). Collective: the ranks share the work.
+    """Logs and returns what the model does on the held-out documents, at the phase's length (dict;
+    losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
     training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
@@ -676,7 +671,7 @@ def evaluate(args, world, log, state):
 def training_loop(args, world, log, state, signals):
     """Takes the steps that are left and saves the last one. Returns None, or the dist.DistError
     that says why it stopped before. signals: the list of dist.listen_to_signals."""
-    zero = STARTED - state.seconds                   # a resumed run has its seconds already
+    clock_start = STARTED - state.seconds            # a resumed run has its seconds already
     saved_at = state.seconds
     batches = None
     stop = None
@@ -710,7 +705,8 @@ def training_loop(args, world, log, state, signals):
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
             loss = mlm_sum / max(masked, 1) + nsp_sum / phase.global_batch
-            # Averaging will divide by the number of ranks. Gradients in fp16 need the scale.
+            # The loss is a sum over ranks, while the Reducer takes means: so times their number.
+            # Gradients in fp16 need the scale.
             (loss * world.size * scale).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
@@ -732,13 +728,13 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        own = [time.monotonic() - zero, len(signals), dist.torchrun_died()]
-        mlm_sum, nsp_sum, seconds, signalled, orphans = world.sum(sums.tolist() + own)
+        own = [*sums.tolist(), time.monotonic() - clock_start, len(signals), dist.torchrun_died()]
+        mlm_all, nsp_all, seconds, signalled, orphans = world.sum(own)
         state.step += 1
         state.phase_step += 1
         state.seconds = seconds / world.size
         stop = reason_to_stop(state, signalled, orphans)
-        figures = step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began)
+        figures = step_figures(args, world, state, masked, tokens, mlm_all, nsp_all, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, state)
@@ -779,7 +775,7 @@ def train(args, world):
 
     Raises one of EXPECTED; see `main`.
     """
-    prepare(args, world)
+    prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
     # From here on a signal does not end the program. It asks for a checkpoint and a stop.
     signals = dist.listen_to_signals()
@@ -795,7 +791,7 @@ def train(args, world):
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
                               longest)
-    # A rank that leaves has the others killed, so all wait until rank 0 has written the model.
+    # When a rank ends by an error torchrun kills the others, so all wait until rank 0 has written.
     world.barrier()
     if stop:
         raise stop
@@ -804,7 +800,7 @@ def train(args, world):
 
 def explain(error):
     """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
-    # Of Python; CUDA; torch on a CPU; cuBLAS. Several kinds of exceptions have these words.
+    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate", cuBLAS "ALLOC_F".
     if re.search("MemoryError|out of memory|allocate|ALLOC_F", repr(error)):
         return f"out of memory; lower --micro-tokens ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
@@ -825,11 +821,11 @@ def main():
         world.close()
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
-        # A restart may help after a lost rank or a bug of ours, not after what a user has to mend
-        # or has stopped.
-        mendable = isinstance(error, (*EXPECTED, KeyboardInterrupt))
         rank_lost = isinstance(error, dist.RankLost)
-        restart_helps = rank_lost or isinstance(error, dist.TorchrunLost) or not mendable
+        # A restart may help after a bug of ours, not after what a user has to mend or has stopped.
+        restart_helps = not isinstance(error, EXPECTED)
+        if rank_lost or isinstance(error, dist.TorchrunLost):
+            restart_helps = True
         dist.leave(f"train.py: {message}", restart_helps, rank_lost)
 
 

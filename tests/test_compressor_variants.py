@@ -1,41 +1,45 @@
-"""The compressors of tests/variants against their definitions. test_dist.py has the invariants that
-they share with those of dist.py."""
+"""The compressors of tests/variants, on two ranks, against their definitions."""
 import pytest
 import torch
 
-import dist
-import train
 from tests.ranks import run_ranks
-from tests.test_dist import gradient, mean_gradient
-from tests.variants import gradientflow, powersgd
+from tests.variants import gradientflow, powersgd, topk
 
-CHUNK = gradientflow.CHUNK
+SHAPES = [torch.Size([64, 48]), torch.Size([37])]
+N = 64 * 48 + 37
+COMPRESSORS = {"powersgd": powersgd.powersgd, "topk": topk.topk, "chunk": gradientflow.chunk}
+
+
+def gradient(rank, step):
+    return torch.randn(N, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def powersgd_in_float64(world):
     """Four steps of the compressor beside PowerSGD's algorithm 1 for all ranks, in float64."""
-    n = 64 * 48
-    state = {"shapes": [torch.Size([64, 48]), torch.Size([37])]}           # the vector goes dense
+    powersgd.RANK = 2
+    n = 64 * 48                                            # the vector after it goes dense
+    state = {"shapes": SHAPES}
     q = torch.randn(2, 48, generator=torch.Generator().manual_seed(0)).double().T
-    errors, rest, mean = [0.0] * world.size, torch.zeros(n + 37), torch.empty(n + 37)
+    errors = [0.0] * world.size
+    rest = torch.zeros(N)
     for step in range(4):
-        slopes = [gradient(rank, step)[:n + 37] for rank in range(world.size)]
+        slopes = [gradient(rank, step) for rank in range(world.size)]
         value = slopes[world.rank] + rest
-        sent = powersgd.powersgd(world, value, mean, state, 2)
+        mean, state, sent = powersgd.powersgd(world, value, state)
         v = [g[:n].view(64, 48).double() + e for g, e in zip(slopes, errors)]
         p = torch.linalg.qr(sum(v_r @ q for v_r in v) / world.size).Q
         q = sum(v_r.T @ p for v_r in v) / world.size
-        errors, rest = [v_r - p @ q.T for v_r in v], value
-        exact = torch.cat([(p @ q.T).flatten(), mean_gradient(world, step)[n:n + 37]])
-        left = torch.cat([errors[world.rank].flatten(), torch.zeros(37)])
-        found = {"the mean of the matrix": (mean[:n], exact[:n]),
-                 "the mean of the vector, which goes dense,": (mean[n:], exact[n:]),
-                 "what is left of the matrix": (rest[:n], left[:n]),
-                 "what is left of the vector, nothing,": (rest[n:], left[n:])}
+        errors = [v_r - p @ q.T for v_r in v]
+        rest = value
+        vector = sum(slopes)[n:] / world.size
+        found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
+                 "the mean of the vector, which goes dense,": (mean[n:], vector),
+                 "what is left of the matrix": (rest[:n], errors[world.rank].flatten()),
+                 "what is left of the vector, nothing,": (rest[n:], torch.zeros(37))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
             assert error <= 1e-4, f"{what} is up to {error:.2g} off in step {step + 1} of four"
-        expected = 4 * (2 * 64 + 2 * 48 + 37)              # 2 (n - 1) / n is 1 on two ranks
+        expected = 4 * (2 * 64 + 2 * 48 + 37)              # 2 (W - 1) / W is 1 on two ranks
         assert sent == expected, f"{sent} bytes are sent, not {expected}: P, Q and the vector"
 
 
@@ -43,45 +47,50 @@ def test_powersgd_is_algorithm_1(tmp_path):
     run_ranks(powersgd_in_float64, 2, tmp_path)
 
 
-def one_exchange(world):
-    """Returns (value before, value after, mean) of eight chunks, of which a quarter is sent."""
-    torch.manual_seed(world.rank)
-    value = torch.randn(8, CHUNK) * torch.rand(8, 1)
-    before, mean = value.clone(), torch.full((8 * CHUNK,), 9.0)
-    gradientflow.chunk(world, value.view(-1), mean, {}, 0.25)
-    return before, value, mean.view(8, CHUNK)
+def exchanges(world):
+    """Returns {name: (value before, what is left, mean, bytes, means where a rank has an inf)}."""
+    results = {}
+    for name, compressor in COMPRESSORS.items():
+        state = {"shapes": SHAPES}
+        before = gradient(world.rank, 0) * torch.linspace(0, 1, N)
+        value = before.clone()
+        mean, _, sent = compressor(world, value, state)
+        assert state == {"shapes": SHAPES}                 # for a step that is skipped
+        broken = before.clone()
+        if world.rank == 1:
+            broken[5] = torch.inf
+        results[name] = before, value, mean, sent, compressor(world, broken, state)[0]
+    return results
 
 
-def test_the_chunks_with_the_largest_mean_norms_are_sent(tmp_path):
-    outcomes = run_ranks(one_exchange, 2, tmp_path)
-    exact = (outcomes[0][0] + outcomes[1][0]) / 2
-    norms = (outcomes[0][0].abs().sum(1) + outcomes[1][0].abs().sum(1)) / 2
-    largest = norms.argsort(descending=True)[:2].tolist()
-    for before, after, mean in outcomes:
-        for number in range(8):
-            sent = number in largest
-            assert torch.equal(mean[number], exact[number] if sent else torch.zeros(CHUNK))
-            assert torch.equal(after[number], torch.zeros(CHUNK) if sent else before[number])
+@pytest.fixture(scope="module")
+def both_ranks(tmp_path_factory):
+    return run_ranks(exchanges, 2, tmp_path_factory.mktemp("exchanges"))
 
 
-@pytest.mark.parametrize("variant, name", [(powersgd, "powersgd"), (gradientflow, "chunk")])
-def test_a_variant_is_the_default(variant, name, monkeypatch):
-    for module, attribute in (train, "parse_arguments"), (dist, "parse_compression"):
-        monkeypatch.setattr(module, attribute, getattr(module, attribute))      # restored after it
-    variant.install()
-    assert train.parse_arguments([]).compression == name
-    assert train.parse_arguments(["--compression", "int8"]).compression == "int8"
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_nothing_is_lost_and_an_inf_reaches_all_ranks(both_ranks, name):
+    first, second = (outcome[name] for outcome in both_ranks)
+    assert torch.equal(first[2], second[2])
+    taken_out = [before - rest for before, rest, *_ in (first, second)]
+    assert torch.allclose(sum(taken_out) / 2, first[2], atol=1e-5)
+    assert not first[4].isfinite().all() and not second[4].isfinite().all()
 
 
-def test_the_command_lines_text():
-    assert dist.parse_compression("powersgd")[:2] == (powersgd.powersgd, 4)
-    assert dist.parse_compression("powersgd:2")[:2] == (powersgd.powersgd, 2)
-    assert dist.parse_compression("chunk:0.1")[:2] == (gradientflow.chunk, 0.1)
-    for text in "powersgd:0", "powersgd:x", "powersgd:0.5", "powersgd:", "chunk:2":
-        with pytest.raises(dist.DistError, match=f"--compression {text} cannot work; known are "
-                           ".*powersgd, chunk"):
-            dist.parse_compression(text)
+def test_what_is_sent_is_the_largest(both_ranks):
+    k = int(topk.FRACTION * N)
+    for before, rest, _, sent, _ in (outcome["topk"] for outcome in both_ranks):
+        expected = before.clone()
+        expected[before.abs().argsort()[-k:]] = 0
+        assert torch.equal(rest, expected) and sent == 8 * k
 
-
-def test_one_chunk_is_sent_at_least():
-    assert dist.wire_bytes("chunk", ((5,),), 2) == 2 * 4 + 4 * CHUNK      # and the norms of two
+    size = gradientflow.CHUNK                              # of four chunks one is sent
+    norms = 0
+    for outcome in both_ranks:
+        norms += torch.stack([part.abs().sum() for part in outcome["chunk"][0].split(size)])
+    for before, rest, _, sent, _ in (outcome["chunk"] for outcome in both_ranks):
+        for number, part in enumerate(before.split(size)):
+            is_sent = number == norms.argmax()
+            left = rest.split(size)[number]
+            assert torch.equal(left, torch.zeros_like(part) if is_sent else part)
+        assert sent == 4 * (4 + size)                      # the norms, then a chunk

@@ -8,6 +8,7 @@ import torch
 import bert
 import data
 import optim
+import train
 from tests.conftest import SEED
 
 
@@ -72,264 +73,29 @@ def ratio(a, b):
     return norm_a / norm_b if norm_a > 0 and norm_b > 0 else 1.0
 
 
-def numpy_lamb(values, decays, grads, adapt_all, max_norm, lr=0.02, b1=0.9, b2=0.999, eps=1e-6):
-    w = [v.copy() for v in values]
-    m = [np.zeros_like(x) for x in w]
-    v = [np.zeros_like(x) for x in w]
+def from_equations(equations, values, decays, grads, lr=0.02, b1=0.9, b2=0.999, eps=1e-6):
+    """Returns the weights after all steps; equations(w, g, m, v, t, decay, b1, b2, eps, lr) returns
+    those of one tensor, and its m and v."""
+    w, m, v = ([x.copy() for x in some] for some in (values, *[map(np.zeros_like, values)] * 2))
+    m, v = [np.zeros_like(x) for x in w], [np.zeros_like(x) for x in w]
     for t, step in enumerate(grads, 1):
-        norm = np.sqrt(sum((g ** 2).sum() for g in step))
         for i, g in enumerate(step):
-            g = g / max(1.0, norm / max_norm)
-            m[i] = b1 * m[i] + (1 - b1) * g
-            v[i] = b2 * v[i] + (1 - b2) * g ** 2
-            u = (m[i] / (1 - b1 ** t)) / (np.sqrt(v[i] / (1 - b2 ** t)) + eps) + decays[i] * w[i]
-            adapts = decays[i] > 0 or adapt_all
-            w[i] = w[i] - lr * (ratio(w[i], u) if adapts else 1.0) * u
+            w[i], m[i], v[i] = equations(w[i], g, m[i], v[i], t, decays[i], b1, b2, eps, lr)
     return w
 
 
-@pytest.mark.parametrize("adapt_all, max_norm", [(False, np.inf), (True, 1.0), (True, 1e6)])
-def test_lamb_is_its_equations(adapt_all, max_norm):
-    values, decays, grads = problem()
-    params, groups = parameters(values, decays)
-    optimizer = optim.LAMB(groups, lr=0.02, adapt_all=adapt_all)
-    for step in grads:                 # clipping by train.py is NVLAMB's pre-normalisation
-        scaled = [torch.tensor(8 * g) for g in step]
-        optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), 8.0, max_norm)
-        apply(optimizer, params, [g.numpy() for g in scaled])
-    assert_moved(params, values)
-    assert_equal(params, numpy_lamb(values, decays, grads, adapt_all, max_norm), 1e-9)
+def numpy_lamb(w, g, m, v, t, decay, b1, b2, eps, lr):
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g ** 2
+    u = (m / (1 - b1 ** t)) / (np.sqrt(v / (1 - b2 ** t)) + eps) + decay * w
+    return w - lr * (ratio(w, u) if decay else 1.0) * u, m, v
 
 
-def test_fast_lamb_computes_what_the_plain_function_does():
-    values, decays, grads = problem(3)
-    params, groups = parameters(values, decays)
-    fast = optim.LAMB(groups, lr=0.02, betas=(0.9, 0.98), adapt_all=True)
-    plain = [(torch.tensor(value), torch.zeros(value.shape), torch.zeros(value.shape))
-             for value in values]
-    for t, step in enumerate(grads, 1):
-        apply(fast, params, step)
-        assert_moved(params, values)
-        for i, (w, m, v) in enumerate(plain):
-            plain[i] = optim.lamb_equations(w, torch.tensor(step[i]), m, v, t, lr=0.02, b1=0.9,
-                                            b2=0.98, eps=1e-6, decay=decays[i])
-        assert_equal(params, [w.numpy() for w, _, _ in plain], 1e-12, t)
-
-
-def test_lamb_without_decay_is_adam():
-    values, _, grads = problem(1)
-    ours, _ = parameters(values, [0.0] * 5)
-    theirs, _ = parameters(values, [0.0] * 5)
-    lamb = optim.LAMB(ours, lr=0.01, weight_decay=0.0)
-    adamw = optim.AdamW(theirs, lr=0.01, weight_decay=0.0)
-    for step in grads:
-        apply(lamb, ours, step)
-        apply(adamw, theirs, step)
-    assert_moved(ours, values)
-    assert_equal(ours, [p.detach().numpy() for p in theirs], 1e-12)
-
-
-def numpy_lans(values, decays, grads, lr=0.02, b1=0.9, b2=0.999, eps=1e-6):
-    w = [v.copy() for v in values]
-    m = [np.zeros_like(x) for x in w]
-    v = [np.zeros_like(x) for x in w]
-    for t, step in enumerate(grads, 1):
-        for i, g in enumerate(step):
-            g = g / np.linalg.norm(g) if np.linalg.norm(g) > 0 else g
-            m[i] = b1 * m[i] + (1 - b1) * g
-            v[i] = b2 * v[i] + (1 - b2) * g ** 2
-            d = np.sqrt(v[i] / (1 - b2 ** t)) + eps
-            r = m[i] / (1 - b1 ** t) / d + decays[i] * w[i]
-            c = g / d + decays[i] * w[i]
-            w[i] = w[i] - lr * (b1 * ratio(w[i], r) * r + (1 - b1) * ratio(w[i], c) * c)
-    return w
-
-
-@pytest.mark.parametrize("factor", [1.0, 1e3])
-def test_lans_is_its_equations_at_any_scale_of_the_gradients(factor):
-    values, decays, grads = problem(2)
-    params, groups = parameters(values, decays)
-    optimizer = optim.LANS(groups, lr=0.02)
-    for step in grads:
-        apply(optimizer, params, [factor * g for g in step])
-    assert_equal(params, numpy_lans(values, decays, grads), 1e-8)
-    assert not np.allclose(params[0].detach(), values[0], atol=0.1)
-
-
-def test_tensor_groups_are_bounded_and_change_nothing(monkeypatch):
-    values, decays, grads = problem()
-    counts = []
-    results = []
-    for most in 1 << 22, 1:
-        monkeypatch.setattr(optim.Optimizer.add_param_group, "__defaults__", (most,))
-        params, groups = parameters(values, decays)
-        optimizer = optim.LAMB(groups, lr=0.02)
-        for step in grads:
-            apply(optimizer, params, step)
-        counts.append(len(optimizer.param_groups))
-        results.append([p.detach().numpy() for p in params])
-    assert counts == [2, 5], f"5 tensors, each a tensor group of its own, are {counts[1]} groups"
-    assert_equal(results[0], results[1], 0.0)
-
-
-@pytest.mark.parametrize("name", ["lamb", "nvlamb", "lans"])
-def test_no_step_waits_for_a_gpu(name):
-    """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
-    asks once in a step, for the norm and the losses, between backward and these updates."""
-    def zeros(*shape):
-        return torch.zeros(shape, dtype=torch.int64, device="meta")
-
-    with torch.device("meta"):
-        model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
-    masters = optim.master_weights(model, torch.bfloat16)
-    batch = data.Batch(
-        tokens=zeros(64), segments=zeros(64), positions=zeros(64), masked_positions=zeros(4),
-        labels=zeros(4), bounds=zeros(5), pair_labels=zeros(3),
-        lengths=torch.tensor([12, 16, 31, 5]))
-    losses = model(batch)
-    (losses.mlm_sum + losses.nsp_sum).backward()
-    for p, master in zip(model.parameters(), masters.values()):
-        master.grad = p.grad.float()
-    optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
-    optim.make_optimizer(name, masters, (0.9, 0.98)).step()
-    optim.copy_to_model(masters, model)
-
-
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_every_bias_and_layer_norm_is_without_decay(name):
-    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
-    names = {p: its_name for its_name, p in model.named_parameters()}
-    optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
-    decays = {}
-    for group in optimizer.param_groups:
-        assert group["betas"] == (0.9, 0.98) and group["eps"] == 1e-6
-        decays |= {names[p]: group["weight_decay"] for p in group["params"]}
-    assert decays == {its_name: 0.0 if its_name.endswith("bias") or "norm" in its_name else 0.01
-                      for its_name in names.values()}
-
-
-# ----- Around the update -----
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_master_weights_keep_what_16_bits_would_lose(dtype):
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, 1.001)
-    masters = optim.master_weights(model, dtype)
-    assert model.weight.dtype == dtype, f"the model's weight is {model.weight.dtype}, not {dtype}"
-    assert masters["weight"].dtype == torch.float32, f"the master is {masters['weight'].dtype}"
-    assert masters["weight"].item() == pytest.approx(1.001, rel=1e-7), (
-        f"the master of 1.001 is {masters['weight'].item():.6f}: it was rounded to 16 bits")
-    for _ in range(1000):
-        with torch.no_grad():
-            masters["weight"] += 1e-4
-        optim.copy_to_model(masters, model)
-    # Added to the model itself it stays 1
-    assert abs(model.weight.item() - 1.1) < 0.01, (
-        f"1000 updates of 1e-4 took the model's weight from 1.001 to {model.weight.item():.4f}")
-
-
-def test_master_weights_of_fp32_are_the_parameters():
-    model = torch.nn.Linear(2, 2)
-    assert optim.master_weights(model, torch.float32)["weight"] is model.weight, (
-        "in fp32 the master is another tensor than the parameter: its updates miss the model")
-    model.bias.requires_grad_(False)
-    names = set(optim.master_weights(model, torch.float32))
-    assert names == {"weight"}, f"of weight and a frozen bias the masters are {sorted(names)}"
-
-
-def test_loss_scaler_halves_doubles_and_is_bounded():
-    scaler = optim.LossScaler(scale=8.0, growth_interval=3, smallest=2.0, largest=16.0)
-    assert not scaler.update(True, 1, {}), "a step with an overflow is taken"
-    assert scaler.scale == 4.0, f"an overflow takes the scale from 8 to {scaler.scale}, not to 4"
-    assert scaler.skipped == 1, f"one step was skipped, and `skipped` is {scaler.skipped}"
-    assert all([scaler.update(False, 2, {}) for _ in range(3)]), "a good step is not taken"
-    assert scaler.scale == 8.0, f"growth_interval is 3: then 4 becomes {scaler.scale}, not 8"
-    for _ in range(2):
-        scaler.update(False, 5, {})
-    scaler.update(True, 6, {})
-    for count, scale in (1, 4.0), (2, 4.0), (3, 8.0):
-        scaler.update(False, 7, {})
-        assert scaler.scale == scale, (
-            f"{count} good steps after an overflow the scale is {scaler.scale}, not {scale}: the "
-            "three steps that double it are in a row")
-    for _ in range(20):
-        scaler.update(False, 9, {})
-    assert scaler.scale == 16.0, f"the scale is {scaler.scale}, and `largest` 16"
-    assert scaler.skipped == 2, f"two steps were skipped, and `skipped` is {scaler.skipped}"
-    other = optim.LossScaler()
-    vars(other).update(vars(scaler))
-    assert other == scaler, "a checkpoint of vars(scaler) does not bring the scaler back"
-
-
-def test_loss_scaler_stops_at_the_floor_and_names_the_parameter():
-    scaler = optim.LossScaler(scale=4.0, smallest=2.0)
-    gradients = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}
-    assert not scaler.update(True, 41, gradients), "at `smallest` itself training goes on"
-    for step, name in (42, "broken"), (43, "another rank"):
-        with pytest.raises(optim.TrainingStopped) as raised:
-            scaler.update(True, step, gradients)
-        for part in str(step), name:
-            assert part in str(raised.value), f"the message lacks '{part}': {raised.value}"
-        gradients.pop("broken", None)
-
-
-@pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])          # below 1 after overflows in bf16
-@pytest.mark.parametrize("max_norm", [np.inf, 0.5, 100.0])
-def test_unscale_and_clip_is_torchs(max_norm, scale):
-    torch.manual_seed(SEED)
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (5,))]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    scaled = [scale * p.grad for p in params]
-    optim.unscale_and_clip_(scaled, float(optim.global_norm(scaled)), scale, max_norm)
-    torch.nn.utils.clip_grad_norm_(params, max_norm)
-    for p, g in zip(params, scaled):
-        assert torch.allclose(p.grad, g, rtol=1e-5, atol=0), (
-            f"gradients times {scale:g}, unscaled and clipped to {max_norm:g}, have the norm "
-            f"{float(optim.global_norm(scaled)):.4g} in place of "
-            f"{float(optim.global_norm([p.grad for p in params])):.4g}")
-    zeros = [torch.zeros(3)]
-    optim.unscale_and_clip_(zeros, 0.0, scale, max_norm)
-    assert not zeros[0].any(), f"gradients of zeros became {zeros[0].tolist()}"
-
-
-def test_global_norm_shows_inf_and_nan():
-    for bad in (float("inf"), float("nan")):
-        assert not torch.isfinite(optim.global_norm([torch.ones(3), torch.tensor([0.0, bad])]))
-
-
-def test_learning_rate_with_decay_from_0_is_nvidias():
-    phase = SimpleNamespace(steps=7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5)
-    rates = [optim.learning_rate(step, phase) for step in range(phase.steps)]
-    top = rates.index(max(rates))
-    assert abs(top - 2000) <= 2, f"the highest rate is that of step {top}, not of 2000 (0.2843)"
-    assert max(rates) == pytest.approx(6e-3, rel=1e-3), f"the highest rate is {max(rates):.3g}"
-    after = 6e-3 * (1 - 0.2843) ** 0.5
-    assert rates[top + 1] == pytest.approx(after, rel=1e-3), (
-        f"after the warm-up the rate is {rates[top + 1]:.4g}; lr (1 - warmup)^power is {after:.4g}")
-    assert rates[0] > 0 and rates[-1] > 0, (
-        f"the first rate is {rates[0]:.2g} and the last {rates[-1]:.2g}: neither may be 0 or less")
-    assert rates[top + 1:] == sorted(rates[top + 1:], reverse=True), "in the decay the rate rises"
-
-
-def test_learning_rate_decays_by_a_power_of_what_is_left():
-    phase = SimpleNamespace(steps=999, lr=2.0, warmup=0.1, decay_from=0.6, power=0.5)
-    rate = optim.learning_rate(799, phase)
-    assert rate == pytest.approx(2.0 * 0.5 ** 0.5), (
-        f"where 800 of 1000 parts are done and the decay began at 600, half of it is left: with "
-        f"the power 0.5 the rate is lr 0.5^0.5, 1.414, not {rate:.4g}")
-
-
-def test_learning_rate_warms_up_holds_and_decays_to_zero():
-    phase = SimpleNamespace(steps=1000, lr=1.0, warmup=0.4, decay_from=0.7, power=1.0)
-    rates = [optim.learning_rate(step, phase) for step in range(1000)]
-    assert rates[:400] == sorted(rates[:400]), "in the warm-up the rate falls"
-    assert rates[0] == pytest.approx(1 / 400, rel=0.01), (
-        f"the warm-up has 400 steps, and the first rate is {rates[0]:.4g}, not lr / 400")
-    held = rates[401:699]
-    assert all(rate == 1.0 for rate in held), f"the hold has {min(held):.4g} to {max(held):.4g}"
-    assert rates[849] == pytest.approx(0.5, abs=0.01), (
-        f"in the middle of the decay the rate is {rates[849]:.4g}, not half of lr")
-    assert 0 < rates[-1] < 0.01, f"the last rate is {rates[-1]:.4g}: near 0, but not 0"
-    jump = max(abs(a - b) for a, b in zip(rates, rates[1:]))
-    assert jump < 0.01, f"from one step to the next the rate jumps by {jump:.2g}"
+def numpy_lans(w, g, m, v, t, decay, b1, b2, eps, lr):
+    g = g / np.linalg.norm(g) if np.linalg.norm(g) > 0 else g
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g ** 2
+    d = np.sqrt(v / (1 - b2 ** t)) + eps
+    r = m / (1 - b1 ** t) / d + decay * w
+    s = g / d + decay * w
+    return w - lr * (b1 * ratio(w, r) * r + (1 - b1) * ratio(w, s) * s), m, v

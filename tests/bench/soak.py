@@ -1,150 +1,147 @@
 """The soak: one run disturbed at 20 random moments, started again until it is done.
 
-    python tests/bench/bench_faults.py --soak SEED   # five minutes on two cores
+    python tests/bench/bench_faults.py --soak SEED   # six minutes on two cores
 
 Two ranks take 200 steps of the demo's recipe on a small corpus. Moments (a step of the run, or a
 time while it starts) and disturbances are drawn from the seed; the same command follows each of
-them. In the end weights, model folder and the log of every step must be those of the undisturbed
-run, bit for bit, and no process and no temporary file may be left.
+them. In the end weights, moments, model folder and the losses of every step must be those of the
+undisturbed run, bit for bit, and no process and no temporary file may be left.
 """
+import contextlib
 import os
 import random
 import re
 import signal
-import subprocess
 import time
 
 import torch
 
-import train
-from tests.bench.faulty import Run, fill_disk, lines_of, temporary_files
+from tests.bench import hosts
+from tests.bench.faulty import Run, fill_disk, lines_of
 
-ARGV = ("--steps 200 0 --batch 32 --micro-batch 8 --precision fp32 --checkpoint-every 10 "
-        "--eval-every 50 --timeout 5").split()
-STEPS, DISTURBANCES, LIMIT = 200, 20, 20
+STEPS = 200
+ARGV = (f"--steps {STEPS} 0 --batch 32 --micro-tokens 512 --precision fp32 --save-every 10 "
+        "--timeout 5").split()
+DISTURBANCES = 20
 FULL = "full disk"
+FAILED = "no checkpoint of step"
 SIGNALS = {                      # name: (signal, kind of process, rank)
     "kill -9 of rank 0": (signal.SIGKILL, "rank", 0),
     "kill -9 of rank 1": (signal.SIGKILL, "rank", 1),
     "kill -9 of torchrun": (signal.SIGKILL, "torchrun", None),
-    "kill -9 of a worker": (signal.SIGKILL, "worker", 1),
     "SIGTERM to torchrun": (signal.SIGTERM, "torchrun", None),
     "SIGTERM to rank 0": (signal.SIGTERM, "rank", 0),
     "Ctrl-C": (signal.SIGINT, "torchrun", None),
     "SIGINT to rank 1": (signal.SIGINT, "rank", 1),
+    "SIGUSR1 to rank 0": (signal.SIGUSR1, "rank", 0),
     "SIGSTOP of rank 1 until the timeout": (signal.SIGSTOP, "rank", 1),
 }
 
 
 def fill_and_free(run):
-    """Leaves no room on the disk until a save has failed; returns whether the run goes on."""
-    failures = run.text().count("no checkpoint of step")
+    """Leaves no room on the disk until a save has failed."""
+    failures = run.text().count(FAILED)
     fill_disk(run.out / "filler")
-    run.wait(lambda: run.text().count("no checkpoint of step") > failures, 30)
+    run.wait(lambda: run.text().count(FAILED) > failures, 60)
     (run.out / "filler").unlink()
-    return not run.ended()
-
-
-def newest_checkpoint(out):
-    return max(train.checkpoints_in(out / "checkpoints"), default=0)
 
 
 def disturb(run, what, moment, rng):
-    """Waits for the moment, disturbs, waits for the end; returns (line of the report, problem)."""
-    startup = run.last_step() >= moment
-    if startup:                                              # as long as a start takes, about
-        run.wait(lambda: False, 6 * rng.random())
+    """Waits for the moment, disturbs, waits for the end. Returns (what was seen, list of problems).
+    """
+    starting = run.last_step() >= moment
+    if starting:                                             # as long as a start takes, about
+        run.wait(lambda: False, 8 * rng.random())
     else:
         run.wait(lambda: run.last_step() >= moment, 120)
         time.sleep(0.1 * rng.random())                       # anywhere in a step
+    when = f"step {run.last_step():>3}" + " (starting)" * starting
     if run.ended():
-        return f"step {run.last_step():>3}  {what}: too late, the run had ended", run.text()[-500:]
-    when = f"step {run.last_step():>3}{' (starting)' * startup}"
+        return when, ["the run had ended: " + run.text()[-500:]]
     if what == FULL:
-        goes_on = fill_and_free(run)
-        said = re.findall("no checkpoint of step \\d+", run.text())[-1:]
-        return f"{when}  {what}: {said}, goes on: {goes_on}", "" if goes_on else run.text()[-500:]
+        fill_and_free(run)
+        return when, ["ended: " + run.text()[-500:]] * run.ended()
+
     signum, kind, rank = SIGNALS[what]
-    run.wait(lambda: run.pids(kind, rank), 60)
-    began, before = time.monotonic(), len(run.text())
+    before = len(run.text())
+    began = time.monotonic()
     run.send(signum, kind, rank)
     if signum == signal.SIGSTOP:                             # torchrun would wait 30 s for it
-        lost = "did not answer", "did not come in time"      # amid training, or at the start
-        run.wait(lambda: any(words in run.text()[before:] for words in lost), 60)
+        run.wait(lambda: "in time" in run.text()[before:], 60)
         run.send(signal.SIGCONT, kind, rank)
-    run.wait(lambda: False, 60)
-    _, left = run.wait_until_gone(LIMIT)
-    seconds, last, newest = time.monotonic() - began, run.last_step(), newest_checkpoint(run.out)
-    said = re.findall(r"^(?:train.py: .*|Stopped.*|Done.*)", run.text()[before:], re.MULTILINE)
-    problems = [f"left: {process.kind} {process.rank}" for process in left]
-    problems += [f"gone after {seconds:.0f} s"] * (seconds > LIMIT)
-    asked = signum in (signal.SIGTERM, signal.SIGINT) and not startup and rank is None
-    missed = run.text().count("no checkpoint of step")       # as the disk was full
-    if last - newest > (0 if asked else 10 * (1 + missed)):
-        problems.append(f"{last - newest} steps lost")
-    own = re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text())
-    if own and not (startup and "KeyboardInterrupt" in run.text()):      # amid Python's imports
+    problems = run.wait_for_end(60)
+    seconds = time.monotonic() - began
+    if seconds > 20:
+        problems.append(f"gone after {seconds:.0f} s")
+    saved = [int(path.stem[5:]) for path in run.out.glob("step-*.pt")]
+    lost = run.last_step() - max(saved, default=0)
+    asked = signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) and not starting
+    if lost > (0 if asked else 10 + 10 * run.text().count(FAILED)):
+        problems.append("too many steps lost")
+    if re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text()):
         problems.append("a traceback")
-    return (f"{when}  {what}: gone after {seconds:.1f} s, {max(0, last - newest)} steps lost, said "
-            f"{'; '.join(said)[:150] or 'nothing'}"), ", ".join(problems)
+    said = re.findall(r"^train.py: .*|^Done.*", run.text()[before:], re.MULTILINE)
+    if len(said) > 1:
+        problems.append("said more than once")
+    return f"{when}, gone after {seconds:.1f} s, {lost} steps lost, said {said}", problems
 
 
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
     wrong = []
-    states = [train.read_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
-              for folder in (whole, out)]
-    if not all(torch.equal(states[0]["weights"][name], weight)
-               for name, weight in states[1]["weights"].items()):
-        wrong.append("other weights")
-    models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, out)]
+    states = []
+    for folder in whole, out:
+        checkpoint = torch.load(folder / f"step-{STEPS:08d}.pt", weights_only=True)
+        states.append(checkpoint["tensors"])
+    for name, tensor in states[0].items():
+        if not torch.equal(tensor, states[1][name]):
+            wrong.append(f"other bits: {name}")
+    models = [(folder / "model/model.safetensors").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
         wrong.append("another model.safetensors")
-    logs = [[(line["step"], line["examples"], line["loss"]) for line in lines_of(folder)
-             if line["kind"] == "train"] for folder in (whole, out)]
-    if [line[:2] for line in logs[1]] != [(step, 32 * step) for step in range(1, STEPS + 1)]:
-        steps = [line[0] for line in logs[1]]
-        wrong.append(f"missing steps {sorted(set(range(1, STEPS + 1)) - set(steps))}, repeated "
-                     f"{sorted({step for step in steps if steps.count(step) > 1})}")
-    if not {*logs[1]} <= {*logs[0]}:
-        wrong.append("other losses")
+    # Steps that were lost and done again stand in the log twice, and must be equal.
+    logs = []
+    for folder in whole, out:
+        logs.append({(line["step"], line["mlm_loss"], line["nsp_loss"])
+                     for line in lines_of(folder)})
+    if logs[0] != logs[1]:
+        wrong.append(f"the logs differ in {sorted(logs[0] ^ logs[1])}")
     return wrong
 
 
 def main(seed, folder, shards):
     """Prints a line a disturbance and a verdict; returns the exit status."""
-    rng, began = random.Random(seed), time.monotonic()
-    whole, out = folder / "whole", folder / "out"
-    run = Run(whole, [*ARGV, "--data", shards, "--out", whole])
-    run.wait(lambda: False, 300)
-    run.wait_until_gone(LIMIT)
+    rng = random.Random(seed)
+    began = time.monotonic()
+    whole = folder / "whole"
+    out = folder / "out"
+    wrong = Run(whole, [*ARGV, "--data", shards, "--out", whole]).wait_for_end(300)
     out.mkdir()
-    root = os.geteuid() == 0
-    if root:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", out], check=True)
-    names = [*SIGNALS, *[FULL] * root]
-    names = (names * 3)[:DISTURBANCES]                       # each of them twice
-    rng.shuffle(names)
-    moments, wrong = sorted(rng.sample(range(1, STEPS - 10), DISTURBANCES)), []
-    command = out, [*ARGV, "--data", shards, "--out", out]
-    run = Run(*command, options=["--shutdown-timeout=5"])
-    try:
-        for number, (what, moment) in enumerate(zip(names, moments), 1):
+    names = list(SIGNALS)
+    with contextlib.ExitStack() as stack:
+        if os.geteuid() == 0:
+            names.append(FULL)
+            hosts.run("mount", "-t", "tmpfs", "-o", "size=60m", "none", out)
+            stack.callback(hosts.run, "umount", "--lazy", out)
+        names = (names * 3)[:DISTURBANCES]                   # each of them twice
+        rng.shuffle(names)
+        moments = sorted(rng.sample(range(1, STEPS - 10), DISTURBANCES))
+        run = Run(out, [*ARGV, "--data", shards, "--out", out], options=["--shutdown-timeout=5"])
+        for what, moment in zip(names, moments):
             if run.ended():
                 run = run.again()
-            line, problem = disturb(run, what, moment, rng)
-            wrong += [f"{what}: {problem}"] if problem else []
-            print(f"{number:>2}  {line}" + f"  WRONG: {problem}" * bool(problem), flush=True)
+                stack.callback(run.kill)
+            seen, problems = disturb(run, what, moment, rng)
+            wrong += problems
+            print(f"{what}: {seen}", *problems, sep="  WRONG: ", flush=True)
         if run.ended():
             run = run.again()
-        run.wait(lambda: False, 300)
-        wrong += [f"left: {process}" for process in run.wait_until_gone(LIMIT)[1]]
-        wrong += temporary_files(out, shards)
-        wrong += compare(whole, out) if "Done after" in run.text() else [run.text()[-1000:]]
-    finally:
-        run.kill()
-        if root:
-            subprocess.run(["umount", "--lazy", out])
+        wrong += run.wait_for_end(300)
+        wrong += [str(path) for path in out.rglob("unfinished")]
+        if "Done after" in run.text():
+            wrong += compare(whole, out)
+        else:
+            wrong.append(run.text()[-1000:])
     print(f"seed {seed}, {time.monotonic() - began:.0f} s: "
           + ("; ".join(wrong) or "equal bit for bit, no example lost or repeated, nothing left"))
     return len(wrong) > 0

@@ -1,15 +1,11 @@
 """What several variants share: no variant, not a program."""
 import math
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-import optim  # noqa: E402
-import train  # noqa: E402
+import dist
+import optim
+import train
 
 
 def use_optimizer(name, optimizer):

@@ -93,9 +93,9 @@ def begin_stage(args, state, stage, grow):
     # The Reducer keeps its hooks, which nothing calls for frozen weights, and gets other buckets.
     reducer = state.reducer
     named = state.model.named_parameters()
-    reducer.parameters = {name: p for name, p in named if p.requires_grad}
+    trainable = {name: p for name, p in named if p.requires_grad}
     reducer.buckets = dist.fill_buckets(
-        reducer.parameters, reducer.world, args.compression, args.bucket_mb)
+        trainable, reducer.world, args.compression, args.bucket_mb)
     reducer.flats = [bucket.flat for bucket in reducer.buckets]
     reducer.gradients = {}
     for bucket in reducer.buckets:

@@ -6,14 +6,10 @@ ranks must agree on weights and moments before these are saved: a checkpoint has
 """
 import functools
 import math
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-import optim  # noqa: E402
-import train  # noqa: E402
+import dist
+import optim
+import train
 
 
 class LocalReducer(dist.Reducer):

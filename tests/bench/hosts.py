@@ -1,0 +1,44 @@
+"""Two hosts made of this machine: two network namespaces with a link between them (Linux, root)."""
+import contextlib
+import os
+import subprocess
+
+NAMES = [f"bench{os.getpid()}{side}" for side in "ab"]
+INSIDE = [["ip", "netns", "exec", name] for name in NAMES]     # before a command that runs there
+ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else sees them
+LINK = ["dev", "link0"]
+
+
+def run(*command):
+    """Runs a command; raises CalledProcessError if it fails."""
+    subprocess.run(command, check=True)
+
+
+@contextlib.contextmanager
+def two_hosts():
+    """The two hosts exist inside of this block."""
+    try:
+        for name in NAMES:
+            run("ip", "netns", "add", name)
+        run("ip", "link", "add", "link0", "netns", NAMES[0],
+            "type", "veth", "peer", "link0", "netns", NAMES[1])
+        for number, name in enumerate(NAMES, 1):
+            for words in (f"address add {ADDRESS}{number}/24 dev link0",
+                          "link set link0 mtu 9000 up", "link set lo up"):
+                run("ip", "-n", name, *words.split())
+        yield
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "delete", name])
+
+
+def limit(rate, inside=()):
+    """Limits what leaves a host over the link to a rate as "100mbit"; "none" lifts the limit.
+    inside: the words of INSIDE, if this process is not there itself."""
+    queue = [*inside, "tc", "qdisc"]
+    subprocess.run([*queue, "del", *LINK, "root"], stderr=subprocess.DEVNULL)
+    if rate != "none":
+        burst = "32kb"
+        if "gbit" in rate:
+            burst = "128kb"                          # 1 ms of 1 Gb/s
+        run(*queue, "add", *LINK, "root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
