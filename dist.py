@@ -820,7 +820,7 @@ def torchrun_died():
 #
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
-#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it, sends SIGTERM
+#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it; SIGTERM,
 #           `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
@@ -836,7 +836,7 @@ def watch(rank):
     failure says that this process is alive, and ends it if it lives a minute later."""
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         store = open_store()
-        store.wait(["failed"], datetime.timedelta.max)
+        store.wait(["failed"], datetime.timedelta(days=1000))
         if store.get("failed") != b"nobody":
             store.set(f"alive/{rank}", "")
             # In 60 s, even if all threads hang. A program that is saving needs that time. One that

@@ -5,6 +5,7 @@ Needs transformers, which is not in requirements.txt (.ci/run installs it); skip
 import re
 import unicodedata
 
+import numpy as np
 import pytest
 import sentencepiece
 import torch
@@ -37,9 +38,9 @@ def tokenizers(request, documents, tmp_path_factory):
     """(sentencepiece's tokenizer, transformers' of the model folder, the folder); its pieces are no
     multiple of 64."""
     folder = tmp_path_factory.mktemp(request.param)
-    path = folder / "some.model"
-    path.write_bytes(data.train_tokenizer(
-        iter([*documents, *HARD[8:12], *SCRIPTS]), 500, cased=request.param == "cased"))
+    corpus = documents + HARD[8:12] + [unicodedata.normalize("NFD", text) for text in SCRIPTS]
+    data.prepare(corpus, folder / "shards", 500, shards=1, cased=request.param == "cased")
+    path = folder / "shards" / "tokenizer.model"
     ours = sentencepiece.SentencePieceProcessor(model_file=str(path))
     torch.manual_seed(0)
     model = bert.BertForPreTraining(bert.BertConfig(2, 128, 2, 256, 512))
@@ -50,7 +51,7 @@ def tokenizers(request, documents, tmp_path_factory):
 
 
 def test_token_ids_are_sentencepieces(tokenizers, documents):
-    ours, theirs, _ = tokenizers
+    ours, theirs, folder = tokenizers
     texts = "\n".join(documents[:100]).split("\n") + HARD
     texts += [unicodedata.normalize(form, text) for form in ("NFC", "NFD") for text in SCRIPTS]
     texts += [text.upper() for text in SCRIPTS]
@@ -58,6 +59,9 @@ def test_token_ids_are_sentencepieces(tokenizers, documents):
     for text, ids in zip(texts, ours.encode(clean)):
         assert theirs(text)["input_ids"] == [2, *ids, 3], ascii(text)
         assert data.UNK in ids or theirs.decode(ids) == ours.decode(ids), ascii(text)
+    stored = b"".join(path.read_bytes() for path in folder.parent.glob("shards/*.tokens"))
+    for text in documents + SCRIPTS:                       # what training reads, two bytes a token
+        assert np.uint16(theirs(text)["input_ids"][1:-1]).tobytes() in stored, ascii(text)
     for text in MASKED + SCRIPTS:
         text = text.replace("o", "[MASK]").replace("न", "[MASK]")
         assert theirs(text)["input_ids"] == bert.encode_with_masks(ours, text), ascii(text)

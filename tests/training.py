@@ -1,50 +1,59 @@
 """Short runs of train.py on a few ranks, for its tests and for those of the variants."""
 import dataclasses
 import json
+import time
 
 import numpy as np
 import torch
 
 import bert
 import data
-import dist
 import optim
 import train
 from tests.ranks import run_ranks
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
-SHORT = ("--steps 8 6 --batch 9 7 --micro-batch 2 --workers 0 --checkpoint-every 3 "
-         "--eval-every 100").split()
+SHORT = "--steps 8 6 --batch 9 7 --micro-tokens 128 --save-every 3".split()
 # As short as a whole program can be
 LITTLE = "--steps 4 2 --batch 8 --precision fp32".split()
 
 
 def metrics(out, kind="train"):
-    """Returns the lines of a run's metrics.jsonl that are of a kind."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    """Returns the lines of a run's metrics.jsonl that are of a kind; of a step that stands there
+    twice the last one."""
+    found = {}
+    for text in (out / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["kind"] == kind:
+            found[line.get("step", len(found))] = line
+    return list(found.values())
+
+
+def column(out, *names):
+    """Returns the values of these fields, step by step."""
+    return [line[name] for line in metrics(out) for name in names]
 
 
 def shrink(patch=setattr):
     """Makes all of this process's training so small that a CPU without bf16 instructions does not
     notice: a model of 2 x 64, half the lengths, few held-out examples."""
     recipe = optim.RECIPES["demo"]
-    short = [dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe.phases]
-    patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe._replace(phases=short)})
+    short = [dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe["phases"]]
+    patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe | {"phases": short}})
     patch(train, "EVAL_EXAMPLES", 32)
     patch(bert, "PRESETS", bert.PRESETS | {"tiny": (2, 64)})
 
 
-def plan_of(*argv, world=None):
-    """Returns what train.py decides for a command line, on one rank unless a world is given."""
-    flags = train.parse_arguments([str(word) for word in argv])
-    return train.make_plan(flags, world or dist.World())
+def args_of(*argv):
+    """Returns what train.py makes of a command line."""
+    return train.parse_arguments([str(word) for word in argv])
 
 
 def training(world, argv, sabotage):
     """Trains on one rank of several; `sabotage` (function, *arguments) may patch this process
     first. Returns what the bits of the rank's weights add up to."""
     shrink()
+    train.STARTED = time.monotonic()             # not when the server of the ranks imported it
     states = []
     build = train.build
 
@@ -56,8 +65,8 @@ def training(world, argv, sabotage):
     if sabotage:
         function, *arguments = sabotage
         function(world, *arguments)
-    train.train(train.make_plan(train.parse_arguments(argv), world), world)
-    masters = states[-1].masters.values()        # with --hours the first is thrown away
+    train.train(args_of(*argv), world)
+    masters = states[0].masters.values()
     return sum(int(master.detach().view(torch.int32).long().sum()) for master in masters)
 
 
@@ -67,18 +76,18 @@ def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
     check=False: the outcome of a rank that failed is its exception, of one that was killed None.
     """
     out.parent.mkdir(exist_ok=True)
-    arguments = ["--data", str(shards), "--out", str(out), *map(str, argv)]
+    arguments = ["--data", shards, "--out", out, *argv]
     return run_ranks(training, size, out.parent, arguments, sabotage, check=check, gpu=gpu)
 
 
 def steps_kept(out):
     """Returns the steps of a run's checkpoints, from the first to the last."""
-    return sorted(train.checkpoints_in(out / "checkpoints"))
+    return sorted(train.checkpoints_in(out))
 
 
 def last_state(out):
     """Returns what is in a run's newest checkpoint."""
-    return train.read_checkpoint(max((out / "checkpoints").glob("step-*.pt")))
+    return torch.load(train.checkpoints_in(out)[steps_kept(out)[-1]], weights_only=True)
 
 
 def random_batch(vocabulary, examples=8, length=128):
@@ -107,7 +116,7 @@ def assert_same(a, b, where="the checkpoint"):
     assert type(a) is type(b), f"{where} is {type(b)}, not {type(a)}"
     if isinstance(a, dict):
         assert a.keys() == b.keys(), f"{where} has {list(b)}, not {list(a)}"
-        for key in a.keys() - {"seconds", "log_bytes"}:
+        for key in a.keys() - {"seconds"}:
             assert_same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, (list, tuple)):
         assert len(a) == len(b), f"{where} has {len(b)} values, not {len(a)}"

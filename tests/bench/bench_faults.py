@@ -522,7 +522,8 @@ class Bench:
         if case.ends == "goes on":
             as_it_must = done and not any(run.codes())
         if not as_it_must:
-            wrong.append(f"ended with {run.codes()}: {text.strip()[-300:]}")
+            said = re.findall("^train.py: .*", text, re.MULTILINE) or [text.strip()[-300:]]
+            wrong.append(f"ended with {run.codes()}: {said}")
         if case.ends == "refused" and run.last_step() > began:
             wrong.append("trained")
 

@@ -1,124 +1,83 @@
-"""What a step of each optimizer costs, beside torch's AdamW, on the parameters of a BERT.
+"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW.
 
-    python tests/bench/bench_optim.py   # BERT-base: 10 GB of memory, 2 minutes
+    python tests/bench/bench_optim.py                      # BERT-base: 6 GB of memory, 2 minutes
+    python tests/bench/bench_optim.py --beside ../old
 
-All optimizers step the same parameters, in turn, round after round; the 1-bit ones (variants) are
-in their second stage, on one rank, without compression. `temporary` is the largest memory during a
-step above what was there before it, in units of the parameters' memory.
+All step the same parameters in turn; a row is the median of ms of --steps. "peak" is the most
+memory that a step takes above what was there before it, in units of the parameters' memory, while
+freed memory goes back at once; ms are with what train.py does about it.
 """
-
-import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
+import beside
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-import optim  # noqa: E402
-from tests.variants import onebit_adam, onebit_lamb, zeroone_adam  # noqa: E402
+import bert
+import optim
 
 
-class ExactMean:
-    """The mean of one rank's tensors, without compression: nothing to do."""
-
-    def __call__(self, tensors):
-        return 0
-
-    def forget(self):
-        """Errors of a compression that there is not."""
-
-
-def one_bit(kind, groups):
-    """Returns a 1-bit optimizer that is not connected to a training."""
-    optimizer = kind(groups)
-    optimizer.compressed_mean = ExactMean()
-    optimizer.reducer = SimpleNamespace(bytes_sent=0)
-    optimizer.agreement_steps = 1                # 0/1 Adam's
-    return optimizer
+def memory(field):
+    """Returns bytes that this process holds now (VmRSS) or held at most (VmHWM); on a GPU what
+    torch has allocated there."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        return torch.cuda.memory_allocated() if field == "VmRSS" else peak
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
 
 
-def optimizers(groups):
-    """Returns {name: optimizer}, torch's AdamW first; one that is not installed is left out."""
-    found = {
-        "AdamW, foreach": torch.optim.AdamW(groups(), eps=1e-6, foreach=True),
-        "AdamW, fused": torch.optim.AdamW(groups(), eps=1e-6, fused=True),
-        "LAMB": optim.LAMB(groups()),
-        "NVLAMB": optim.LAMB(groups(), adapt_all=True),
-        "LANS": optim.LANS(groups()),
-        "1-bit Adam": one_bit(onebit_adam.OneBitAdam, groups()),
-        "1-bit LAMB": one_bit(onebit_lamb.OneBitLAMB, groups()),
-        "0/1 Adam": one_bit(zeroone_adam.ZeroOneAdam, groups()),
-    }
-    try:
-        import pytorch_optimizer
-
-        found["pytorch_optimizer.Lamb"] = pytorch_optimizer.Lamb(groups())
-    except ImportError:
-        pass
-    return found
+def forget_peak():
+    """From here on a peak is what comes after."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")        # Linux
 
 
-def memory(device, begin=False):
-    """Returns the bytes in use, or with `begin` starts to watch for a peak and returns them."""
-    if device.type == "cuda":
-        if begin:
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        return torch.cuda.max_memory_allocated()
-    if begin:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is now what is in use
-    field = "VmRSS" if begin else "VmHWM"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def measure(optimizer, round_, device):
-    """Returns the milliseconds of a step and its temporary bytes."""
-    if hasattr(optimizer, "begin_step"):
-        optimizer.begin_step(round_ > 1)
-    before, began = memory(device, begin=True), time.perf_counter()
-    optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began), memory(device) - before
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="base", choices=bert.PRESETS)
-    parser.add_argument("--vocab", type=int, default=30522)
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+def once(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = bert.BertForPreTraining(bert.BertConfig.preset(args.model, args.vocab)).to(device)
-    params, generator = dict(model.named_parameters()), torch.Generator().manual_seed(0)
-    for p in params.values():
-        p.grad = torch.randn(p.shape, generator=generator).to(device).mul_(1e-3)
-    size = sum(p.numel() for p in params.values())
-    every = optimizers(lambda: [
-        {"params": [p for p in params.values() if (p.dim() > 1) == bool(decay)],
-         "weight_decay": decay} for decay in (0.01, 0.0)])
-    results = {name: [] for name in every}
-    for round_ in range(args.rounds + 4):      # the first four warm up, two of them in each stage
-        for name, optimizer in every.items():
-            results[name].append(measure(optimizer, round_, device))
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{args.model}: {size:,} parameters in {len(params)} tensors, {where}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{'optimizer':<24}{'ms':>8}{'of AdamW':>10}{'state, B/parameter':>20}{'temporary':>11}")
-    base = statistics.median(ms for ms, _ in results["AdamW, foreach"][4:])
-    for name, optimizer in every.items():
-        ms, temporary = map(statistics.median, zip(*results[name][4:]))
-        state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values()
-                    if torch.is_tensor(value))
-        print(f"{name:<24}{ms:>8.1f}{ms / base:>10.2f}{state / size:>20.1f}"
-              f"{temporary / 4 / size:>11.2f}")
+    torch.manual_seed(0)
+    model = bert.BertForPreTraining(bert.BertConfig.preset(args.model, 30522)).to(device)
+    groups = {0.01: [], 0.0: []}
+    for p in model.parameters():
+        p.grad = 1e-3 * torch.randn_like(p)
+        groups[0.01 if p.dim() > 1 else 0.0].append(p)
+    size = sum(p.nbytes for p in model.parameters())
+
+    makers = {"LAMB": optim.LAMB, "LANS": optim.LANS, "AdamW": optim.AdamW,
+              "torch's AdamW": torch.optim.AdamW}
+    seconds = {}
+    figures = {}
+    optimizers = {}
+    for name, make in makers.items():
+        optimizers[name] = make([{"params": list(params), "weight_decay": decay}
+                                 for decay, params in groups.items()])
+        seconds[name] = []
+    for step in range(args.steps + 4):                       # four warm up
+        if step == 2:
+            beside.keep_freed_memory()
+        for name, optimizer in optimizers.items():
+            forget_peak()
+            before = memory("VmRSS")
+            began = time.perf_counter()
+            optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - began)
+            if step == 1:
+                figures[f"{name}, peak"] = (memory("VmHWM") - before) / size
+    for name in makers:
+        figures[f"{name}, ms"] = 1e3 * statistics.median(seconds[name][4:])
+    return figures
+
+
+def flags(add):
+    add("--model", default="base")
+    add("--steps", type=int, default=9)
 
 
 if __name__ == "__main__":
-    main()
+    beside.main(once, flags)

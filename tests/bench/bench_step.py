@@ -1,110 +1,47 @@
-"""Whole optimizer steps beside Hugging Face's BertForPreTraining with torch's AdamW.
+"""Tokens a second of whole training steps, beside Hugging Face's BERT or another checkout.
 
-    python tests/bench/bench_step.py   # all models: 20 minutes on two cores
-    python tests/bench/bench_step.py --models mini --dropout 0 --formats fp32
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/bench/bench_step.py \\
-        --models mini --tables real
+    python tests/bench/bench_step.py                       # 6 minutes; with transformers installed
+    python tests/bench/bench_step.py --beside ../old       # 10 minutes
+    python tests/bench/bench_step.py --models large --times 16       # on a GPU
 
-Both take the same batches: theirs as a data collator makes them, padded to the longest example,
-with labels of -100 where nothing is masked. In bf16 theirs runs under autocast, as its Trainer does
-it; ours with bf16 weights and fp32 masters. Both clip, and step with fused AdamW. Their steps take
-turns in one run; a time is the sum over batches of the median over rounds. With torchrun each rank
-has batches of its own, dealt by length; theirs is in DistributedDataParallel; the figures are of
-one rank.
-
-The table "real" has text of prepared shards, "full" a batch of random tokens without any padding.
-TFLOP/s are those of `bert.flops_per_example`; `of mm` is their fraction of what a product of two
-matrices of 2,048 x 2,048 reaches, measured in between. MB is the peak of memory above what the
-imported packages take, in a process of each side's own. `work` is their operations over ours: their
-layers compute padding too, and their heads all tokens. At the same operations a second it is the
-ratio.
+Each row is a run of `train.py` as a user starts it, --steps of them, of which the first 20 do not
+count: tokens of the text (padding is none) by the median time of a step. TFLOP/s are those of its
+log. "Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
+data collator makes them: padded to the longest example, with labels of -100 where nothing is
+masked; in bf16 under autocast, as its Trainer does it. It has no evaluation to do, and its step
+begins with batches that are there.
 """
-import argparse
-import contextlib
-import math
-import multiprocessing
-import resource
 import statistics
-import sys
+import tempfile
 import time
-from pathlib import Path
 
+import beside
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import bert
+import data
+import optim
 
-import bert  # noqa: E402
-import data  # noqa: E402
-import dist  # noqa: E402
-import optim  # noqa: E402
-from tests.training import random_batch  # noqa: E402
-
-try:
-    import transformers
-except ImportError:
-    transformers = None
-
-CASES = {                    # model: batches as (examples, tokens), vocabulary of the full ones
-    "tiny": ([(32, 64)], 8192),
-    "mini": ([(32, 128), (8, 512)], 30522),
-    "base": ([(8, 128), (2, 512)], 30522),
-    "large": ([(8, 128), (2, 512)], 30522)}
-HEADER = (f"{'':<37}{'---------------- ours ----------------':<44}-- Hugging Face --\n"
-          f"{'batch':<18}{'format':>8}{'dropout':>9}{'examples/s':>12}{'TFLOP/s':>9}{'of mm':>11}"
-          f"{'MB':>8}{'examples/s':>14}{'MB':>8}{'ratio':>8}{'work':>7}")
+CASES = {                    # name of the row: model, examples, phase of the demo
+    "tiny 32 x 64": ("tiny", 32, 0),
+    "mini 32 x 128": ("mini", 32, 1),
+    "base 8 x 128": ("base", 8, 1),
+    "large 8 x 128": ("large", 8, 1)}
+LENGTHS = 64, 128
+SKIPPED = 20
 
 
-class Ours:
-    """The model and a step as in train.py."""
-
-    def __init__(self, world, config, precision):
-        torch.manual_seed(0)
-        self.world, self.model = world, bert.BertForPreTraining(config)
-        self.model.to(world.device)
-        self.masters = optim.master_weights(self.model, optim.PRECISIONS[precision])
-        self.reducer = dist.Reducer(self.model, world)
-        for name, master in self.masters.items():
-            master.grad = self.reducer.gradients[name]
-        self.optimizer = optim.AdamW([*self.masters.values()], lr=1e-4, fused=True)
-
-    def step(self, batch):
-        self.reducer.zero_grad()
-        losses = self.model(batch)
-        masked = (batch.labels != data.IGNORED).sum()
-        (losses.mlm_sum / masked + losses.nsp_sum / len(batch.pair_labels)).backward()
-        self.reducer.finish()
-        self.reducer.commit(True)
-        norm = self.reducer.norm()
-        optim.unscale_and_clip_(self.reducer.flats, norm, 1.0, 1.0)
-        self.optimizer.step()
-        optim.copy_to_model(self.masters, self.model)
-
-
-class Theirs:
-    """Hugging Face's model and a step as its Trainer takes it."""
-
-    def __init__(self, world, config, precision):
-        torch.manual_seed(0)
-        self.device, self.autocast = world.device, precision == "bf16"
-        self.model = transformers.BertForPreTraining(transformers.BertConfig(
-            vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
-            num_attention_heads=config.heads, intermediate_size=config.feed_forward,
-            hidden_dropout_prob=config.dropout,
-            attention_probs_dropout_prob=config.attention_dropout))
-        self.model.to(world.device).train()
-        if world.size > 1:
-            self.model = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-
-    def step(self, inputs):
-        with torch.autocast(self.device.type, torch.bfloat16, self.autocast):
-            loss = self.model(**inputs).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def of_train(args, model, examples, phase, shards):
+    """Returns (steps a second, TFLOP/s) of train.py."""
+    steps = [0, 0]
+    steps[phase] = args.steps + SKIPPED
+    with tempfile.TemporaryDirectory() as out:
+        beside.program("train.py", "--data", shards, "--out", out, "--model", model, "--batch",
+                       examples, "--steps", *steps, "--precision", args.precision)
+        lines = beside.lines_of(out, "train")[SKIPPED:]
+    rate = statistics.median(line["examples_per_second"] for line in lines) / examples
+    return rate, statistics.median(line["tflops"] for line in lines)
 
 
 def padded(batch):
@@ -121,119 +58,63 @@ def padded(batch):
             "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.pair_labels}
 
 
-def real_batches(world, folder, examples, length, count):
-    """Returns Batches (on the CPU) of prepared shards, dealt as train.py --balance does."""
-    dataset = data.PretrainingData(folder, length)
-    batches = []
-    for step in range(count):
-        mine = data.micro_batches(step, examples * world.size, examples, world.rank, world.size,
-                                  dataset.lengths)
-        batches.append(dataset.batch(mine[0]).to("cpu"))
-    return batches
+def of_huggingface(args, model, vocab_size, batches):
+    """Returns steps a second of Hugging Face's model."""
+    import transformers
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = bert.BertConfig.preset(model, vocab_size, dropout=0.0)
+    peer = transformers.BertForPreTraining(transformers.BertConfig(
+        vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
+        num_attention_heads=config.heads, intermediate_size=config.feed_forward,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).to(device).train()
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
+    low = optim.choose_precision(args.precision, device) == "bf16"
+    seconds = []
+    for batch in batches:
+        inputs = {name: tensor.to(device) for name, tensor in padded(batch).items()}
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, low):
+            loss = peer(**inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 1 / statistics.median(seconds[len(seconds) // 4:])
 
 
-def on(device, batch):
-    """Returns a Batch of tensors on a device; `lengths`, which are shapes, stay on the CPU."""
-    moved = data.Batch(*(tensor.to(device) for tensor in batch))
-    return moved._replace(lengths=batch.lengths)
+def once(args):
+    figures = {}
+    shards = beside.shards_of()
+    for name, (model, examples, phase) in CASES.items():
+        if model not in args.models:
+            continue
+        examples *= args.times
+        dataset = data.PretrainingData(shards, LENGTHS[phase], phase, mask_fraction=0.3)
+        batches = []
+        for k in range(40):
+            batches.append(dataset.batch(range(k * examples, (k + 1) * examples)).to("cpu"))
+        tokens = statistics.mean(int(batch.lengths[:-1].sum()) for batch in batches)
+        rate, tflops = of_train(args, model, examples, phase, shards)
+        figures[f"{name}, tokens/s"] = rate * tokens
+        figures[f"{name}, TFLOP/s"] = tflops
+        if not args.beside:
+            vocab_size = data.load_manifest(shards)["vocab_size"]
+            peer = of_huggingface(args, model, vocab_size, batches) * tokens
+            figures[f"{name}, Hugging Face, tokens/s"] = peer
+            figures[f"{name}, ours / theirs"] = rate * tokens / peer
+    return figures
 
 
-def seconds(device, function, *arguments):
-    """Returns how long a call takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    function(*arguments)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def peak(side, config, precision, batches):
-    """Returns the MB that three steps take, in this process."""
-    world, before = dist.init(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    model = side(world, config, precision)
-    for batch in batches[:3]:
-        model.step(on(world.device, batch) if side is Ours else
-                   {key: value.to(world.device) for key, value in padded(batch).items()})
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
-
-
-def compare(world, config, precision, batches, rounds):
-    """Returns a row's text: both sides' rates and memory."""
-    sides = [Ours, Theirs] if transformers else [Ours]
-    models = [side(world, config, precision) for side in sides]
-    inputs = [[on(world.device, batch) for batch in batches],
-              [{key: value.to(world.device) for key, value in padded(batch).items()}
-               for batch in batches]]
-    matrix = torch.randn(2048, 2048, dtype=optim.PRECISIONS[precision], device=world.device)
-    times, products = [[[] for _ in batches] for _ in sides], []
-    for r in range(rounds + 1):                                  # the first one warms up
-        for k in range(len(batches)):
-            for model, own, found in zip(models, inputs, times):
-                found[k] += [seconds(world.device, model.step, own[k])][:r]
-        products.append(seconds(world.device, torch.mm, matrix, matrix))
-    totals = [sum(map(statistics.median, found)) for found in times]
-    examples = sum(len(batch.pair_labels) for batch in batches)
-    flops = sum(bert.flops_per_example(config, n, masked_of(batch) / len(batch.pair_labels))
-                for batch in batches for n in batch.lengths[:-1].tolist())
-    theirs = sum(bert.flops_per_example(config, n, n) * len(batch.pair_labels)
-                 for batch in batches for n in [int(batch.lengths[:-1].max())])
-    with multiprocessing.get_context("forkserver").Pool(1, maxtasksperchild=1) as pool:
-        memory = [pool.apply(peak, (side, config, precision, batches))
-                  if world.size == 1 else math.nan for side in sides]
-    rate = flops / totals[0]
-    row = (f"{examples / totals[0]:>12.1f}{rate / 1e12:>9.3f}"
-           f"{rate * statistics.median(products[1:]) / 2 / 2048 ** 3:>11.0%}{memory[0]:>8.0f}")
-    if transformers:
-        row += f"{examples / totals[1]:>14.1f}{memory[1]:>8.0f}{totals[1] / totals[0]:>8.2f}"
-        row += f"{theirs / flops:>7.2f}"
-    return row
-
-
-def masked_of(batch):
-    """Returns how many tokens are to be predicted."""
-    return int((batch.labels != data.IGNORED).sum())
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="shards/docs", help="prepared by python data.py")
-    parser.add_argument("--models", nargs="+", default=["tiny", "mini", "base"], choices=CASES)
-    parser.add_argument("--tables", nargs="+", default=["real", "full"], choices=["real", "full"])
-    parser.add_argument("--formats", nargs="+", choices=["fp32", "bf16"])
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--times", type=int, default=1, help="examples, times this (for a GPU)")
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    with contextlib.closing(dist.init()) as world:
-        say = print if world.rank == 0 else (lambda *_, **__: None)
-        best = optim.choose_precision("auto", world.device)
-        formats = args.formats or ["fp32", "bf16"][:1 + (best == "bf16")]
-        say(f"torch {torch.__version__}, {world.size} rank(s) x {torch.get_num_threads()} threads")
-        if not transformers:
-            say("transformers is not installed: ours alone")
-        for table in args.tables:
-            say(f"\n{table}\n{HEADER}")
-            for model, precision, dropout in (
-                    (m, p, d) for m in args.models for p in formats for d in args.dropout):
-                shapes, vocabulary = CASES[model]
-                for examples, length in shapes:
-                    examples *= args.times
-                    if table == "real":
-                        vocabulary = data.load_manifest(args.data)["vocab_size"]
-                        batches = real_batches(world, args.data, examples, length, args.batches)
-                    else:
-                        batches = [random_batch(vocabulary, examples, length)] * args.batches
-                    config = bert.BertConfig.preset(
-                        model, vocabulary, dropout=dropout, attention_dropout=dropout)
-                    row = compare(world, config, precision, batches, args.rounds)
-                    say(f"{f'{model}, {examples} x {length}':<18}{precision:>8}{dropout:>9g}{row}",
-                        flush=True)
+def flags(add):
+    add("--models", nargs="+", default=["tiny", "mini"])
+    add("--steps", type=int, default=150)
+    add("--times", type=int, default=1, help="examples, times this (for a GPU)")
+    add("--precision", default="fp32")
 
 
 if __name__ == "__main__":
-    main()
+    beside.main(once, flags)

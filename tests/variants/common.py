@@ -43,7 +43,7 @@ def name_run(name, flag=None):
     def what_counts_here(args, manifest):
         counts = what_counts(args, manifest) | {"variant": name}
         if flag:
-            counts[flag] = getattr(args, flag)
+            counts[flag] = str(getattr(args, flag))
         return counts
 
     train.what_counts = what_counts_here

@@ -1,0 +1,107 @@
+"""How a bench measures this checkout, and another one of this project beside it.
+
+A bench has a function once(args), which returns what one process measures, {row: number}, and gives
+it to `main`. That runs the bench once a round with the five files of this checkout and, after
+--beside FOLDER, as often with those in FOLDER, in turns: so a machine that becomes slower does so
+for both. A row shows the median of each, and of the ratios in a round (here / there) the median,
+the least and the largest.
+
+Import it first: `import bert` and the like then find the five files that are to be measured.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CODE = Path(os.environ.get("BENCH_CODE", ROOT))      # where these five files are
+sys.path[:0] = [str(CODE), str(ROOT)]
+
+
+def program(*words):
+    """Runs one of the five files; ends the bench if it fails."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=CODE, capture_output=True,
+                          text=True)
+    if done.returncode:
+        sys.exit(f"{words} failed in {CODE}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+
+
+def keep_freed_memory():
+    """Does with freed memory what train.py does, where it does something."""
+    import train
+
+    if hasattr(train, "keep_freed_memory"):
+        train.keep_freed_memory()
+
+
+def lines_of(out, kind):
+    """Returns the lines of a kind of a run's metrics.jsonl."""
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def shards_of(*corpus):
+    """Returns a folder with the shards that these five files make of a corpus, by default of this
+    machine's documentation. They are kept: remove it when data.py has changed."""
+    name = "-".join([*CODE.parts[1:], *(Path(path).name for path in corpus)])
+    folder = ROOT / "shards" / f"bench-{name}"
+    if not folder.exists():
+        program("data.py", *corpus, "--out", folder)
+    return folder
+
+
+def show(found):
+    """Prints the table of {checkout: [{row: number} of each round]}."""
+    here = found[ROOT]
+    for row in here[0]:
+        ours = [figures[row] for figures in here]
+        line = f"{row:<44}{statistics.median(ours):>12.5g}"
+        for checkout, rounds in found.items():
+            if checkout != ROOT and row in rounds[0]:
+                theirs = [figures[row] for figures in rounds]
+                ratios = [a / b for a, b in zip(ours, theirs) if b]
+                line += f"{statistics.median(theirs):>12.5g}"
+                if ratios:
+                    line += (f"{statistics.median(ratios):>9.3f}  ({min(ratios):.3f} to "
+                             f"{max(ratios):.3f})")
+        print(line, flush=True)
+
+
+def main(once, add_flags, rounds=3, launcher=()):
+    """Runs the bench. add_flags(add) adds its flags; launcher: words between python and the bench,
+    as those of torchrun. A process that torchrun has started by hand measures once."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
+    add_flags(parser.add_argument)
+    args = parser.parse_args()
+    if "BENCH_CODE" in os.environ:
+        figures = once(args)
+        if figures:
+            print(json.dumps(figures))
+        return
+    if "RANK" in os.environ:
+        figures = once(args)
+        if figures:
+            show({ROOT: [figures]})
+        return
+
+    found = {ROOT: []}
+    if args.beside:
+        found[args.beside.absolute()] = []
+    print(f"{os.cpu_count()} cores, {args.rounds} round(s), here" + f", {args.beside}, ratio"
+          * bool(args.beside), flush=True)
+    for number in range(args.rounds):
+        checkouts = list(found)
+        if number % 2:
+            checkouts.reverse()
+        for checkout in checkouts:
+            done = subprocess.run([sys.executable, *launcher, *sys.argv], stdout=subprocess.PIPE,
+                                  env=os.environ | {"BENCH_CODE": str(checkout)}, text=True)
+            if done.returncode:
+                sys.exit(f"the bench failed with the five files of {checkout}")
+            found[checkout].append(json.loads(done.stdout.splitlines()[-1]))
+    show(found)
