@@ -147,10 +147,11 @@ class PretrainingData:
         k * 0.618... + key  modulo 1
 
     of the shard, with the golden ratio 0.618... and a random key. Any number of successive steps of
-    this kind are spread over [0, 1) almost evenly, and none comes back to where another one was: so
-    there is no epoch that begins or ends, and each token is read about equally often. The text has
-    as many tokens as fit, half of them before that place, but never leaves its document; of
-    SHORT_FRACTION of the examples it is shorter.
+    this kind are spread over [0, 1) almost evenly, and none comes back to where another one was. So
+    no epoch begins or ends, and every place is drawn about equally often. The text has as many
+    tokens as fit, half of them before the place, but never leaves its document; of SHORT_FRACTION
+    of the examples it is shorter. Tokens at the ends of a document, and of documents that are
+    shorter than an example, are read less often than others.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.

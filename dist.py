@@ -352,7 +352,7 @@ class Reducer:
     Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
 
     1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
-       bucket_mb MB (by default a 12th of all gradients, within 1 and 25 MB), then to the next.
+       bucket_mb MB, then to the next.
        Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
        All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
        and is cast afterwards.
@@ -380,7 +380,7 @@ class Reducer:
 
     # 1. Pack
 
-    def __init__(self, module, world, compression="none", bucket_mb=None):
+    def __init__(self, module, world, compression="none", bucket_mb=5.0):
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             world.broadcast(tensor.detach())
         self.world = world
@@ -503,7 +503,7 @@ class Reducer:
             bucket.forget()
 
 
-def fill_buckets(tensors, world, compression, bucket_mb=None):
+def fill_buckets(tensors, world, compression, bucket_mb=5.0):
     """Returns Buckets of {name: tensor}, the last one first: backward begins at the output. A
     bucket is full when it has at least bucket_mb MB (4 bytes an element)."""
     contents = []                                  # {name: shape} of each bucket
@@ -513,7 +513,7 @@ def fill_buckets(tensors, world, compression, bucket_mb=None):
         # The embeddings' gradients come last. What shared a bucket with them would wait.
         if room <= 0 or name.startswith("embeddings.") != in_embeddings:
             contents.append({})
-            room = bucket_mb or 5.0
+            room = bucket_mb
         in_embeddings = name.startswith("embeddings.")
         contents[-1][name] = tensor.shape
         room -= 4e-6 * tensor.numel()

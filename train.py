@@ -111,9 +111,8 @@ def parse_arguments(argv=None):
         help="compute about this many tokens at a time on a rank (default: %(default)s)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    add("--bucket-mb", type=data.number(float, 1e-6),
-        help="average this many MB of gradients at a time; without it a twelfth of all, within 1 "
-             "and 25 MB")
+    add("--bucket-mb", type=data.number(float, 1e-6), default=5.0,
+        help="average this many MB of gradients at a time (default: %(default)s)")
     add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
     add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")

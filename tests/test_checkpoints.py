@@ -40,14 +40,14 @@ def whole(shards, tmp_path_factory):
 
 def kill_after_update(world, rank, step):
     """kill -9 in the middle of a step: the weights are new, nothing of it is written."""
-    update = optim.Optimizer.step
+    update = optim.LAMB.step
 
     def patched(self):
         update(self)
         if world.rank == rank and self.param_groups[0]["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    optim.Optimizer.step = patched
+    optim.LAMB.step = patched
 
 
 def kill_after_checkpoint(world, rank, step):
@@ -82,7 +82,10 @@ def test_a_killed_run_ends_with_the_same_bits(shards, whole, tmp_path, name):
         assert values == expected, f"`{key}` is {values} in a run that was killed, not {expected}"
     assert found == sums[name], "the weights of a run that was killed end with other bits"
     assert_same(last_state(folder / name), last_state(tmp_path / "out"))
-    assert metrics(folder / name, "eval") == metrics(tmp_path / "out", "eval")
+    expected, evaluations = metrics(folder / name, "eval"), metrics(tmp_path / "out", "eval")
+    # All but that of step 8, before which it was killed
+    assert [line for line in expected if line in evaluations] == evaluations
+    assert len(evaluations) >= len(expected) - 1
 
 
 def test_a_run_resumes_on_other_ranks(shards, tmp_path):
@@ -97,9 +100,10 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     for key in "mlm_loss", "nsp_loss", "lr":                         # the same examples
         expected, found = column(one, key), column(many, key)
         assert len(found) == 14 and found == pytest.approx(expected, rel=1e-4)
-    for line in metrics(one, "eval"):                                # in evaluations, too
-        other, = [other for other in metrics(many, "eval") if other["step"] == line["step"]]
-        assert other == pytest.approx(line, rel=1e-4)
+    results = [{line["step"]: line["mlm_loss"] for line in metrics(out, "eval")}
+               for out in (one, many)]
+    for step, loss in results[0].items():                            # in evaluations, too
+        assert results[1][step] == pytest.approx(loss, rel=1e-4)
     seconds = column(many, "seconds")
     assert seconds == sorted(seconds)                                # they go on where they were
 
@@ -180,6 +184,8 @@ CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-
 
 
 def test_another_run_in_the_same_folder_is_refused(documents, finished, train_here, tmp_path):
+    # What changes no result may change.
+    train_here(finished, *RUNS["bf16"][1], "--micro-tokens", 64, "--save-every", 7)
     before = (finished / "metrics.jsonl").read_bytes()
     data.prepare(documents[:300], tmp_path / "other", vocab_size=320, shards=4)
     changes = *CHANGES, f"--init {finished}/model", f"--data {tmp_path}/other"
@@ -195,8 +201,6 @@ def test_another_run_in_the_same_folder_is_refused(documents, finished, train_he
         assert re.search(rf"{field} \S+ \(not \S+\)", said), said
         assert change != "--seed 5" or ": seed 0 (not 5); take another --out" in said
     assert (finished / "metrics.jsonl").read_bytes() == before
-    # What changes no result may change
-    train_here(finished, *RUNS["bf16"][1], "--micro-tokens", 64, "--save-every", 7)
 
 
 def on_own_disk(world):
@@ -273,7 +277,7 @@ def test_init_starts_from_a_folders_weights(shards, finished, tmp_path):
     argv = *INIT, "--init", model
     run(shards, out, *argv, "--max-steps", 2, size=2)
     first = metrics(out)[0]["mlm_loss"]
-    assert first == pytest.approx(loss, rel=0.1) and first < 3        # `loss` is of a step before
+    assert first < 1.2 * loss < 1              # `loss` is of a step before, and with dropout
     run(shards, out, *argv)
     assert column(out, "step") == [1, 2, 3, 4] and metrics(out)[0]["mlm_loss"] == first
 

@@ -214,7 +214,7 @@ def test_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tmp_pat
 
 def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, monkeypatch, small):
     seen = []
-    step = optim.Optimizer.step
+    step = optim.LAMB.step
 
     def noted_step(self):
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
@@ -222,7 +222,7 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, mon
         seen.append((rates, float(torch.nn.utils.get_total_norm(gradients))))
         step(self)
 
-    monkeypatch.setattr(optim.Optimizer, "step", noted_step)
+    monkeypatch.setattr(optim.LAMB, "step", noted_step)
     args = args_of("--data", shards, "--out", tmp_path, *SHORT, "--precision", "fp32")
     train.train(args, dist.World())
     lines = metrics(tmp_path)
@@ -314,7 +314,7 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
 
 def spoil(world, rank, part, value):
     """After an update, one weight or moment of one rank has another value."""
-    step = optim.Optimizer.step
+    step = optim.LAMB.step
 
     def patched(self):
         step(self)
@@ -322,7 +322,7 @@ def spoil(world, rank, part, value):
             p, state = next(iter(self.state.items()))
             ({"weight": p} | state)[part].view(-1)[0] = value
 
-    optim.Optimizer.step = patched
+    optim.LAMB.step = patched
 
 
 @pytest.mark.parametrize("part,value,kind,message", [

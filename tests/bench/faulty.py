@@ -225,7 +225,8 @@ class Run:
         return max([line["step"] for line in lines_of(self.out)], default=0)
 
     def ended(self):
-        return all(root.poll() is not None for root in self.roots)
+        """Returns whether no process is left."""
+        return all(root.poll() is not None for root in self.roots) and not self.processes()
 
     def codes(self):
         """Returns the exit statuses; 0 is a good end."""
@@ -238,16 +239,11 @@ class Run:
             time.sleep(0.02)
         return condition()
 
-    def wait_for_end(self, seconds, grace=20):
-        """Waits until the run is over, at most so long, and `grace` seconds more until no process
-        is left. Then ends what is left, and returns what that was."""
+    def wait_for_end(self, seconds):
+        """Waits until no process is left, at most so long. Then ends what is left, and returns what
+        that was."""
         self.wait(lambda: False, seconds)
-        deadline = time.monotonic() + grace
         left = self.processes()
-        while left and time.monotonic() < deadline:
-            time.sleep(0.02)
-            self.ended()                                     # no zombies
-            left = self.processes()
         self.kill()
         return [f"left: {process.kind} {process.rank}" for process in left]
 

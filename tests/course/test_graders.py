@@ -1,0 +1,758 @@
+"""What the exercises are graded by: a test for each idea, which says in a sentence what is wrong.
+
+EXERCISES in exercises.py says which belong to an exercise. What they draw, they draw by SEED.
+"""
+import os
+import re
+import resource
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bert
+import data
+import dist
+import optim
+import train
+from tests.conftest import SEED
+from tests.ranks import run_ranks
+from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics, random_batch,
+                            run, steps_kept)
+from tests.variants import powersgd
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Whatever torch draws depends on SEED."""
+    torch.manual_seed(SEED)
+
+
+def assert_near(ours, exact, what, tolerance=1e-6):
+    """Compares a tensor or an array with what it should be, by its largest error."""
+    ours, exact = torch.as_tensor(ours).double(), torch.as_tensor(exact).double()
+    assert ours.shape == exact.shape, f"{what} has the shape {[*ours.shape]}, not {[*exact.shape]}"
+    error = (ours - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+    assert error <= tolerance, (
+        f"{what} is wrong: the largest error is {error:.2g} of the largest element")
+
+
+# ----- masking -----
+
+N = 100_000
+
+
+@pytest.fixture
+def text(shards):
+    """(a data set, random tokens with special ones among them, their counters)"""
+    rng = np.random.default_rng(SEED)
+    tokens = rng.integers(5, 320, N)
+    tokens[::25] = data.CLS
+    tokens[7::25] = data.SEP
+    tokens[11::1000] = data.UNK
+    return data.PretrainingData(shards, 64), tokens, rng.permutation(10 * N)[:N]
+
+
+def assert_part(chosen, part, what):
+    """Whether about this part of some booleans is true: within four standard errors."""
+    error = 4 * (part * (1 - part) / len(chosen)) ** 0.5
+    assert abs(chosen.mean() - part) < error, f"{chosen.mean():.1%} {what}, not {part:.1%}"
+
+
+def test_tokens_are_chosen(text):
+    dataset, before, counters = text
+    after = before.copy()
+    rows, labels = dataset.mask(after, counters)
+    assert (np.diff(rows) > 0).all(), "the rows that were chosen are not in ascending order"
+    assert np.array_equal(before[rows], labels), "a label is not the token that stood there"
+    assert not np.isin(labels, [data.CLS, data.SEP]).any(), "[CLS] or [SEP] was chosen, no text"
+    assert (labels == data.UNK).any(), "[UNK] is text: it can be chosen"
+    is_text = (before != data.CLS) & (before != data.SEP)
+    assert_part(np.isin(np.arange(N), rows)[is_text], 0.15, "of the tokens of text are chosen")
+    assert (after != before).any(), "no token has changed: change `tokens` itself, not a copy"
+    after[rows] = labels
+    assert np.array_equal(after, before), "a token has changed that was not chosen"
+
+
+def test_tokens_are_replaced(text):
+    dataset, before, counters = text
+    after = before.copy()
+    rows, labels = dataset.mask(after, counters)
+    found = after[rows]
+    assert_part(found == data.MASK, 0.8, "of the chosen tokens became [MASK]")
+    assert_part(found == labels, 0.1 + 0.1 / 315, "of the chosen tokens stayed")
+    others = found[(found != data.MASK) & (found != labels)]
+    assert others.min() >= 5 and others.max() < 320, "a random token is special or does not exist"
+    assert others.min() < 15 and others.max() > 310, (
+        f"random tokens are of {others.min()} to {others.max()} only, not of 5 to 319: do they come "
+        "from the draw that decided that they are random?")
+
+
+def test_masks_depend_on_counters_alone(text):
+    dataset, before, counters = text
+    after = before.copy()
+    dataset.mask(after, counters)
+    some = np.random.default_rng(SEED).permutation(N)[:2000]             # as in another batch
+    alone = before[some]
+    dataset.mask(alone, counters[some])
+    assert np.array_equal(alone, after[some]), (
+        "among other tokens, in another order, others are chosen or other random ones taken")
+
+
+# ----- pairs -----
+
+def document_of(shard, places):
+    """Returns the numbers of the documents that these tokens of a shard are in."""
+    return np.searchsorted(shard.documents, places, "right") - 1
+
+
+@pytest.mark.parametrize("seq_len", [32, 128])
+def test_pairs_are_half_true(shards, seq_len):
+    dataset = data.PretrainingData(shards, seq_len, 1, seed=SEED)
+    for i, pair in enumerate(dataset.spans(range(2000))):
+        assert (pair.index, pair.shard) == (i, i % 4), (
+            f"example {i} of 4 shards says that it is {pair.index}, of shard {pair.shard}")
+        length = dataset.length(pair)
+        assert pair.a < pair.a_end and pair.b < pair.b_end and length <= seq_len, (
+            f"example {i} has {length} tokens of at most {seq_len}, A or B may be empty: {pair}")
+        parts = [pair.a, pair.a_end - 1, pair.b, pair.b_end - 1]
+        a, a_last, b, b_last = document_of(dataset.shard(pair.shard), parts)
+        assert a == a_last and b == b_last, f"example {i} has parts of two documents in one"
+        if pair.pair_label == 0:
+            assert pair.a_end == pair.b, f"B of example {i} is true, but does not follow A"
+        else:
+            assert a != b, f"B of example {i} is labelled false, but is of A's own document"
+    pairs = data.Spans(*np.array(dataset.spans(range(20_000))).T)
+    assert_part(pairs.pair_label == 0, 0.5, "of 20,000 pairs are true")
+    short = dataset.length(pairs)
+    assert short.min() < 6, f"a tenth is short: of 20,000 the shortest has {short.min()} tokens"
+    alone = data.PretrainingData(shards, seq_len, pairs="none").spans([3])[0]
+    assert alone.b == alone.b_end and alone.pair_label == data.IGNORED, f"without pairs: {alone}"
+
+
+def test_documents_are_read_evenly(shards):
+    starts = []
+    for phase in 0, 1:
+        dataset = data.PretrainingData(shards, 64, phase, seed=SEED)
+        shard = dataset.shard(1)
+        starts.append([pair.a for pair in dataset.spans(range(1, 8000, 4))])
+        counts = np.bincount(document_of(shard, starts[phase]), minlength=len(shard.documents) - 1)
+        expected = 2000 * np.diff(shard.documents) / len(shard.tokens)
+        error = np.abs(counts - expected).max()
+        assert error < 5, (
+            f"of 2,000 texts a document has {error:.0f} more or less than its part of the shard: "
+            "golden steps are spread evenly")
+    assert starts[0] != starts[1], "the texts of both phases are the same: where is walk_key?"
+
+
+def test_a_false_b_looks_like_a_true_one(shards):
+    dataset = data.PretrainingData(shards, 64, seed=SEED)
+    pairs = data.Spans(*np.array(dataset.spans(range(0, 64_000, 4))).T)
+    shard = dataset.shard(0)
+    sizes = np.diff(shard.documents)
+    looks = []
+    for label in 0, 1:
+        own = pairs.pair_label == label
+        b = pairs.b[own]
+        home = document_of(shard, b)
+        looks.append([dataset.ends_sentence[shard.tokens[b - 1]].mean(),
+                      (pairs.b_end[own] - b).mean() / 64,
+                      (sizes[home] > np.median(sizes)).mean(),
+                      np.isin(b, shard.documents).mean()])
+    features = ("begins with a sentence in {:.1%} of the pairs", "fills {:.1%} of an example",
+                "is of a long document in {:.1%}", "begins its document in {:.1%}")
+    for feature, true, false in zip(features, *looks):
+        assert abs(true - false) < 0.035, (
+            f"a true B {feature.format(true)}, one from elsewhere {feature.format(false)}: a model "
+            "can tell them apart without reading")
+    gaps = (home - document_of(shard, pairs.a[own])) % len(sizes)        # from A's document
+    rates = np.bincount(gaps, minlength=len(sizes))[1:] / len(gaps) * len(sizes)
+    assert rates.min() > 0.3 and rates.max() < 2, (
+        f"of the documents after A's, one gives {rates.max():.1f} times as many B as the mean, "
+        f"and one {rates.min():.1f} times")
+
+
+# ----- attention -----
+
+LENGTHS = [(16, 12, 12, 5, 19), (3, 1, 3, 57, 0), (64, 0)]     # the last: rows that fill up
+
+
+def packed(lengths):
+    """Returns qkv of examples of these lengths, in fp64, and their bounds and lengths."""
+    lengths = torch.tensor(lengths)
+    bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    qkv = torch.randn(int(bounds[-1]), 3, 2, 32, dtype=torch.float64)
+    return qkv, bounds, lengths
+
+
+def attention_by_hand(qkv):
+    """softmax(Q K^T / sqrt(D/H)) V of one example, one head after another."""
+    heads = []
+    for q, k, v in qkv.permute(2, 1, 0, 3):                              # (T, D/H) each
+        powers = (q @ k.T / q.shape[1] ** 0.5).exp()                     # a row for each query
+        heads.append((powers / powers.sum(1, keepdim=True)) @ v)
+    return torch.stack(heads, 1)                                         # (T, H, D/H)
+
+
+def test_plain_attention():
+    qkv, _, _ = packed([7])
+    assert_near(bert.plain_attention(qkv), attention_by_hand(qkv), "plain_attention of 7 tokens")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_attention(lengths):
+    qkv, bounds, sizes = packed(lengths)
+    ours = bert.attention(qkv, bounds, sizes, 0.0)
+    exact = torch.cat([attention_by_hand(rows) for rows in qkv.split(lengths) if len(rows)])
+    assert_near(ours, exact, f"attention of examples of {lengths} tokens")
+
+
+def test_attention_drops_weights():
+    qkv, bounds, sizes = packed([64, 40, 40, 48])
+    qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
+    sums = bert.attention(qkv, bounds, sizes, 0.5)
+    assert sums.std() > 0.1, "a dropout of 0.5 drops no attention weights"
+    assert_near(sums, sums[..., :1].expand(-1, -1, 32), "all V are equal, so a row of the output")
+    assert 0.9 < sums.mean() < 1.1, f"what is left of the weights adds up to {sums.mean():.2f}"
+
+
+# ----- schedule -----
+
+def assert_rates(expected, **fields):
+    """Compares rates of a phase whose lr is 2: {part of the phase that is over: rate}."""
+    phase = optim.Phase(128, 8, steps=99, lr=2.0, **fields)
+    for done, rate in expected.items():
+        found = optim.learning_rate(done, phase)
+        assert found == pytest.approx(rate), (
+            f"with lr 2 and {fields} the rate at {done} of the phase is {rate:.4g}, not {found:.4g}")
+
+
+def test_rate_warms_up_holds_and_decays():
+    assert_rates({0.1: 0.5, 0.3: 1.5, 0.4: 2, 0.55: 2, 0.7: 2, 0.85: 1, 0.97: 0.2},
+                 warmup=0.4, decay_from=0.7)
+
+
+def test_rate_decays_by_a_power():
+    assert_rates({0.4: 2, 0.8: 2 * 0.5 ** 0.5}, warmup=0.1, decay_from=0.6, power=0.5)
+    assert_rates({0.1: 2 / 3, 0.3: 2 * 0.7 ** 0.5, 0.64: 1.2}, warmup=0.3, decay_from=0, power=0.5)
+
+
+def test_progress_goes_by_steps_or_by_the_clock():
+    phases = [optim.Phase(64, 16, steps, lr=1, warmup=0, decay_from=0) for steps in (9, 0, 3)]
+    for seconds, phase, phase_step, hours, max_steps, index, done in [
+            (0, 0, 0, None, None, 0, 0.1), (0, 0, 8, None, None, 0, 0.9),
+            (0, 0, 9, None, None, 2, 0.25), (0, 2, 2, None, None, 2, 0.75),
+            (0, 2, 3, None, None, 3, 0), (0, 0, 5, None, 5, 3, 0),
+            (0.5, 0, 1, 1, None, 0, 0.7), (0.9, 0, 6, 1, None, 2, 0.7), (1.01, 0, 6, 1, None, 3, 0)]:
+        args = SimpleNamespace(phases=phases, hours=hours, max_steps=max_steps)
+        state = SimpleNamespace(phase=phase, phase_step=phase_step, seconds=seconds * 0.99 * 3600,
+                                step=phase_step + [0, 9, 9][phase])
+        found = train.progress(args, state)
+        assert found == pytest.approx((index, done)), (
+            f"phases of 9, 0 and 3 steps, hours {hours}, max_steps {max_steps}: after {phase_step} "
+            f"steps of phase {phase} and {seconds} h the next is {(index, done)}, not {found}")
+
+
+# ----- precision -----
+
+def test_loss_scaler():
+    scaler = optim.LossScaler(scale=8.0, growth_interval=3, smallest=2.0, largest=16.0)
+    scales = [8, 8, 4, 4, 4, 8, 8, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
+    for step, scale in enumerate(scales, 1):
+        overflow = step in (3, 8)
+        taken = scaler.update(overflow, step)
+        assert taken != overflow, f"a step with overflow {overflow}: update returns {taken}"
+        assert scaler.scale == scale, (
+            f"from 8 on, growth_interval 3, largest 16, overflows in the steps 3 and 8: after step "
+            f"{step} the scale is {scale}, not {scaler.scale:g}")
+    assert scaler.skipped == 2, f"two steps were skipped, and `skipped` is {scaler.skipped}"
+    scaler = optim.LossScaler(scale=4.0, smallest=2.0)
+    assert not scaler.update(True, 41), "at `smallest` itself training goes on"
+    with pytest.raises(optim.TrainingStopped, match="42"):
+        scaler.update(True, 42)
+
+
+@pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_unscale_and_clip(scale, max_norm):
+    weight = nn.Parameter(torch.zeros(4, 3))
+    weight.grad = torch.randn(4, 3)
+    scaled = [scale * weight.grad]
+    optim.unscale_and_clip_(scaled, float(scaled[0].norm()), scale, max_norm)
+    nn.utils.clip_grad_norm_([weight], max_norm)
+    assert_near(scaled[0], weight.grad, f"a gradient with scale {scale:g}, clipped to {max_norm}",
+                1e-5)
+    zeros = [torch.zeros(3)]
+    optim.unscale_and_clip_(zeros, 0.0, scale, max_norm)
+    assert not zeros[0].any(), f"gradients of zeros became {zeros[0].tolist()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masters(dtype):
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    nn.init.constant_(model.weight, 1.001)
+    masters = optim.cast_with_masters(model, dtype)
+    assert model.weight.dtype == dtype, f"the model's weight is {model.weight.dtype}, not {dtype}"
+    assert [*masters] == ["weight"], f"of weight and a frozen bias the masters are {[*masters]}"
+    assert_near(masters["weight"], torch.full((1, 1), 1.001), "the master of 1.001", 1e-7)
+    shared = masters["weight"].data_ptr() == model.weight.data_ptr()
+    assert shared == (dtype == torch.float32), "in fp32 alone are master and weight one memory"
+    for _ in range(1000):
+        masters["weight"] += 1e-4
+        optim.copy_to_model(masters, model)
+    assert abs(model.weight.item() - 1.1) < 0.01, (
+        f"1000 updates of 1e-4 took the weight from 1.001 to {model.weight.item():.4f}")
+
+
+# ----- lamb -----
+
+KINDS = "a matrix", "a tensor of zeros", "a tensor whose gradient is 0", "one without decay"
+
+
+def lamb_errors(decay):
+    """Thirty steps of LAMB beside optim.lamb_equations, in fp64."""
+    values = [torch.randn(5, 7), torch.zeros(3, 4), torch.randn(2, 3), torch.randn(6)]
+    ours = [value.double() for value in values]
+    groups = [{"params": ours[:3], "weight_decay": decay},
+              {"params": ours[3:], "weight_decay": 0.0}]
+    lamb = optim.LAMB(groups, lr=0.02, betas=(0.9, 0.98))
+    exact = [(w.clone(), 0 * w, 0 * w) for w in ours]
+    adam = torch.optim.AdamW([w.clone() for w in ours], lr=0.02, betas=(0.9, 0.98), eps=1e-6,
+                             weight_decay=0.0)
+    adams = adam.param_groups[0]["params"]
+    for t in range(1, 31):
+        for k, (w, b) in enumerate(zip(ours, adams)):
+            w.grad = 3 * torch.randn_like(w) * (k != 2)
+            b.grad = w.grad.clone()
+            exact[k] = optim.lamb_equations(*exact[k][:1], w.grad, *exact[k][1:], t, lr=0.02,
+                                            b1=0.9, b2=0.98, eps=1e-6, decay=decay)
+        lamb.step()
+        adam.step()
+        for k, w in enumerate(ours):
+            expected = exact[k][0] if decay and k < 3 else adams[k]
+            assert_near(w, expected, f"{KINDS[k]} after step {t}, weight decay {decay},", 1e-9)
+
+
+def test_lamb_without_decay_is_adam():
+    lamb_errors(0.0)
+
+
+def test_lamb_is_its_equations():
+    lamb_errors(0.05)
+
+
+# ----- dealing -----
+
+@pytest.mark.parametrize("size", [1, 3, 4, 40])
+def test_a_step_has_the_same_examples_on_any_ranks(size):
+    ranks = [data.micro_batches(5, 33, 4, rank, size) for rank in range(size)]
+    dealt = [sum(parts, []) for parts in ranks]
+    assert sorted(sum(dealt, [])) == [*range(165, 198)], (
+        f"step 5 of batches of 33 has the examples 165 to 197 once each, also on {size} ranks")
+    for rank, (own, parts) in enumerate(zip(dealt, ranks)):
+        assert all(i % size == rank for i in own), f"rank {rank} of {size} takes {own}"
+        sizes = [len(part) for part in parts]
+        assert max(sizes, default=0) <= 4 and max(sizes, default=1) - min(sizes, default=1) <= 1, (
+            f"micro-batches of at most 4 examples have {sizes}")
+        assert len(parts) == -(-len(own) // 4), f"{len(own)} examples are {len(parts)} micro-batches"
+
+
+def test_a_step_is_made_ahead():
+    made = []
+
+    class Slow:
+        def batch(self, indices):
+            made.append(indices)
+            time.sleep(0.05)
+            return sum(indices)
+
+    steps = [[[1, 2], [3]], [[4]], [], [[5], [6, 7]]]
+    loader = data.loader(Slow(), iter(steps))
+    began = next(loader)
+    time.sleep(0.4)                              # as long as the caller's step takes
+    assert made == [[1, 2], [3], [4]], f"while step 1 runs, step 2 is made, no other: {made}"
+    found = [began, *loader]
+    assert found == [[3, 3], [4], [], [5, 13]], f"of steps {steps}, summed, come {found}"
+
+    class Broken:
+        def batch(self, indices):
+            raise data.DataError("damaged")
+
+    with pytest.raises(data.DataError):          # what fails in the thread is raised here
+        next(data.loader(Broken(), iter(steps)))
+
+
+def counts_of(world, shards):
+    """Rank r has r + 1 micro-batches. Returns the counts of all ranks, and of this one."""
+    examples = data.PretrainingData(shards, 32)
+    batches = [examples.batch([0, 1, 2]), examples.batch([3])][:world.rank + 1]
+    masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in batches)
+    tokens = sum(int((batch.tokens != data.PAD).sum()) for batch in batches)
+    return train.masked_and_all(world, batches), [masked, tokens]
+
+
+def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
+    (found, first), (other, second) = run_ranks(counts_of, 2, tmp_path, shards)
+    right = [a + b for a, b in zip(first, second)]
+    assert list(found) == list(other) == right, (
+        f"ranks have {first} and {second} masked tokens and all; the sums are {right}, not {found}")
+
+
+# ----- buckets -----
+
+def test_what_is_in_which_bucket():
+    sizes = {"embeddings.a": 9, "embeddings.b": 4, "c": 2, "d": 5, "e": 3, "f": 6}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    buckets = dist.fill_buckets(tensors, dist.World(), "none", 8 * 4e-6)
+    found = [[*bucket.shapes] for bucket in buckets]
+    right = [["f", "e"], ["d", "c"], ["embeddings.b", "embeddings.a"]]
+    assert found == right, f"sizes {sizes}, full with 8: the buckets are {right}, not {found}"
+
+
+def means(world):
+    """Returns means in fp16 of large numbers, which not all fit it, and what an int8 and a dense
+    bucket make of the rank's number on two levels."""
+    large = torch.full((4,), 80_000.0 * (world.rank % 2))
+    mean, _, sent = dist.dense(torch.float16, world, large, {})
+    found = [mean.tolist(), sent]
+    for name in "none", "int8":
+        bucket = dist.Bucket({"weight": (600,)}, world, name)
+        bucket.flat.fill_(world.rank + 1.0)
+        found.append((bucket.average(1.0), bucket.flat.clone()))
+    return found
+
+
+def test_a_mean_stays_in_range(tmp_path):
+    for mean, sent, _, _ in run_ranks(means, 2, tmp_path):
+        assert mean == [40_000.0] * 4, f"the mean of 0 and 80000, sent in fp16, is {mean[0]:g}"
+        assert sent == 8, f"each of two ranks sends 4 numbers of fp16, 8 bytes, not {sent}"
+
+
+def test_two_levels(tmp_path):
+    for rank, found in enumerate(run_ranks(means, 4, tmp_path, local_size=2)):
+        for name, (sent, mean), right in zip(("none", "int8"), found[2:], (2400, 2 * 516)):
+            assert_near(mean, torch.full((600,), 2.5), f"{name}: the mean of 1, 2, 3, 4 on 2 nodes")
+            right *= rank % 2 == 0
+            assert sent == right, f"{name}: rank {rank} sends {sent} bytes between nodes, not {right}"
+
+
+# ----- overlap -----
+
+def tower():
+    """Six layers, of which the first is the last whose gradient is ready."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+
+
+def reduced(world):
+    """Gradients of 24 examples in three micro-batches, by the Reducer and by one process; the
+    same of bf16, where each adds less than bf16 can."""
+    examples = torch.randn(24, 32, generator=torch.Generator().manual_seed(SEED))
+    exact = tower()
+    (exact(examples).square().sum() / 12).backward()
+    model = tower()
+    reducer = dist.Reducer(model, world, bucket_mb=0.005)
+    for _ in range(2):                           # the second step begins clean
+        reducer.zero_grad()
+        for number, part in enumerate(examples[world.rank::2].chunk(3)):
+            reducer.last_micro_batch = number == 2
+            (model(part).square().sum() / 12 * world.size).backward()
+        reducer.finish()
+    small = nn.Linear(4, 4)
+    small_reducer = dist.Reducer(small, world)
+    small.bfloat16()
+    for number in range(200):
+        small_reducer.last_micro_batch = number == 199
+        (small.bias.sum() + 0 * small.weight.sum()).backward()
+    small_reducer.finish()
+    kept = [p.grad for p in [*model.parameters(), *small.parameters()] if p.grad is not None]
+    return ({name: p.grad for name, p in exact.named_parameters()}, reducer.gradients,
+            small_reducer.gradients["bias"].tolist(), len(kept), reducer.bytes_sent)
+
+
+def test_gradients_are_those_of_one_process(tmp_path):
+    for exact, ours, small, kept, sent in run_ranks(reduced, 2, tmp_path):
+        for name, gradient in exact.items():
+            assert_near(ours[name], gradient, f"the gradient of {name}, on 2 ranks,", 1e-5)
+        assert small == [200.0] * 4, f"200 gradients of 1 in bf16 add up to {small[0]:g}: take fp32"
+        assert not kept, f"{kept} parameters still have a .grad beside their view"
+        assert sent == 4 * 6 * 33 * 32, f"bytes_sent is {sent}, not the sum of all jobs"
+
+
+def events_of(world):
+    """Returns the order of gradients and averages in a backward, and the order of buckets whose
+    gradients become ready in another order on each rank."""
+    events = []
+    dist.Bucket.average = lambda bucket, scale: events.append(len(bucket.flat)) or 0
+    model = tower()
+    reducer = dist.Reducer(model, world, bucket_mb=0.004)
+    model[0].weight.register_hook(lambda gradient: time.sleep(0.3) or events.append("last"))
+    model(torch.randn(8, 32)).sum().backward()
+    reducer.finish()
+    early = events.index("last")
+    layers = nn.ModuleList(nn.Linear(k, 1, bias=False) for k in (3, 5, 7))
+    reducer = dist.Reducer(layers, world, bucket_mb=1e-9)
+    events.clear()
+    for layer in [*layers][::(1, -1)[world.rank]]:
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    reducer.finish()
+    return early, events
+
+
+def test_buckets_start_in_order_during_backward(tmp_path):
+    for early, events in run_ranks(events_of, 2, tmp_path):
+        assert early >= 4, f"{early} of 6 buckets were averaged during backward, not 4 or 5"
+        assert events == [7, 5, 3], f"buckets of 7, 5, 3 elements start as {events} on one rank"
+
+
+def test_what_goes_wrong_in_a_step_is_said():
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(2, 2)})
+    reducer = dist.Reducer(model, dist.World(), bucket_mb=1e-9)
+
+    def backward():
+        (model["used"](torch.ones(4)).sum() + model["spare"](torch.ones(2)).sum()).backward()
+
+    reducer.last_micro_batch = False
+    backward()
+    reducer.last_micro_batch = True
+    model["used"](torch.ones(4)).sum().backward()
+    with pytest.raises(dist.DistError, match="spare.bias, spare.weight"):
+        reducer.finish()
+
+    def fails(scale):
+        raise ZeroDivisionError
+
+    reducer.zero_grad()
+    reducer.buckets[1].average = fails
+    backward()                                   # nothing is raised inside backward
+    with pytest.raises(ZeroDivisionError):
+        reducer.finish()
+    del reducer.buckets[1].average
+    reducer.zero_grad()
+    backward()
+    reducer.finish()                             # after all that, a step is right again
+    assert_near(reducer.gradients["used.bias"], torch.ones(4), "the gradient of the next step")
+    with pytest.raises(KeyError):                # a second last micro-batch
+        backward()
+
+
+def measure():
+    """Returns (seconds of a backward alone, seconds on the network, seconds that `finish` waits for
+    it), of the best of three steps of a model of 4 x 256.
+
+    The network is a sleep in place of each bucket's average, all together half as long as backward
+    takes on this machine: so a fast machine and a slow one find about the same.
+    """
+    model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 512))
+    batch = random_batch(512, examples=4)
+
+    def backward_seconds():
+        mlm_logits, nsp_logits = model(batch)
+        began = time.perf_counter()
+        (mlm_logits.sum() + nsp_logits.sum()).backward()
+        return time.perf_counter() - began
+
+    alone = min(backward_seconds() for _ in range(3))
+    reducer = dist.Reducer(model, dist.World())
+    elements = sum(map(len, reducer.flats))
+    for bucket in reducer.buckets:
+        bucket.average = slow_network(alone / 2 * len(bucket.flat) / elements)
+    waits = []
+    for _ in range(3):
+        reducer.zero_grad()
+        backward_seconds()
+        reducer.finish()
+        waits.append(reducer.wait_seconds)
+    return alone, alone / 2, min(waits)
+
+
+def slow_network(seconds):
+    """Returns a function in place of Bucket.average."""
+    return lambda scale: time.sleep(seconds) or 0
+
+
+def assert_hidden(least):
+    """Whether so much of the network hides behind backward."""
+    _, network, wait = measure()
+    assert wait > 0, "wait_seconds is 0, and the last bucket cannot hide"
+    hidden = 1 - wait / network
+    assert hidden > least, f"{hidden:.0%} of the network is hidden behind backward, not {least:.0%}"
+
+
+def test_a_quarter_of_the_network_is_hidden():
+    assert_hidden(0.25)
+
+
+def test_half_of_the_network_is_hidden():
+    assert_hidden(0.55)
+
+
+# ----- powersgd -----
+
+def powersgd_in_fp64(world):
+    """Four steps beside algorithm 1 for all ranks, of a matrix and a vector, which goes dense."""
+    powersgd.RANK = 2
+    state = {"shapes": [torch.Size([64, 48]), torch.Size([37])]}
+    q = torch.randn(2, 48, generator=torch.Generator().manual_seed(0)).double().T
+    rest = torch.zeros(64 * 48 + 37)
+    errors = [0.0] * 2
+    for step in range(1, 5):
+        torch.manual_seed(100 * SEED + step)
+        gradients = torch.randn(2, len(rest))
+        rest += gradients[world.rank]
+        before = dict(state)
+        mean, state, sent = powersgd.powersgd(world, rest, state)
+        again, _, _ = powersgd.powersgd(world, rest + mean, before)      # as after a skipped step
+        v = [g[:-37].view(64, 48).double() + e for g, e in zip(gradients, errors)]
+        p = torch.linalg.qr(sum(v_r @ q for v_r in v) / 2).Q
+        q = sum(v_r.T @ p for v_r in v) / 2
+        errors = [v_r - p @ q.T for v_r in v]
+        exact = torch.cat([(p @ q.T).flatten(), gradients.mean(0)[-37:]])
+        assert_near(mean, exact, f"the mean of step {step}", 1e-4)
+        assert_near(again[:-37], exact[:-37], f"the mean of step {step}, made again,", 1e-4)
+        assert_near(rest[:-37], errors[world.rank].flatten(), f"what step {step} leaves", 1e-4)
+        assert not rest[-37:].any(), "of the vector, which goes dense, something is left"
+        expected = 4 * (2 * 64 + 2 * 48 + 37)
+        assert sent == expected, f"{sent} bytes are sent, not {expected}: P, Q and the vector"
+
+
+def test_powersgd_is_algorithm_1(tmp_path):
+    run_ranks(powersgd_in_fp64, 2, tmp_path)
+
+
+# ----- feedback -----
+
+def send(bucket, gradient, scale=1.0):
+    """Averages a gradient, which is times `scale`; returns the mean without it."""
+    bucket.flat.copy_(gradient * scale)
+    bucket.average(scale)
+    return bucket.flat / scale
+
+
+def kept(bucket):
+    """Returns all that one rank has not sent yet, (1500,)."""
+    return (bucket.residual + bucket.state["part_rest"].view(-1))[:1500]
+
+
+@pytest.mark.parametrize("name", ["int8", "onebit"])
+def test_what_came_in_went_out_or_is_kept(name):
+    bucket = dist.Bucket({"weight": (1500,)}, dist.World(), name)
+    went_in = went_out = torch.zeros(1500)
+    for step in range(50):
+        gradient = torch.randn(1500)
+        went_out = went_out + send(bucket, gradient, 2.0 ** (step % 3))
+        went_in = went_in + gradient
+        with pytest.raises(dist.DistError, match="commit"):
+            bucket.average(1.0)                  # the step before has not ended
+        bucket.commit(True)
+        assert_near(went_out + kept(bucket), went_in, f"{name}: what went out and what is kept, "
+                    f"after {step + 1} steps of loss scales 1, 2, 4,", 1e-4)
+
+
+@pytest.mark.parametrize("name", ["int8", "onebit"])
+def test_a_skipped_step_leaves_no_trace(name):
+    bucket = dist.Bucket({"weight": (1500,)}, dist.World(), name)
+    send(bucket, torch.randn(1500))
+    bucket.commit(True)
+    before = kept(bucket)
+    for bad in torch.inf, torch.nan:
+        mean = send(bucket, torch.full((1500,), bad))
+        assert not mean.isfinite().all(), f"{name}: a gradient is {bad}, and the mean is finite"
+        bucket.commit(False)
+    assert torch.equal(kept(bucket), before), f"{name}: a skipped step has changed what is kept"
+    bucket.commit(True)                          # of nothing: no step is under way
+    assert torch.equal(kept(bucket), before), f"{name}: an old step is committed after a skipped one"
+
+
+# ----- resume -----
+
+def kill_in_step(world, step):
+    """kill -9 of the last rank when a step is over, before anything of it is saved."""
+    figures = train.step_figures
+
+    def patched(args, world, state, *rest):
+        if state.step == step and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return figures(args, world, state, *rest)
+
+    train.step_figures = patched
+
+
+def assert_resumes(shards, folder, size, *flags):
+    """Trains without a kill, and with one in each phase: all bits have to be the same."""
+    argv = *SHORT, "--dropout", 0.1, *flags
+    whole, killed = folder / "whole", folder / "killed"
+    sums = run(shards, whole, *argv, size=size)
+    for step in 5, 11:
+        outcomes = run(shards, killed, *argv, size=size, sabotage=(kill_in_step, step), check=False)
+        assert None in outcomes, f"before the kill in step {step} the run ended with {outcomes}"
+    sums_killed = run(shards, killed, *argv, size=size)
+    for name in "lr", "loss_scale", "grad_norm", "mlm_loss":
+        expected, found = column(whole, name), column(killed, name)
+        for step, pair in enumerate(zip(expected, found, strict=True), 1):
+            assert pair[0] == pair[1], (
+                f"`{name}` of step {step} is {pair[1]} in a run that was killed and resumed, and "
+                f"{pair[0]} in one that was not")
+    assert sums == sums_killed, "the weights of a run that was killed end with other bits"
+    assert_same(last_state(whole), last_state(killed))
+    assert metrics(whole, "eval") == metrics(killed, "eval"), "the evaluations differ"
+
+
+def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path):
+    assert_resumes(shards, tmp_path, 2, "--precision", "bf16", "--compression", "fp16")
+
+
+def test_what_was_not_sent_is_dropped(shards, tmp_path):
+    assert_resumes(shards, tmp_path, 1, "--precision", "fp32", "--compression", "onebit")
+
+
+def disk_is_full(world, step, room):
+    """From a step on, files end after so many bytes."""
+    save = train.save
+
+    def patched(args, world, log, state):
+        log.file.flush()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if state.step == step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        save(args, world, log, state)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    train.save = patched
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_checkpoint_is_whole_or_not_there(shards, tmp_path, room):
+    out = tmp_path / "out"
+    run(shards, out, *SHORT, "--max-steps", 5)
+    assert steps_kept(out) == [3, 5], f"after steps 3 and 5 the checkpoints are {steps_kept(out)}"
+    run(shards, out, *SHORT, "--max-steps", 8, sabotage=(disk_is_full, 6, room))
+    assert steps_kept(out) == [5, 8], (
+        f"step 6 found a disk full with {room} bytes; after 8 the checkpoints are {steps_kept(out)}")
+    strange = {path.name for path in out.glob("*")} - {"metrics.jsonl", "model"}
+    assert len(strange) == 2, f"beside the checkpoints of 5 and 8 there are {strange}"
+
+
+def on_own_disk(world):
+    """Each rank is a node with a disk of its own."""
+    parse = train.parse_arguments
+
+    def with_own_out(argv):
+        args = parse(argv)
+        args.out = args.out.with_name(f"out{world.rank}")
+        return args
+
+    train.parse_arguments = with_own_out
+
+
+def test_a_later_checkpoint_of_another_node_counts(shards, tmp_path):
+    run(shards, tmp_path / "out1", *SHORT, "--max-steps", 4)
+    for outcome in run(shards, tmp_path / "out", *SHORT, size=2, sabotage=(on_own_disk,),
+                       check=False):
+        assert isinstance(outcome, train.ConfigError) and re.search("out1.*step 0", str(outcome)), (
+            f"rank 1's disk has a checkpoint of step 4, rank 0's none; it ends with {outcome!r}")
