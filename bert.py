@@ -80,13 +80,13 @@ class BertConfig:
     def preset(cls, name, vocab_size, **changes):
         """Returns a configuration of PRESETS; vocab_size is rounded up to a multiple of 64."""
         layers, width = PRESETS[name]
+        changes.setdefault("init_std", INIT_STD.get(name, 0.02))
         return cls(
             layers,
             width,
             heads=width // 64,
             feed_forward=4 * width,
             vocab_size=multiple_of_64(vocab_size),
-            init_std=INIT_STD.get(name, 0.02),
             **changes)
 
 

@@ -61,7 +61,7 @@ def unmasked(batch):
 
 @pytest.mark.parametrize("seq_len", [32, 128])
 def test_pairs_are_half_true_and_others_from_elsewhere(shards, seq_len):
-    dataset, count = data.PretrainingData(shards, seq_len, 1, seed=3), 1500
+    dataset, count = data.PretrainingData(shards, seq_len, 1, seed=3), 1000
     batch = dataset.batch(range(count))
     tokens, in_order = unmasked(batch), sorted(dataset.spans(range(count)), key=dataset.length)
     for b, spans in enumerate(in_order):
@@ -737,7 +737,7 @@ def test_large_vocabularies_take_32_bits_and_short_documents_are_left_out(tmp_pa
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     peaks = []
-    for count in (700, 2800):
+    for count in (400, 1600):
         corpus = (f"{number} " + "is a number " * 30 for number in range(count))
         (tmp_path / str(count)).mkdir()
         tracemalloc.start()

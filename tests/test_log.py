@@ -1,135 +1,220 @@
-"""What a run of train.py says and writes: the log, metrics.jsonl, the end; the README's words."""
+"""What a user of train.py sees: a run's lines and files, what is refused in one line, the README's
+words."""
 import errno
+import fcntl
+import json
 import math
+import os
 import re
+import resource
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import bert
 import dist
 import train
 from tests.conftest import ROOT
 from tests.ranks import run_script
-from tests.training import LITTLE, metrics, plan_of, shrink
+from tests.training import LITTLE, SHORT, args_of, column, metrics, run, shrink
 
-# ----- Whole programs, as the README has them -----
+# ----- A whole program -----
+
+FIELDS = {
+    "run": "flags commit python torch ranks device parameters",
+    "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
+             "examples_per_second tflops data_share wait_seconds bytes_sent minutes_left",
+    "eval": "step phase mlm_loss mlm_accuracy unigram_entropy nsp_loss nsp_accuracy"}
+
+
+def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "demo").symlink_to(shards)
+    out = tmp_path / "runs" / "demo"
+    argv = ROOT / "train.py", "--steps", 1, "--batch", 8, "--precision", "fp32"
+    first = run_script(*argv, cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.01" in first.stdout
+    assert re.search(r"step +2  phase 2  mlm +\d\.\d+  nsp 0\.\d+  lr 3.0e-03  norm", first.stdout)
+    for sentence in train.DEMO_SENTENCES:
+        answer = first.stdout.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
+        assert answer.count("%") == 3
+
+    for kind, fields in FIELDS.items():
+        for line in metrics(out, kind):
+            assert set(fields.split()) <= set(line), kind
+    for line, evaluation, seq_len in zip(metrics(out), metrics(out, "eval"), (64, 128)):
+        assert line["step"] == evaluation["step"] == line["phase"] == evaluation["phase"]
+        # The bias begins at the frequencies
+        assert line["mlm_loss"] == pytest.approx(evaluation["unigram_entropy"], abs=0.3)
+        flops = bert.flops_per_example(bert.BertConfig.preset("tiny", 320), seq_len, 0.3 * seq_len)
+        assert 0.5 < 1e12 * line["tflops"] / line["examples_per_second"] / flops < 1.1
+        assert 0 < line["data_share"] < 1
+    # Phase 1 has a third of the tokens
+    minutes = metrics(out)[0]["seconds"] / 60
+    assert column(out, "minutes_left") == pytest.approx([2 * minutes, 0])
+    assert {path.name for path in out.iterdir()} == {
+        "metrics.jsonl", "model", "step-00000001.pt", "step-00000002.pt"}
+    config = json.loads((out / "model" / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 128
+
+    before = metrics(out)
+    again = run_script(*argv, cwd=tmp_path)               # the same command again
+    assert again.returncode == 0 and metrics(out) == before
+    assert "resuming from the checkpoint of step 2" in again.stdout
+    assert "Done after step 2; another --out starts over" in again.stdout
+
 
 def test_the_readme_quotes_messages_that_the_code_has():
     table = (ROOT / "README.md").read_text().partition("| you see | do |")[2]
     code = "".join(path.read_text() for path in ROOT.glob("*.py"))
     code = re.sub(r'"\s+f?"', "", code)                       # messages of two lines
-    quotes = re.findall(r"^\| `(.+?)` \|", table.partition("\n\n")[0], re.M)
+    code = re.sub(r"\{[^{}]*\}", "", code)                    # numbers and names
+    cells = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.M)
+    quotes = [quote for cell in cells for quote in re.findall("`(.+?)`", cell)]
     assert len(quotes) > 5
-    for quote in quotes:                      # but for the numbers and names that come into them
-        for part in re.split(r"\d+|HOST|\.\.\.|: .*", quote):
+    for quote in quotes:
+        for part in re.split(r"\d+|: .*", quote):
             assert part.strip() in code, quote
 
 
-def test_what_a_run_writes(shards, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    monkeypatch.setattr(train, "EVAL_EXAMPLES", 64)
-    monkeypatch.setattr(sys, "argv", ["", "--data", str(shards), "--out", str(out), *LITTLE,
-                                      "--micro-batch", "3"])
-    train.main()
-    said = capsys.readouterr().out
-    assert (out / "log.txt").read_text() == said
-    assert "phase 1: 4 steps x 8 examples of 64 tokens; 1 rank(s) x micro-batch 3" in said
+# ----- What is refused, beside the flags of test_plan.py -----
 
-    header, = metrics(out, "run")
-    assert header["world"] == 1 and header["parameters"] > 0
-    lines = metrics(out)
-    assert [(line["step"], line["phase"]) for line in lines] == [
-        (1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
-    fields = ("step phase seq_len loss mlm_loss nsp_loss lr grad_norm loss_scale skipped examples "
-              "seconds examples_per_second tflops bytes_sent wait_seconds")
-    assert set(fields.split()) <= set(lines[0])
-    assert lines[-1]["minutes_left"] == 0 and 0.05 < lines[0]["memory_gb"] < 20
-    assert lines[0]["minutes_left"] == pytest.approx(lines[0]["seconds"] / 60 * (3 + 4), rel=1e-6)
-    results = metrics(out, "eval")
-    assert lines[0]["mlm_loss"] == pytest.approx(results[0]["unigram_entropy"], abs=0.3)
-    for result in results:
-        fields = "step phase mlm_loss mlm_accuracy nsp_accuracy unigram_entropy"
-        assert set(fields.split()) <= set(result)
-    assert {"config.json", "model.safetensors", "tokenizer.model"} <= {
-        path.name for path in (out / "model").iterdir()}
-
-    train.main()                          # the same command again
-    assert "Done after step 6 of 6" in capsys.readouterr().out and metrics(out) == lines
-    assert metrics(out, "run") == [header]
-
-
-def test_the_demo_fills_in_its_sentences(shards, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def refused(shards, tmp_path, monkeypatch, capsys):
+    """Runs train.py in this process, to be refused; returns its only line on stderr."""
     shrink(monkeypatch.setattr)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / "docs").symlink_to(shards)
-    argv = "--steps 2 2 --batch 4 --workers 0 --precision fp32".split()
-    train.train(train.make_plan(train.parse_arguments(argv), dist.World()), dist.World())
-    printed = capsys.readouterr().out
-    for sentence in train.DEMO_SENTENCES:
-        answer = printed.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
-        assert answer.count("%") == 3
+    monkeypatch.setattr(dist, "listen_to_signals", list)
+
+    def run_main(*argv):
+        defaults = "--data", shards, "--out", tmp_path / "out", *SHORT
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, (*defaults, *argv))])
+        with pytest.raises(SystemExit, match="^1$"):
+            train.main()
+        line, = capsys.readouterr().err.splitlines()
+        return line
+
+    return run_main
 
 
-def test_own_text_is_prepared_on_the_spot(documents, tmp_path, refused, monkeypatch):
-    (tmp_path / "my.txt").write_text("\n\n".join(documents))
-    arguments = *"--corpus my.txt --pairs sop --vocab-size 300 --workers 0".split(), *LITTLE
-    run = run_script(ROOT / "train.py", *arguments, "--steps", 4, 0, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "shards" / "my" / "manifest.json").exists()
-    assert (tmp_path / "runs" / "my" / "model" / "config.json").exists()
-    assert "SOP accuracy" in run.stdout and not re.search("NSP|three sentences", run.stdout)
-    assert "another --out starts over" in run.stdout
-    (tmp_path / "my.txt").write_text("Another text.\n")
-    monkeypatch.chdir(tmp_path)
-    code, line = refused(*arguments)
-    assert code == 1 and "shards/my was prepared otherwise (corpus)" in line
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
 
 
-CHINESE = "他们在城里，她看见一条河。", "这本书很好，他不知道！", "山上有雪。", "你的家人从哪里来？"
-GERMAN = "Er kam am 21. März nach Wien.", "Der Fluss ist breit und tief.", "Wer weiß das schon?"
+def of_an_older_program(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 1}))
 
 
-@pytest.mark.parametrize("sentences,between", [(CHINESE, ""), (GERMAN, " ")])
-def test_text_of_other_languages(tmp_path, sentences, between):
-    documents = []
-    for k in range(200):
-        some = [sentences[(k * i + i) % len(sentences)] for i in range(3, 12)]
-        documents.append(between.join(some) + str(k))
-    (tmp_path / "my.txt").write_text("\n\n".join(documents))
-    arguments = *"--corpus my.txt --vocab-size 64 --workers 0".split(), *LITTLE
-    run = run_script(ROOT / "train.py", *arguments, "--steps", 4, 0, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    found = re.search(r"200 of 200 documents .* ([\d,]+) sentences", run.stdout)
-    assert abs(int(found.group(1).replace(",", "")) - 9 * 200) <= 200      # with the number behind
-    assert "Done after step 4 of 4" in run.stdout
+@pytest.mark.parametrize("name,change,message", [
+    ("train-00001.tokens", flip, "{path} is damaged on "),
+    ("train-00002.documents", os.remove, "{path}"),
+    ("tokenizer.model", flip, "{path} is damaged on "),
+    ("manifest.json", of_an_older_program, "{path} is missing, damaged or of an older program"),
+    ("manifest.json", os.remove, "{path} is missing, damaged or of an older program")])
+def test_shards_that_are_not_whole_are_refused(refused, shards, tmp_path, name, change, message):
+    shutil.copytree(shards, tmp_path / "copy")
+    change(tmp_path / "copy" / name)
+    line = refused("--data", tmp_path / "copy")
+    assert message.format(path=tmp_path / "copy" / name) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_runs_in_one_folder_are_refused(refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert f"train.py: another run writes to {tmp_path}/out" in refused()
+
+
+def start_differently(world):
+    if world.rank == 1:
+        parse = train.parse_arguments
+        flags = "--lr-scale 2 --bucket-mb 5 --save-every 2 --max-steps 9".split()
+        train.parse_arguments = lambda argv: parse([*argv, *flags])
+
+
+def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
+    out = tmp_path / "out"
+    for outcome in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
+        assert isinstance(outcome, dist.DistError)
+        assert "rank 1 was started differently:" in str(outcome)
+        for flag in ("phase2.lr 0.012 (not 0.006)", "bucket_mb 5.0 (not ", "save_every 2 (not 3)",
+                     "max_steps 9 (not None)"):
+            assert flag in str(outcome)
+    for outcome in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):
+        assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(outcome)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("error", [
+    None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")])
+def test_memory_that_is_not_there_names_the_flag(refused, monkeypatch, error):
+    def build(args, world):
+        if error:
+            raise error
+        torch.empty(10 ** 15)
+
+    monkeypatch.setattr(train, "build", build)
+    assert refused().startswith("train.py: out of memory; lower --micro-tokens")
+
+
+def test_a_bug_has_its_traceback(monkeypatch, capsys, tmp_path, shards):
+    monkeypatch.setattr(train, "build", lambda args, world: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--data={shards}", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="^1$"):
+        train.main()
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: Traceback") and "ZeroDivisionError" in said
 
 
 # ----- The log -----
 
-def log_in(folder, *flags):
-    return train.Log(plan_of("--out", folder, *flags), True)
-
-
 def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
-    log = log_in(tmp_path)
-    (tmp_path / "metrics.jsonl").mkdir()                     # as bad as a full disk
+    log = train.Log(tmp_path, True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))             # as bad as a full disk
     log.metric("train", step=1)
-    assert f"warning: {tmp_path}/metrics.jsonl: Is a directory" in capsys.readouterr().out
-    (tmp_path / "metrics.jsonl").rmdir()
-    log.metric("train", step=2, loss=math.nan)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
-    assert metrics(tmp_path)[1]["loss"] is None              # JSON has no NaN
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "warning: metrics.jsonl: File too large" in capsys.readouterr().out
+    log.metric("train", step=2, mlm_loss=math.nan)
+    assert column(tmp_path, "step") == [1, 2]
+    assert metrics(tmp_path)[1]["mlm_loss"] is None              # JSON has no NaN
 
 
 def test_a_terminal_that_takes_no_more_does_not_end_a_run(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    log = log_in(tmp_path)
+    log = train.Log(tmp_path, True)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=full, flush=full))
     log.say("step 1")
     monkeypatch.setattr(sys, "stdout", None)      # as `>&-` has it
     log.say("step 2")
-    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+
+
+def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(train, "STEP_LINE", "{step}")
+    log = train.Log(tmp_path, True)
+    for step in range(1, 201):
+        clock[0] += 1.0 if step < 150 else 40.0
+        log.step({"step": step})
+    assert column(tmp_path, "step") == list(range(1, 201))
+    said = [int(line) for line in capsys.readouterr().out.split()]
+    assert said == [1, 2, 3, 50, 100, 150, *range(152, 201, 2)]
+
+
+def test_the_other_ranks_are_silent(tmp_path, capsys):
+    log = train.Log(tmp_path / "out", False)
+    log.say("a line")
+    log.metric("train", step=1)
+    log.step({"step": 1})
+    assert not capsys.readouterr().out and not (tmp_path / "out").exists()

@@ -117,23 +117,19 @@ def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     assert sum(x.numel() for x in state.values()) == 30 * 50 + 2 * (30 + 50)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_newton_schulz_brings_singular_values_near_1(dtype):
+def test_newton_schulz_brings_singular_values_near_1():
     generator = torch.Generator().manual_seed(0)
-    for rows, columns, least in (64, 64, 0.03), (96, 32, 0.01), (32, 128, 1.0):
-        # Orthogonal times what the singular values are to be
-        u = torch.linalg.qr(torch.randn(rows, rows, generator=generator)).Q
-        v = torch.linalg.qr(torch.randn(columns, columns, generator=generator)).Q
-        s = torch.logspace(0, np.log10(least), min(rows, columns))
-        s = 7 * s / s.norm()
-        g = u[:, :len(s)] * s @ v[:, :len(s)].T
-        x = muon.newton_schulz(g, dtype).float()
-        assert x.shape == g.shape
-        after = torch.linalg.svdvals(x)
-        assert 0.5 < after.min() and after.max() < 1.5, (rows, columns)
-        # The singular vectors stay: U^T x V is diagonal
-        diagonal = u[:, :len(s)].T @ x @ v[:, :len(s)]
-        assert (diagonal - diagonal.diag().diag()).abs().max() < 0.1, (rows, columns)
+    for rows, columns in (64, 64), (96, 32), (32, 128):
+        g = torch.randn(rows, columns, generator=generator)
+        u, s, vt = torch.linalg.svd(g, full_matrices=False)
+        s = torch.logspace(0, -1.5, len(s))
+        after = s / s.norm()
+        for _ in range(5):
+            after = 3.4445 * after - 4.7750 * after ** 3 + 2.0315 * after ** 5
+        assert 0.5 < after.min() and after.max() < 1.5
+        for dtype, tolerance in (torch.float32, 1e-4), (torch.bfloat16, 0.1):
+            x = muon.newton_schulz(7 * (u * s @ vt), dtype).float()
+            assert torch.allclose(x, u * after @ vt, atol=tolerance), (rows, columns, dtype)
 
 
 def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere():
@@ -224,11 +220,11 @@ def test_an_albert_is_a_bert_with_equal_layers():
             expected[name] = sum(theirs[name.replace("0", str(layer), 1)] for layer in range(3))
     for name, gradient in ours.items():
         assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-4), name
-    base, large = (bert.BertConfig.preset(name, 30522) for name in ("base", "large"))
+    base = bert.BertConfig.preset("base", 30522)
     with torch.device("meta"):
-        sizes = [[sum(p.numel() for p in kind(config).parameters()) for config in (base, large)]
-                 for kind in (bert.BertForPreTraining, albert.Albert)]
-    assert [round(many / few, 1) for many, few in zip(*sizes)] == [8.7, 17.4]
+        many, few = (sum(p.numel() for p in kind(base).parameters())
+                     for kind in (bert.BertForPreTraining, albert.Albert))
+    assert round(many / few, 1) == 8.7
 
 
 def plain_modern(model, tokens):

@@ -73,8 +73,8 @@ def bookkeeping(shards, out, size):
     log.said_at = time.monotonic() + 1e6             # no lines on the terminal
     model = SimpleNamespace(config=bert.BertConfig.preset("tiny", 8192))
     reducer = SimpleNamespace(wait_seconds=0.1, bytes_sent=0)
-    state = train.State(model, reducer, None, None, optim.LossScaler(), step=10 ** 6,
-                        phase_step=10 ** 6, seconds=1e5)
+    state = train.State(model, reducer, None, None, optim.LossScaler(), step=1_000_007,
+                        phase_step=1_000_007, seconds=1e5)
     examples = data.PretrainingData(shards, 64)
 
     def deal():
