@@ -8,29 +8,81 @@ import optim
 import train
 from tests.training import args_of, assert_same, column, last_state, metrics, run, shrink
 
-# 3600 s, of which 3564 are trained, about two thirds in phase 1: 600 of its steps have 64 parts of
-# the tokens, 150 of the other 32.
-ARGV = "--hours 1 --steps 600 150 --batch 4 --precision fp32 --save-every 1000".split()
+# Of the 3600 s, 3564 are for steps, and phase 1 has two thirds of the tokens.
+ARGV = "--hours 1 --steps 600 150 --batch 4 --precision fp32 --save-every 20".split()
+ENDS = 2376, 3564
 
 
-def fake_clock(world, seconds_of_step, patch=lambda *arguments: setattr(*arguments)):
-    """A step takes as long as seconds_of_step(step, rank) says, all else no time."""
-    clock = SimpleNamespace(now=0.0)
+def slower(step, rank):
+    """Returns the seconds of a step: another program takes a core halfway."""
+    return 80.0 if step < 20 else 160.0
+
+
+def unlike(step, rank):
+    return 120.0 if rank == 0 else 200.0
+
+
+def fake_clock(world, seconds_of_step, patch=setattr):
+    """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
     finish = dist.Reducer.finish
     build = train.build
-    built = []
 
-    def noted_build(args, world):
-        built.append(build(args, world))
-        return built[-1]
+    def build_noted(args, world):
+        clock.state = build(args, world)
+        return clock.state
 
-    def patched_finish(self):
+    def finish_slowly(self):
         finish(self)
-        clock.now += seconds_of_step(built[-1].step, world.rank)
+        clock.now += seconds_of_step(clock.state.step, world.rank)
 
-    patch(train, "build", noted_build)
-    patch(dist.Reducer, "finish", patched_finish)
+    patch(train, "build", build_noted)
+    patch(dist.Reducer, "finish", finish_slowly)
     patch(train, "STARTED", 0.0)
-    patch(train, "time", SimpleNamespace(monotonic=lambda: clock.now,
-                                         perf_counter=train.time.perf_counter))
-    return clock
+    patch(train, "time", clock)
+
+
+@pytest.fixture
+def train_by_clock(shards, monkeypatch):
+    """Trains in this process, by the clock."""
+    shrink(monkeypatch.setattr)
+    monkeypatch.setattr(dist, "listen_to_signals", list)
+
+    def run_here(out, *argv):
+        with monkeypatch.context() as patch:
+            fake_clock(dist.World(), slower, patch.setattr)
+            args = args_of("--data", shards, "--out", out, *ARGV, *argv)
+            train.train(args, dist.World())
+        return args
+
+    return run_here
+
+
+def test_phases_share_the_time_and_a_resume_goes_on(train_by_clock, tmp_path):
+    args = train_by_clock(tmp_path / "whole")
+    lines = metrics(tmp_path / "whole")
+    begin = 0
+    for number, (phase, end) in enumerate(zip(args.phases, ENDS), 1):
+        some = [line for line in lines if line["phase"] == number]
+        assert end <= some[-1]["seconds"] < end + 160
+        before = [begin, *(line["seconds"] for line in some)]
+        for line, seconds in zip(some, before):
+            done = (seconds - ENDS[number - 2] * (number - 1)) / (end - ENDS[0] * (number - 1))
+            assert line["lr"] == pytest.approx(optim.learning_rate(done, phase), abs=5e-4)
+        assert 0 < some[-1]["lr"] < 0.2 * phase.lr
+        begin = some[-1]["seconds"]
+    for line in lines[:-1]:
+        assert 60 * line["minutes_left"] + line["seconds"] == pytest.approx(3564)
+
+    for more in ("--max-steps", 15), ("--max-steps", 30), (), ():
+        train_by_clock(tmp_path / "parts", *more)
+    assert metrics(tmp_path / "parts") == lines
+    whole, parts = (last_state(tmp_path / name) for name in ("whole", "parts"))
+    assert_same(whole, parts)
+    assert whole["seconds"] == parts["seconds"] == lines[-1]["seconds"]
+
+
+def test_ranks_agree_on_the_time(shards, tmp_path):
+    sums = run(shards, tmp_path / "out", *ARGV, size=2, sabotage=(fake_clock, unlike))
+    assert sums[0] == sums[1]
+    assert column(tmp_path / "out", "seconds") == [160.0 * step for step in range(1, 24)]

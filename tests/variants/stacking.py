@@ -21,7 +21,7 @@ What is changed:
   copies the layers, sets requires_grad, and has the Reducer pack what trains.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
-- the optimizer's `_update`, which leaves weights without a gradient as they are.
+- the optimizer's groups, which have only what trains.
 
 A run that is stopped before the last stage has in --out/model its unused layers too, untrained.
 """
@@ -100,28 +100,19 @@ def begin_stage(args, state, stage, grow):
     reducer.gradients = {}
     for bucket in reducer.buckets:
         reducer.gradients.update(bucket.views())
-    # As in train.build, an optimizer finds its gradients in the buckets; or it finds none.
+    # As in train.build, the optimizer finds its gradients in the buckets. What is frozen is in none.
     for name, master in state.masters.items():
         master.grad = reducer.gradients.get(name)
-
-
-def only_with_gradient(update):
-    """Returns an optimizer's `_update` for those of the tensors that have a gradient."""
-    def update_some(group, w, g, m, v):
-        chosen = [i for i, gradient in enumerate(g) if gradient is not None]
-        if chosen:
-            update(group, [w[i] for i in chosen], [g[i] for i in chosen],
-                   [m[i] for i in chosen], [v[i] for i in chosen])
-    return update_some
+    for group, everything in zip(state.optimizer.param_groups, state.groups):
+        group["params"] = [master for master in everything if master.grad is not None]
 
 
 def prepare(args, world, state):
-    """Checks that a new State can be trained in stages, and has its optimizer pass over what is
-    frozen."""
+    """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
     if state.model.config.layers % STAGES or dist.is_lossy(args.compression):
         raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
                                 "compression")
-    state.optimizer._update = only_with_gradient(state.optimizer._update)
+    state.groups = [group["params"] for group in state.optimizer.param_groups]
 
 
 def install():
