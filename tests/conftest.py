@@ -96,15 +96,18 @@ def program():
 
 
 @pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """Runs train.py in this process with bad arguments; returns (status, its line on stderr)."""
-    def run_main(*argv):
-        import train
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            train.main()
-        line, = [line for line in capsys.readouterr().err.splitlines() if "train.py" in line]
-        assert not [*tmp_path.glob("out*/metrics.jsonl")]
-        return caught.value.code, line
+def train_here(shards, monkeypatch):
+    """Trains on one rank in this process, as short as tests.training.shrink makes it, and leaves
+    the process its signals. Returns train.py's arguments."""
+    import dist
+    import train
+    from tests.training import args_of, shrink
+    shrink(monkeypatch.setattr)
+    monkeypatch.setattr(dist, "listen_to_signals", list)
 
-    return run_main
+    def run(out, *argv):
+        args = args_of("--data", shards, "--out", out, *argv)
+        train.train(args, dist.World())
+        return args
+
+    return run

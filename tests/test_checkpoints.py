@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ import dist
 import optim
 import train
 from tests.ranks import together
-from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics, run, shrink,
-                            steps_kept)
+from tests.training import SHORT, assert_same, column, last_state, metrics, run, steps_kept
 
 # ----- Killed and started again -----
 
@@ -111,18 +111,6 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
 # ----- In this process: which checkpoint, and what it may overwrite -----
 
 @pytest.fixture
-def train_here(shards, monkeypatch):
-    """Trains on one rank in this process, with these flags."""
-    shrink(monkeypatch.setattr)
-    monkeypatch.setattr(dist, "listen_to_signals", list)
-
-    def run_here(out, *argv):
-        train.train(args_of("--data", shards, "--out", out, *argv), dist.World())
-
-    return run_here
-
-
-@pytest.fixture
 def finished(whole, tmp_path):
     """A copy of the folder of a run of 14 steps, with the checkpoints of 12 and 14."""
     shutil.copytree(whole[0] / "bf16", tmp_path / "finished")
@@ -161,6 +149,23 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert not Path("evil").exists()
     assert_same(last_state(finished), last_state(whole[0] / "bf16"))
     assert (finished / "step-00000012-backup.pt").exists()
+
+
+def test_a_flipped_bit_is_found_or_changes_nothing(finished):
+    path = finished / "step-00000014.pt"
+    content = path.read_bytes()
+    expected = last_state(finished)
+    args = SimpleNamespace(out=finished, counts=expected["counts"])
+    found = []
+    for position in range(7, len(content), len(content) // 40):
+        flipped = bytearray(content)
+        flipped[position] ^= 16
+        path.write_bytes(flipped)
+        checkpoint = train.newest_checkpoint(args, SimpleNamespace(say=lambda text: None))
+        found.append(checkpoint["step"] == 12)
+        if not found[-1]:
+            assert_same(checkpoint, expected)
+    assert found.count(True) > 30
 
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
@@ -231,7 +236,8 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if state.step == 4:
-            assert [path.name for path in tmp_path.glob("*")] == ["metrics.jsonl", "step-00000002.pt"]
+            names = {path.name for path in tmp_path.iterdir()}
+            assert names == {"metrics.jsonl", "step-00000002.pt"}
 
     monkeypatch.setattr(train, "save", full_at_step_4)
     train_here(tmp_path, *SHORT, "--save-every", 2, "--max-steps", 6)

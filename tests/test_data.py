@@ -737,8 +737,8 @@ def test_large_vocabularies_take_32_bits_and_short_documents_are_left_out(tmp_pa
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     peaks = []
-    for count in (400, 1600):
-        corpus = (f"{number} " + "is a number " * 30 for number in range(count))
+    for count in (700, 2800):
+        corpus = (f"{number} " + "is a number " * 15 for number in range(count))
         (tmp_path / str(count)).mkdir()
         tracemalloc.start()
         data.write_shards(corpus, tmp_path / str(count), Letters(), 8, count)

@@ -19,7 +19,7 @@ import dist
 import train
 from tests.conftest import ROOT
 from tests.ranks import run_script
-from tests.training import LITTLE, SHORT, args_of, column, metrics, run, shrink
+from tests.training import SHORT, column, metrics, run
 
 # ----- A whole program -----
 
@@ -84,11 +84,8 @@ def test_the_readme_quotes_messages_that_the_code_has():
 # ----- What is refused, beside the flags of test_plan.py -----
 
 @pytest.fixture
-def refused(shards, tmp_path, monkeypatch, capsys):
+def refused(train_here, shards, tmp_path, monkeypatch, capsys):
     """Runs train.py in this process, to be refused; returns its only line on stderr."""
-    shrink(monkeypatch.setattr)
-    monkeypatch.setattr(dist, "listen_to_signals", list)
-
     def run_main(*argv):
         defaults = "--data", shards, "--out", tmp_path / "out", *SHORT
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, (*defaults, *argv))])
@@ -143,9 +140,9 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
         assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
-        for flag in ("phase2.lr 0.012 (not 0.006)", "bucket_mb 7.0 (not 5.0)", "save_every 2 (not 3)",
-                     "max_steps 9 (not None)"):
-            assert flag in str(outcome)
+        for differs in ("phase2.lr 0.012 (not 0.006)", "bucket_mb 7.0 (not 5.0)",
+                        "save_every 2 (not 3)", "max_steps 9 (not None)"):
+            assert differs in str(outcome)
     for outcome in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):
         assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(outcome)
     assert not out.exists()

@@ -18,7 +18,7 @@ import dist
 import optim
 import train
 from tests.ranks import run_ranks, together
-from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics, run, shrink,
+from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics, run,
                             steps_kept)
 
 # ----- The same training on any number of ranks -----
@@ -94,16 +94,8 @@ def test_a_rank_reads_only_its_shards(shards, tmp_path, one_rank):
 
 # ----- What the flags change -----
 
-@pytest.fixture
-def small(monkeypatch):
-    """Training in this process is short, and leaves its signals alone."""
-    shrink(monkeypatch.setattr)
-    monkeypatch.setattr(dist, "listen_to_signals", list)
-
-
-def test_without_pairs_their_heads_are_not_trained(shards, tmp_path, small):
-    train.train(args_of("--data", shards, "--out", tmp_path, "--steps", 2, 0, "--pairs", "none"),
-                dist.World())
+def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path):
+    train_here(tmp_path, "--steps", 2, 0, "--pairs", "none")
     line, = metrics(tmp_path, "eval")
     assert line["nsp_accuracy"] is None and line["nsp_loss"] == 0
     # Decay would wear them away
@@ -152,7 +144,8 @@ def build(shards, *flags):
     return train.build(args, dist.World())
 
 
-def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(shards, monkeypatch, small):
+def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
+        shards, monkeypatch, train_here):
     """By a backend that calls no C++ compiler, which would take half a minute."""
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
@@ -178,7 +171,8 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(shards, mo
     assert torch.allclose(compiled[2], plain[2], rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(documents, tmp_path, small):
+def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(
+        documents, tmp_path, train_here):
     """LANS steps in proportion to a tensor's norm, most of which would be the mean."""
     data.prepare(documents, tmp_path / "shards", vocab_size=319, shards=4)
     bias = build(tmp_path / "shards").model.mlm_bias.detach()
@@ -188,7 +182,7 @@ def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(documents, tmp_p
     assert padding == pieces.min() and abs(pieces.mean()) < 1e-5
 
 
-def test_the_loss_is_scaled_where_anything_is_fp16(shards, small):
+def test_the_loss_is_scaled_where_anything_is_fp16(shards, train_here):
     for compression, scale in (("fp16", 65536), ("bf16", 1)):
         assert build(shards, "--compression", compression).scaler.scale == scale
 
@@ -212,7 +206,7 @@ def test_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tmp_pat
     assert len({*seeds[0], *seeds[1]}) == 2 * 2 * 2          # steps, micro-batches, ranks
 
 
-def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, monkeypatch, small):
+def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path, monkeypatch):
     seen = []
     step = optim.LAMB.step
 
@@ -223,8 +217,7 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, mon
         step(self)
 
     monkeypatch.setattr(optim.LAMB, "step", noted_step)
-    args = args_of("--data", shards, "--out", tmp_path, *SHORT, "--precision", "fp32")
-    train.train(args, dist.World())
+    args = train_here(tmp_path, *SHORT, "--precision", "fp32")
     lines = metrics(tmp_path)
     assert seen == [({line["lr"]}, pytest.approx(min(1, line["grad_norm"]), rel=1e-3))
                     for line in lines]
@@ -237,7 +230,7 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(shards, tmp_path, mon
         begin += phase.steps
 
 
-def test_new_positions_begin_as_copies(shards, tmp_path, monkeypatch, small):
+def test_new_positions_begin_as_copies(train_here, tmp_path, monkeypatch):
     copies = []
     copy_positions = train.copy_positions
 
@@ -248,8 +241,7 @@ def test_new_positions_begin_as_copies(shards, tmp_path, monkeypatch, small):
         copies.append((before, weight.clone()))
 
     monkeypatch.setattr(train, "copy_positions", noted_copy)
-    argv = *SHORT, "--precision", "fp32"
-    train.train(args_of("--data", shards, "--out", tmp_path, *argv), dist.World())
+    train_here(tmp_path, *SHORT, "--precision", "fp32")
     (before, after), = copies                    # once, where phase 2 begins
     assert torch.equal(after[32:64], before[:32]) and not torch.equal(before[32:64], before[:32])
     after[32:64] = before[32:64]
@@ -309,7 +301,8 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
                    "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
     assert isinstance(outcome, optim.TrainingStopped)
     assert re.match(r"step 23: the gradients are not finite.*floor of 6.1\S*e-05", str(outcome))
-    assert all(tensor.isfinite().all() for tensor in last_state(tmp_path / "out")["tensors"].values())
+    tensors = last_state(tmp_path / "out")["tensors"].values()
+    assert all(tensor.isfinite().all() for tensor in tensors)
 
 
 def spoil(world, rank, part, value):
@@ -350,7 +343,7 @@ class Silent:
         pass
 
 
-def test_an_evaluation_is_that_of_all_examples_at_once(shards, small):
+def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     args = args_of("--data", shards, "--micro-tokens", 200, "--mask-fraction", 0.6)
     torch.manual_seed(0)
     config = bert.BertConfig.preset("tiny", 320)

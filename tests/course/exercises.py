@@ -23,7 +23,6 @@ names. README.md beside it is for lecturers.
 """
 import argparse
 import ast
-import collections
 import contextlib
 import csv
 import functools
@@ -42,11 +41,12 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-SOLUTIONS = ROOT / "tests/course/wrong_solutions.py"  # only where the solutions are, too
+SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # only where the solutions are, too
 COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md"
 NOT_FOR_STUDENTS = (
-    "tests/bench/", "tests/test_dictionaries.py", "tests/RESULTS.md", "tests/course/answers.md",
-    "tests/course/wrong_solutions.py", "tests/course/test_exercises.py")
+    "tests/bench/", "tests/RESULTS.md", "tests/course/answers.md", "tests/course/test_exercises.py",
+    "tests/course/verify.py", "tests/course/wrong_solutions.md")
+GRADERS = "tests/course/test_graders.py"
 LIMIT = 240                                           # seconds for the tests of an exercise
 BLANK = "raise NotImplementedError"
 
@@ -57,129 +57,86 @@ class CourseError(Exception):
 
 class Exercise(NamedTuple):
     """An exercise. Functions are named as data.PretrainingData.mask (of a file in a folder, as
-    tests/variants/powersgd.powersgd), tests as pytest does it, below the folder tests."""
+    tests/variants/powersgd.powersgd)."""
     functions: str       # that `start` blanks
     minutes: int
     lines: int           # of our solution, about
     learns: str
-    ideas: list          # (points, what is right if all of the tests pass, tests), 10 points in all
+    ideas: list          # (points, what is right, its test in GRADERS), 10 points in all
 
 
 EXERCISES = {
     "masking": Exercise(
-        "data.PretrainingData.mask data.PretrainingData.choose",
-        100, 23, "what a masked language model is asked, and why example i depends on i alone",
-        [(7, "tokens are chosen, replaced and labelled",
-          "test_data.py::test_the_masks_of_an_array[False]"),
-         (3, "whole words", "test_data.py::test_the_masks_of_an_array[True]")]),
+        "data.PretrainingData.mask",
+        60, 11, "what a masked language model is asked, and why example i depends on i alone",
+        [(4, "tokens are chosen and labelled", "test_tokens_are_chosen"),
+         (3, "80 % become [MASK], 10 % random", "test_tokens_are_replaced"),
+         (3, "the same in any batch", "test_masks_depend_on_counters_alone")]),
     "pairs": Exercise(
         "data.PretrainingData.pair",
-        75, 22, "how next-sentence pairs are made, and what a classifier could cheat by",
-        [(3, "half are true, others from another document",
-          "test_data.py::test_pairs_are_half_true_and_others_from_elsewhere"),
-         (1, "both parts are of one epoch",
-          "test_data.py::test_both_parts_of_a_pair_are_of_the_same_epoch"),
-         (2, "sentence order, and no pairs", "test_data.py::test_sentence_order_and_no_pairs"),
-         (4, "a B from elsewhere looks like a true one",
-          "test_data.py::test_a_b_from_elsewhere_looks_like_a_true_one")]),
+        60, 19, "how next-sentence pairs are made, and what a classifier could cheat by",
+        [(3, "half are true, others from another document", "test_pairs_are_half_true"),
+         (3, "a golden walk reads all documents evenly", "test_documents_are_read_evenly"),
+         (4, "a B from elsewhere looks like a true one", "test_a_false_b_looks_like_a_true_one")]),
     "attention": Exercise(
         "bert.plain_attention bert.attention",
-        90, 23, "attention over examples that stand one after another, without padding or a mask",
-        [(5, "packed is the same as each example alone",
-          "test_bert.py::test_packed_attention_is_the_plain_one_of_each_example"),
-         (3, "a model with it is a padded one, and torch's",
-          "test_bert.py::test_losses_and_gradients_are_those_of_a_padded_model "
-          "test_bert.py::test_a_block_is_torchs_encoder_layer"),
-         (2, "dropout", "test_bert.py::test_dropout_is_of_the_attention_weights")]),
+        90, 22, "attention over examples that stand one after another, without padding or a mask",
+        [(4, "one example alone", "test_plain_attention"),
+         (4, "packed is the same as each example alone", "test_packed_attention"),
+         (2, "dropout is of the weights", "test_attention_drops_weights")]),
     "schedule": Exercise(
-        "optim.learning_rate",
-        20, 5, "warm-up, hold and polynomial decay, and the steps at which they begin and end",
-        [(4, "warm-up, hold and decay to 0",
-          "test_optim.py::test_learning_rate_warms_up_holds_and_decays_to_zero"),
-         (3, "decay from the start, as NVIDIA's",
-          "test_optim.py::test_learning_rate_with_decay_from_0_is_nvidias"),
-         (3, "the power of what is left",
-          "test_optim.py::test_learning_rate_decays_by_a_power_of_what_is_left")]),
+        "optim.learning_rate train.progress",
+        40, 12, "warm-up, hold, decay, and how a run knows where it is: by steps or by the clock",
+        [(5, "warm-up, hold and decay by a power", "test_rates"),
+         (5, "phases go by steps or by the clock", "test_progress_goes_by_steps_or_by_the_clock")]),
     "precision": Exercise(
-        "optim.LossScaler.update optim.unscale_and_clip_ optim.master_weights optim.copy_to_model",
-        75, 27, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
-        [(4, "the scale halves, doubles and has a floor",
-          "test_optim.py::test_loss_scaler_halves_doubles_and_is_bounded "
-          "test_optim.py::test_loss_scaler_stops_at_the_floor_and_names_the_parameter"),
-         (3, "unscale, then clip", "test_optim.py::test_unscale_and_clip_is_torchs"),
-         (3, "master weights",
-          "test_optim.py::test_master_weights_keep_what_16_bits_would_lose "
-          "test_optim.py::test_master_weights_of_fp32_are_the_parameters")]),
+        "optim.cast_with_masters optim.copy_to_model optim.LossScaler.update "
+        "optim.unscale_and_clip_",
+        60, 22, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales",
+        [(4, "the scale halves, doubles and has a floor", "test_loss_scaler"),
+         (3, "unscale, then clip", "test_unscale_and_clip"),
+         (3, "master weights", "test_masters")]),
     "lamb": Exercise(
         "optim.LAMB._update",
-        60, 11, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
-        [(4, "without decay and ratios it is Adam",
-          "test_optim.py::test_lamb_without_decay_is_adam"),
-         (6, "with them it is its equations, in tensor groups, too",
-          "test_optim.py::test_lamb_is_its_equations "
-          "test_optim.py::test_fast_lamb_computes_what_the_plain_function_does "
-          "test_optim.py::test_tensor_groups_are_bounded_and_change_nothing")]),
+        60, 12, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
+        [(4, "without decay and ratios it is Adam", "test_lamb_without_decay_is_adam"),
+         (6, "with them it is its equations", "test_lamb_is_its_equations")]),
     "dealing": Exercise(
-        "data.micro_batches train.step_totals",
+        "data.micro_batches data.loader train.masked_and_all",
         60, 17, "the same step on any number of ranks: who takes which example, and the divisor",
-        [(4, "the same examples on any number of ranks",
-          "test_data.py::test_a_step_has_the_same_examples_on_any_number_of_ranks"),
-         (3, "balanced by length",
-          "test_data.py::test_balance_evens_ranks_and_joins_equal_lengths"),
-         (3, "the divisor is that of the whole step",
-          "test_train_loop.py::test_the_divisor_is_that_of_the_whole_step")]),
+        [(3, "the same examples on any number of ranks",
+          "test_a_step_has_the_same_examples_on_any_ranks"),
+         (3, "a thread makes one step ahead", "test_a_step_is_made_ahead"),
+         (4, "the divisor is that of the whole step",
+          "test_the_divisor_is_that_of_the_whole_step")]),
     "buckets": Exercise(
         "dist.fill_buckets dist.dense dist.Bucket.average",
-        90, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
-        [(3, "what is in which bucket, and who leads it",
-          "test_dist.py::test_embeddings_have_the_last_buckets "
-          "test_dist.py::test_buckets_take_turns_to_be_led"),
-         (3, "a mean that stays in range",
-          "test_dist.py::test_a_mean_that_fits_fp16_does_not_overflow_on_the_way"),
-         (4, "formats and two levels",
-          "test_dist.py::test_buckets_are_averaged_in_one_format_and_on_two_levels")]),
+        75, 27, "why gradients travel in buckets, how a mean stays in range, two levels of network",
+        [(3, "what is in which bucket", "test_what_is_in_which_bucket"),
+         (3, "a mean that stays in range", "test_a_mean_stays_in_range"),
+         (4, "two levels", "test_two_levels")]),
     "overlap": Exercise(
         "dist.Reducer._ready dist.Reducer._launch dist.Reducer.finish",
-        150, 33, "how an all-reduce hides behind backward, and why order is all that ranks share",
-        [(3, "gradients are those of one process",
-          "test_dist.py::test_gradients_are_those_of_one_process[2-2] "
-          "test_dist.py::test_16_bits_do_not_swallow_small_gradients"),
-         (2, "buckets in order, while backward goes on",
-          "test_dist.py::test_buckets_are_averaged_in_order_while_backward_goes_on"),
-         (3, "what is missing or fails is said, and the next step is right",
-          "test_dist.py::test_an_unused_parameter_is_named "
-          "test_dist.py::test_seconds_of_the_thread_are_counted "
-          "test_dist.py::test_the_next_step_is_right_after_all_that_can_happen"),
-         (1, "measured: a quarter of a slow network is hidden",
-          "course/test_measured.py::test_the_network_is_hidden[0.25]"),
-         (1, "measured: more than half of it",
-          "course/test_measured.py::test_the_network_is_hidden[0.55]")]),
+        120, 24, "how an all-reduce hides behind backward, and why order is all that ranks share",
+        [(3, "gradients are those of one process", "test_gradients_are_those_of_one_process"),
+         (3, "in order, while backward goes on", "test_buckets_start_in_order_during_backward"),
+         (2, "what is missing or fails is said", "test_what_goes_wrong_in_a_step_is_said"),
+         (2, "measured: half of a network hides", "test_half_of_the_network_is_hidden")]),
     "powersgd": Exercise(
         "tests/variants/powersgd.powersgd tests/variants/powersgd.first_factors",
         90, 31, "a compressor that is linear, so that an all-reduce can add what it sends",
-        [(10, "four steps of algorithm 1",
-          "test_compressor_variants.py::test_powersgd_is_algorithm_1")]),
+        [(10, "four steps of algorithm 1", "test_powersgd_is_algorithm_1")]),
     "feedback": Exercise(
         "dist.Bucket._send dist.Bucket.commit",
-        75, 16, "why a lossy mean still converges, and what a skipped step must leave as it was",
-        [(5, "what went out and the residual are what came in",
-          "test_dist.py::test_what_went_out_and_the_residual_are_what_came_in[2-2] "
-          "test_dist.py::test_padding_does_not_count_in_the_scale_of_onebit"),
-         (5, "a skipped step leaves no trace",
-          "test_dist.py::test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full")
-         ]),
+        50, 10, "why a lossy mean still converges, and what a skipped step must leave as it was",
+        [(5, "what came in went out or is kept", "test_what_came_in_went_out_or_is_kept"),
+         (5, "a skipped step leaves no trace", "test_a_skipped_step_leaves_no_trace")]),
     "resume": Exercise(
-        "train.write_checkpoint train.save train.restore",
-        150, 60, "all that the next step depends on, and a file that is whole or not there",
-        [(3, "a checkpoint is whole or not there",
-          "test_checkpoints.py::test_a_checkpoint_is_whole_or_is_not_there "
-          "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over"),
-         (4, "a killed run ends with the same bits",
-          "test_checkpoints.py::test_a_killed_run_ends_with_the_same_bits"),
-         (2, "with lossy compression, too",
-          "test_checkpoints.py::test_a_run_with_lossy_compression_resumes_with_the_same_bits"),
-         (1, "a later checkpoint on another node",
-          "test_checkpoints.py::test_a_later_checkpoint_on_another_node_is_not_passed_over")]),
+        "train.save train.restore",
+        100, 44, "all that the next step depends on, and a file that is whole or not there",
+        [(3, "a checkpoint is whole or not there", "test_a_checkpoint_is_whole_or_not_there"),
+         (4, "a killed run ends with the same bits", "test_a_killed_run_ends_with_the_same_bits"),
+         (3, "with lossy compression, too", "test_what_was_not_sent_is_dropped")]),
 }
 TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term": [*EXERCISES]}
 
@@ -279,20 +236,20 @@ def points_in(name, marks):
 def run_tests(folder, name, limit, *flags, seed=0):
     """Returns the marks of an exercise as it is in a folder. Only pytest's report counts: without
     one, as after os._exit, there are no points."""
-    tests = [tests.split() for _, _, tests in EXERCISES[name].ideas]
+    tests = [test for _, _, test in EXERCISES[name].ideas]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         report = Path(place, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                   f"--junitxml={report}", *flags, *[f"tests/{test}" for test in sum(tests, [])]]
+                   f"--junitxml={report}", *flags, *[f"{GRADERS}::{test}" for test in tests]]
         environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed)}
         said = run(command, folder, environment, limit)
         errors = ["the tests ended without a report"]
         errors += re.findall(r"^(?:E  |ERROR:)\s*(.*)", said, re.MULTILINE)
         try:
-            cases = read_report(report)
+            found = read_report(report)
         except (OSError, ElementTree.ParseError):
             return no_marks(name, errors[-1])
-    return [first_wrong(own, cases) for own in tests]
+    return [found.get(test, "not tested, since the run was stopped") for test in tests]
 
 
 def run(command, folder, environment, limit):
@@ -308,51 +265,25 @@ def run(command, folder, environment, limit):
         except subprocess.TimeoutExpired:
             timed_out = f"\nE   time is up, after {limit:g} s"
         finally:
-            end(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)         # its ranks, too
+            process.wait()
         output.seek(0)
         return output.read() + timed_out
 
 
-def end(process):
-    """Ends a process that leads a group, its group, and programs that it has started."""
-    children = collections.defaultdict(list)
-    with contextlib.suppress(FileNotFoundError):      # where there is no ps, the group must do
-        listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True)
-        for line in listed.stdout.splitlines():
-            parent, pid = map(int, line.split())
-            children[parent].append(pid)
-    below = children[process.pid]
-    for pid in below:
-        below += children[pid]                        # grows while it is read
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def read_report(path):
-    """Returns {test: "" or what is wrong, in one sentence} of a file that pytest has written."""
-    cases = collections.defaultdict(str)
+    """Returns {test: "" or the first thing that is wrong, in one sentence} of a file that pytest
+    has written; the cases of a test are one."""
+    found = {}
     for case in ElementTree.parse(path).iter("testcase"):
-        file = case.get("classname").removeprefix("tests.").replace(".", "/")
-        test = f"{file}.py::{case.get('name')}"
-        cases[test] += ""
+        test = case.get("name").partition("[")[0]
+        found.setdefault(test, "")
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 line = child.get("message", "").strip().partition("\n")[0]
-                cases[test] = cases[test] or line.removeprefix("AssertionError: ") or child.tag
-    return cases
-
-
-def first_wrong(tests, cases):
-    """Returns what is wrong with the first of some tests that does not pass, "" if all pass."""
-    for test in tests:
-        own = [wrong for case, wrong in cases.items() if f"{case}[".startswith(f"{test}[")]
-        for wrong in own or ["not tested, since the run was stopped"]:
-            if wrong:
-                return wrong
-    return ""
+                found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
+    return found
 
 
 # ----- For students -----
@@ -376,11 +307,10 @@ def check(name, limit):
         return 1
     print(f"{name}: the tests run, which takes up to a minute on an idle machine", flush=True)
     marks = run_tests(ROOT, name, limit)
-    for (most, idea, tests), wrong in zip(EXERCISES[name].ideas, marks):
+    for (most, idea, test), wrong in zip(EXERCISES[name].ideas, marks):
         print(f"  {0 if wrong else most:>2} of {most:>2}  {idea}")
         if wrong:
-            shown = " ".join(f"'tests/{test}'" for test in tests.split())
-            print(f"            {wrong}\n            more:  python -m pytest {shown}")
+            print(f"            {wrong}\n            more:  python -m pytest {GRADERS} -k {test}")
     points, wrong = points_in(name, marks)
     print(f"  {points:>2} of 10  points")
     if wrong:
@@ -511,10 +441,10 @@ def do(command, names, paths, flags):
         return release(paths[0], names)
     if command == "grade":
         return grade(paths, names, flags.limit, flags.seed, flags.csv)
-    from tests.course import compete, wrong_solutions
+    from tests.course import compete, verify
     if command == "compete":
         return compete.compete(paths)
-    return wrong_solutions.verify(names, flags.limit, flags.seed)
+    return verify.verify(names, flags.limit, flags.seed)
 
 
 # So many words of a command name no exercise but a folder; any number where it is not said here.
@@ -545,5 +475,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from tests.course import exercises   # as wrong_solutions.py does: one CourseError, not two
+    from tests.course import exercises   # as verify.py does: one CourseError, not two
     exercises.main()

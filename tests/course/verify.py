@@ -1,0 +1,54 @@
+"""Tries the exercises with the solutions of wrong_solutions.md: wrong ones must be red, others right.
+
+There a heading names the exercise, whether the solution is wrong or right, and what is peculiar; a
+diff of the function follows, in which lines that begin with a space or - stand in ours, those with
+a space or + in theirs; @@ begins a change, and the first one names the function.
+"""
+import re
+import time
+from pathlib import Path
+
+from tests.course import exercises
+
+FILE = Path(__file__).with_name("wrong_solutions.md")
+
+
+def solutions(name):
+    """Returns the solutions of an exercise: (what is peculiar, is it right, {Path: text})."""
+    found = []
+    for kind, what, function, diff in re.findall(
+            rf"### {name}, (\w+): ([^\n]*)\n+```diff\n@@ (\S+)\n(.*?)```", FILE.read_text(), re.DOTALL):
+        path, inside = exercises.place_of(function)
+        source = exercises.load(exercises.ROOT, path)
+        text = exercises.text_of(source, inside)
+        for change in re.split(r"^@@\n", diff, flags=re.MULTILINE):
+            lines = change.splitlines(keepends=True)
+            old = "".join(line[1:] for line in lines if line[0] != "+")
+            if f"\n{text}".count(f"\n{old}") != 1:
+                raise exercises.CourseError(f"{name}, {what}: not once in {function}:\n{old}")
+            text = text.replace(old, "".join(line[1:] for line in lines if line[0] != "-"))
+        changed = exercises.with_function(source, inside, text)
+        found.append((what, kind == "right", {path: changed}))
+    return found
+
+
+def verify(names, limit, seed):
+    """Tries each exercise with all others solved: blank, solved and as in `solutions`. Returns the
+    status: 0 if all are red and green as they should be."""
+    status = 0
+    for name in names:
+        texts = {}
+        blanked = {}
+        for path, function in exercises.functions_of(name):
+            texts[path] = exercises.load(exercises.ROOT, path)
+            blanked[path] = exercises.blank(blanked.get(path, texts[path]), function)
+        for what, is_right, changed in [
+                ("blanked", False, blanked), ("solved", True, texts), *solutions(name)]:
+            began = time.monotonic()
+            marks = exercises.try_out(name, changed, limit, "-x", seed=seed)
+            _, wrong = exercises.points_in(name, marks)
+            good = is_right == (not wrong)
+            status |= not good
+            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {name}, {what}: "
+                  f"{wrong or 'green'}", flush=True)
+    return status
