@@ -149,8 +149,9 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere():
     for _ in range(10):
         for name, w in masters.items():
             w.grad = others[name].grad = torch.randn(w.shape)
-            for part, gradient in zip(thirds.get(name, []), w.grad.chunk(3 if "qkv" in name else 1)):
-                part.grad = gradient.clone()
+            parts = thirds.get(name, [w])
+            for part, gradient in zip(parts, w.grad.clone().chunk(len(parts))):
+                part.grad = gradient
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.01

@@ -1,6 +1,7 @@
-"""What the exercises are graded by: a test for each idea, which says in a sentence what is wrong.
+"""What the exercises are graded by: for each idea a test, which says in a sentence what is wrong.
 
-EXERCISES in exercises.py says which belong to an exercise. What they draw, they draw by SEED.
+Its name begins with that of the exercise, its docstring with the points: 10 for an exercise. What
+is drawn at random depends on SEED.
 """
 import os
 import resource
@@ -20,7 +21,7 @@ import optim
 import train
 from tests.conftest import SEED
 from tests.ranks import run_ranks
-from tests.test_compressor_variants import test_powersgd_is_algorithm_1  # noqa: F401, a grader
+from tests.test_compressor_variants import powersgd_in_float64
 from tests.training import SHORT, assert_same, column, last_state, random_batch, run, steps_kept
 
 
@@ -65,7 +66,8 @@ def assert_part(chosen, part, what):
     assert abs(chosen.mean() - part) < error, f"{chosen.mean():.1%} {what}, not {part:.1%}"
 
 
-def test_tokens_are_chosen(masked):
+def test_masking_chooses(masked):
+    """4 points: tokens are chosen and labelled."""
     rows, before = masked.rows, masked.before
     assert (np.diff(rows) > 0).all(), "the rows that were chosen are not in ascending order"
     assert np.array_equal(before[rows], masked.labels), "a label is not the token that stood there"
@@ -77,7 +79,8 @@ def test_tokens_are_chosen(masked):
     assert (masked.after == before)[others].all(), "a token has changed that was not chosen"
 
 
-def test_tokens_are_replaced(masked):
+def test_masking_replaces(masked):
+    """3 points: 80 % become [MASK], 10 % random."""
     found = masked.after[masked.rows]
     assert_part(found == data.MASK, 0.8, "of the chosen tokens became [MASK]")
     assert_part(found == masked.labels, 0.1 + 0.1 / 315, "of the chosen tokens stayed")
@@ -87,7 +90,8 @@ def test_tokens_are_replaced(masked):
         "the draw that decided that they are random?")
 
 
-def test_masks_depend_on_counters_alone(masked):
+def test_masking_is_pure(masked):
+    """3 points: the same in any batch."""
     some = np.random.default_rng(SEED).permutation(N)[:2000]             # as in another batch
     alone = masked.before[some]
     masked.dataset.mask(alone, masked.counters[some])
@@ -103,6 +107,7 @@ def document_of(shard, places):
 
 
 def test_pairs_are_half_true(shards):
+    """3 points: half are true, others from another document."""
     dataset = data.PretrainingData(shards, 48, 1, seed=SEED)
     pairs = dataset.spans(range(20_000))
     for i, pair in enumerate(pairs[:3000]):
@@ -123,7 +128,8 @@ def test_pairs_are_half_true(shards):
     assert alone.b == alone.b_end and alone.pair_label == data.IGNORED, f"without pairs: {alone}"
 
 
-def test_documents_are_read_evenly(shards):
+def test_pairs_are_of_all_documents(shards):
+    """3 points: a golden walk reads all documents evenly."""
     starts = []
     for phase in 0, 1:
         dataset = data.PretrainingData(shards, 64, phase, seed=SEED)
@@ -138,7 +144,8 @@ def test_documents_are_read_evenly(shards):
     assert starts[0] != starts[1], "the texts of both phases are the same: where is walk_key?"
 
 
-def test_a_false_b_looks_like_a_true_one(shards):
+def test_pairs_look_alike(shards):
+    """4 points: a B from elsewhere looks like a true one."""
     dataset = data.PretrainingData(shards, 64, seed=SEED)
     pairs = data.Spans(*np.array(dataset.spans(range(0, 64_000, 4))).T)
     shard = dataset.shard(0)
@@ -179,13 +186,15 @@ def attention_by_hand(qkv):
     return torch.stack(heads, 1)                                         # (T, H, D/H)
 
 
-def test_plain_attention():
+def test_attention_of_one_example():
+    """4 points: one example alone."""
     qkv, _, _ = packed([7])
     assert_near(bert.plain_attention(qkv), attention_by_hand(qkv), "plain_attention of 7 tokens")
 
 
 @pytest.mark.parametrize("lengths", [(16, 12, 12, 5, 19), (3, 1, 3, 57, 0)])
-def test_packed_attention(lengths):                # the last are the rows that fill up
+def test_attention_is_packed(lengths):                # the last are the rows that fill up
+    """4 points: packed is the same as each example alone."""
     qkv, bounds, sizes = packed(lengths)
     exact = torch.cat([attention_by_hand(rows) for rows in qkv.split(lengths)])
     assert_near(bert.attention(qkv, bounds, sizes, 0.0), exact,
@@ -193,6 +202,7 @@ def test_packed_attention(lengths):                # the last are the rows that 
 
 
 def test_attention_drops_weights():
+    """2 points: dropout is of the weights."""
     qkv, bounds, sizes = packed([64, 40, 40, 48])
     qkv[:, 2] = 1.0                    # so that an output is the sum of the weights that are left
     sums = bert.attention(qkv, bounds, sizes, 0.5)
@@ -207,7 +217,8 @@ def test_attention_drops_weights():
     (0.4, 0.7, 1, {0.1: 0.5, 0.3: 1.5, 0.4: 2, 0.55: 2, 0.7: 2, 0.85: 1, 0.97: 0.2}),
     (0.1, 0.6, 0.5, {0.4: 2, 0.8: 2 * 0.5 ** 0.5}),
     (0.3, 0, 0.5, {0.1: 2 / 3, 0.3: 2 * 0.7 ** 0.5, 0.64: 1.2})])
-def test_rates(warmup, decay_from, power, rates):
+def test_schedule_rates(warmup, decay_from, power, rates):
+    """5 points: warm-up, hold and decay by a power."""
     phase = optim.Phase(128, 8, 99, 2.0, warmup, decay_from, power)
     for done, rate in rates.items():
         found = optim.learning_rate(done, phase)
@@ -224,7 +235,8 @@ NEXT = {(None, None, 0, 0, 0): (0, 0.1), (None, None, 0, 0, 8): (0, 0.9),
 
 
 @pytest.mark.parametrize("case", NEXT)
-def test_progress_goes_by_steps_or_by_the_clock(case):
+def test_schedule_progress(case):
+    """5 points: phases go by steps or by the clock."""
     phases = [optim.Phase(64, 16, steps, lr=1, warmup=0, decay_from=0) for steps in (9, 0, 3)]
     hours, max_steps, over, phase, phase_step = case
     args = SimpleNamespace(phases=phases, hours=hours, max_steps=max_steps)
@@ -238,7 +250,8 @@ def test_progress_goes_by_steps_or_by_the_clock(case):
 
 # ----- precision -----
 
-def test_loss_scaler():
+def test_precision_scale():
+    """4 points: the scale halves, doubles and has a floor."""
     scaler = optim.LossScaler(scale=8.0, growth_interval=3, smallest=2.0, largest=16.0)
     scales = [8, 8, 4, 4, 4, 8, 8, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
     for step, scale in enumerate(scales, 1):
@@ -257,7 +270,8 @@ def test_loss_scaler():
 
 @pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_unscale_and_clip(scale, max_norm):
+def test_precision_clips(scale, max_norm):
+    """3 points: unscale, then clip."""
     weight = torch.zeros(12)
     weight.grad = torch.randn(12)
     scaled = scale * weight.grad
@@ -267,7 +281,8 @@ def test_unscale_and_clip(scale, max_norm):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_masters(dtype):
+def test_precision_masters(dtype):
+    """3 points: master weights."""
     model = nn.Linear(1, 1)
     model.bias.requires_grad_(False)
     nn.init.constant_(model.weight, 1.001)
@@ -287,6 +302,7 @@ def test_masters(dtype):
 # ----- lamb -----
 
 def test_lamb_without_decay_is_adam():
+    """4 points: without decay it is Adam."""
     ours = torch.randn(5).double()
     theirs = ours.clone()
     lamb = optim.LAMB([ours], lr=0.02, betas=(0.9, 0.98), weight_decay=0.0)
@@ -299,6 +315,7 @@ def test_lamb_without_decay_is_adam():
 
 
 def test_lamb_is_its_equations():
+    """6 points: with decay it is its equations."""
     tensors = [torch.randn(5, 7).double(), torch.zeros(3, 4).double(), torch.randn(6).double()]
     lamb = optim.LAMB(tensors, lr=0.02, weight_decay=0.05)
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
@@ -315,7 +332,8 @@ def test_lamb_is_its_equations():
 # ----- dealing -----
 
 @pytest.mark.parametrize("size", [1, 3, 4, 40])
-def test_a_step_has_the_same_examples_on_any_ranks(size):
+def test_dealing_to_any_ranks(size):
+    """3 points: the same examples on any number of ranks."""
     ranks = [data.micro_batches(5, 33, 4, rank, size) for rank in range(size)]
     dealt = [sum(parts, []) for parts in ranks]
     assert sorted(sum(dealt, [])) == [*range(165, 198)], (
@@ -337,7 +355,8 @@ class Slow:
         return 6 // min(indices)
 
 
-def test_a_step_is_made_ahead():
+def test_dealing_ahead():
+    """3 points: a thread makes one step ahead."""
     Slow.made = []
     loader = data.loader(Slow(), iter([[[1, 2], [3]], [[6]], [[0]], []]))
     found = [next(loader)]
@@ -359,7 +378,8 @@ def counts_of(world, shards):
     return train.masked_and_all(world, batches), own
 
 
-def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
+def test_dealing_divisor(shards, tmp_path):
+    """4 points: the divisor is that of the whole step."""
     (found, first), (other, second) = run_ranks(counts_of, 2, tmp_path, shards)
     right = [*(first + second)]
     assert right == [*found] == [*other], (
@@ -368,7 +388,8 @@ def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
 
 # ----- buckets -----
 
-def test_what_is_in_which_bucket():
+def test_buckets_are_filled():
+    """3 points: what is in which bucket."""
     sizes = {"embeddings.a": 9, "embeddings.b": 4, "c": 2, "d": 5, "e": 3, "f": 6}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
     buckets = dist.fill_buckets(tensors, dist.World(), "none", 8 * 4e-6)
@@ -390,13 +411,15 @@ def means(world):
     return found
 
 
-def test_a_mean_stays_in_range(tmp_path):
+def test_buckets_stay_in_range(tmp_path):
+    """3 points: a mean that stays in range."""
     for mean, sent, _, _ in run_ranks(means, 2, tmp_path):
         assert mean == [40_000.0] * 4, f"the mean of 0 and 80000, sent in fp16, is {mean[0]:g}"
         assert sent == 8, f"each of two ranks sends 4 numbers of fp16, 8 bytes, not {sent}"
 
 
-def test_two_levels(tmp_path):
+def test_buckets_on_two_levels(tmp_path):
+    """4 points: two levels."""
     for rank, found in enumerate(run_ranks(means, 4, tmp_path, local_size=2)):
         for name, (sent, mean), right in zip(("none", "int8"), found[2:], (2400, 2 * 516)):
             assert_near(mean, torch.full((600,), 2.5), f"{name}: the mean of 1, 2, 3, 4 on 2 nodes")
@@ -437,7 +460,8 @@ def reduced(world):
             reducer.bytes_sent, small.gradients["0"])
 
 
-def test_gradients_are_those_of_one_process(tmp_path):
+def test_overlap_gradients(tmp_path):
+    """3 points: gradients are those of one process."""
     for exact, ours, sent, small in run_ranks(reduced, 2, tmp_path):
         for name, gradient in exact.items():
             assert_near(ours[name], gradient, f"the gradient of {name}, on 2 ranks,", 1e-5)
@@ -465,13 +489,15 @@ def events_of(world):
     return early, events
 
 
-def test_buckets_start_in_order_during_backward(tmp_path):
+def test_overlap_in_order(tmp_path):
+    """3 points: in order, while backward goes on."""
     for early, events in run_ranks(events_of, 2, tmp_path):
         assert early >= 4, f"{early} of 6 buckets were averaged during backward, not 4 or 5"
         assert events == [7, 5, 3], f"buckets of 7, 5, 3 elements start as {events} on one rank"
 
 
-def test_what_goes_wrong_in_a_step_is_said():
+def test_overlap_errors():
+    """2 points: what is missing or fails is said."""
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(2, 1)])
     reducer = dist.Reducer(model, dist.World(), bucket_mb=1e-9)
 
@@ -528,11 +554,19 @@ def slow_network(seconds):
     return lambda scale: time.sleep(seconds) or 0
 
 
-def test_half_of_the_network_is_hidden():
+def test_overlap_hides_half():
+    """2 points: measured: half of a network is hidden."""
     _, network, wait = measure()
     assert wait > 0, "wait_seconds is 0, and the last bucket cannot hide"
     hidden = 1 - wait / network
     assert hidden > 0.5, f"{hidden:.0%} of the network is hidden behind backward, not half of it"
+
+
+# ----- powersgd -----
+
+def test_powersgd_is_algorithm_1(tmp_path):
+    """10 points: four steps of algorithm 1."""
+    run_ranks(powersgd_in_float64, 2, tmp_path)
 
 
 # ----- feedback -----
@@ -555,7 +589,8 @@ def kept(bucket):
     return (bucket.residual + bucket.state["part_rest"].view(-1))[:1500]
 
 
-def test_what_came_in_went_out_or_is_kept(bucket):
+def test_feedback_loses_nothing(bucket):
+    """5 points: what came in went out or is kept."""
     went_in = went_out = torch.zeros(1500)
     for step in range(50):
         gradient = torch.randn(1500)
@@ -566,7 +601,8 @@ def test_what_came_in_went_out_or_is_kept(bucket):
                     f"is kept, after {step + 1} steps of loss scales 1, 2, 4,", 1e-4)
 
 
-def test_a_skipped_step_leaves_no_trace(bucket):
+def test_feedback_of_a_skipped_step(bucket):
+    """5 points: a skipped step leaves no trace."""
     send(bucket, torch.randn(1500))
     with pytest.raises(dist.DistError, match="commit"):
         bucket.average(1.0)                      # the step before has not ended
@@ -614,11 +650,13 @@ def assert_resumes(shards, folder, size, step, *flags):
     assert_same(last_state(whole), last_state(killed))
 
 
-def test_a_killed_run_ends_with_the_same_bits(shards, tmp_path):
+def test_resume_has_the_same_bits(shards, tmp_path):
+    """4 points: a killed run ends with the same bits."""
     assert_resumes(shards, tmp_path, 2, 7, "--precision", "bf16", "--compression", "fp16")
 
 
-def test_what_was_not_sent_is_dropped(shards, tmp_path):
+def test_resume_of_lossy_compression(shards, tmp_path):
+    """3 points: with lossy compression, too."""
     assert_resumes(shards, tmp_path, 1, 13, "--precision", "fp32", "--compression", "onebit")
 
 
@@ -639,7 +677,8 @@ def no_room(world, room, action):
 
 @pytest.mark.parametrize("room, action, steps", [
     (0, signal.SIG_IGN, [3, 8]), (100_000, signal.SIG_DFL, [3])])
-def test_a_checkpoint_is_whole_or_not_there(shards, tmp_path, room, action, steps):
+def test_resume_from_whole_files(shards, tmp_path, room, action, steps):
+    """3 points: a checkpoint is whole or not there."""
     out = tmp_path / "out"
     run(shards, out, *SHORT, "--max-steps", 8, sabotage=(no_room, room, action), check=False)
     assert steps_kept(out) == steps, (

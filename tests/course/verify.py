@@ -1,4 +1,4 @@
-"""Tries the exercises with the solutions of wrong_solutions.md: wrong ones must be red, others right.
+"""Tries the exercises with the solutions of wrong_solutions.md: are the wrong red, the right green?
 
 There a heading names the exercise, whether the solution is wrong or right, and what is peculiar; a
 diff of the function follows, in which lines that begin with a space or - stand in ours, those with
@@ -16,8 +16,8 @@ FILE = Path(__file__).with_name("wrong_solutions.md")
 def solutions(name):
     """Returns the solutions of an exercise: (what is peculiar, is it right, {Path: text})."""
     found = []
-    for kind, what, function, diff in re.findall(
-            rf"### {name}, (\w+): ([^\n]*)\n+```diff\n@@ (\S+)\n(.*?)```", FILE.read_text(), re.DOTALL):
+    pattern = rf"### {name}, (\w+): ([^\n]*)\n+```diff\n@@ (\S+)\n(.*?)```"
+    for kind, what, function, diff in re.findall(pattern, FILE.read_text(), re.DOTALL):
         path, inside = exercises.place_of(function)
         source = exercises.load(exercises.ROOT, path)
         text = exercises.text_of(source, inside)

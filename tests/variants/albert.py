@@ -1,4 +1,4 @@
-"""ALBERT: one block for all layers, an embedding in two factors, and the order of two texts to tell.
+"""ALBERT: one block for all layers, an embedding in two factors, and the order of texts to tell.
 
     python tests/variants/albert.py                          # and any flag of train.py but --init
     torchrun --nproc_per_node=2 tests/variants/albert.py --out runs/albert

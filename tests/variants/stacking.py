@@ -100,7 +100,7 @@ def begin_stage(args, state, stage, grow):
     reducer.gradients = {}
     for bucket in reducer.buckets:
         reducer.gradients.update(bucket.views())
-    # As in train.build, the optimizer finds its gradients in the buckets. What is frozen is in none.
+    # As in train.build, the optimizer finds its gradients in the buckets; what is frozen has none.
     for name, master in state.masters.items():
         master.grad = reducer.gradients.get(name)
     for group, everything in zip(state.optimizer.param_groups, state.groups):
