@@ -137,8 +137,9 @@ class World:
             raise                                    # an error of our own GPU, not of a rank
         except RuntimeError as error:
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
-            raise RankLost("rank ? died or did not answer in time; the same command resumes (was "
-                           f"it busy? raise --timeout) ({error!r:.300})") from error
+            raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
+                           "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
+                           f"({error!r:.300})") from error
 
     def close(self):
         """Ends a run that went well, on all ranks. After an error, `leave` instead. Collective."""
@@ -405,7 +406,6 @@ class Reducer:
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
-        self.bytes_sent = 0
         self.missing = set(self.gradients)         # names of those that are not ready
         torch._foreach_zero_(self.flats)
 
@@ -468,13 +468,13 @@ class Reducer:
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
         RankLost; DistError if a parameter took no part in the loss, naming it.
 
-        Looks for missing gradients before it waits: their buckets were never launched. A job's
-        result is its bytes, which it adds to `bytes_sent`. Sets `wait_seconds`, the time that it
-        waited for all jobs."""
+        Looks for missing gradients before it waits: their buckets were never launched. Sets
+        `bytes_sent`, the sum of the jobs' results, and `wait_seconds`, the time that it waited for
+        all jobs."""
         if self.missing:
-            unused = ", ".join(sorted(self.missing))
-            raise DistError(f"no gradient for {unused} in the step's last backward: each must take "
-                            "part in that loss, or have requires_grad=False")
+            raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
+                            "backward: each must take part in that loss, or have "
+                            "requires_grad=False")
         if self.stream:
             # First let backward end: wait_seconds shall count the network alone.
             torch.cuda.current_stream().synchronize()
@@ -482,8 +482,7 @@ class Reducer:
             # until the timeout, and then abort the process without a line.
             self.world.barrier()
         began = time.perf_counter()
-        for job in self.jobs:
-            self.bytes_sent += job.result()
+        self.bytes_sent = sum(job.result() for job in self.jobs)
         self.wait_seconds = time.perf_counter() - began
 
     def norm(self):
@@ -619,11 +618,11 @@ class Bucket:
 #
 #     compressor(world, value, state) -> (mean, next state, bytes sent)
 #
-#     value (n,)       flat fp32, another on each rank: what is to be averaged. Afterwards it is the
-#                      rest: the compressor takes out of it, in place, what it sends
-#     mean (n,)        q, the mean over the ranks of what was sent, the same bits on every rank
-#     state            a dict: the "shapes" of the tensors in `value`, and what the compressor keeps
-#                      from step to step; it is not changed, the next state is a new dict
+#     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. Afterwards it
+#                            is the rest: the compressor takes out of it, in place, what it sends
+#     mean (n + padding,)    q, the mean over the ranks of what was sent, the same bits on all
+#     state                  a dict: the "shapes" of the tensors in `value`, and what the compressor
+#                            keeps from step to step. It is not changed: the next state is a new one
 #
 # Where an element of one rank is not finite, an element of the mean is not, on all ranks: all must
 # skip the same step. After it the same state comes again. `dense` is none of these: it has no rest,
@@ -648,7 +647,7 @@ def dense(dtype, world, value, state):
 def compressed_mean(encode, decode, world, value, state):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
     value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
-    C(x) = decode(encode(x)). With two ranks, whose values are (a0 a1) and (b0 b1):
+    C(x) is x when it is encoded and decoded. With two ranks, whose values are (a0 a1) and (b0 b1):
 
                        rank 0                 rank 1
         value          a0     a1              b0     b1
@@ -668,8 +667,8 @@ def compressed_mean(encode, decode, world, value, state):
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
     # 1. Send each part to the rank that averages it.
-    codes, sent = encode(parts)                            # (W, blocks of a part, bytes of a block)
-    parts -= sent
+    codes, decoded = encode(parts)                         # (W, blocks of a part, bytes of a block)
+    parts -= decoded
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
@@ -678,8 +677,8 @@ def compressed_mean(encode, decode, world, value, state):
         part_mean.add_(decode(codes_of_rank), alpha=1 / world.size)
 
     # 3. Send the average to all.
-    part_codes, part_sent = encode(part_mean)
-    part_rest = part_mean - part_sent
+    part_codes, part_decoded = encode(part_mean)
+    part_rest = part_mean - part_decoded
     mean = decode(world.all_gather(part_codes)).view(-1)
     return mean, state | {"part_rest": part_rest}, 2 * (world.size - 1) * part_codes.numel()
 

@@ -1,7 +1,8 @@
 """The race: who reaches the baseline's final held-out loss soonest, on the same machine?
 
+    python data.py                                           # the shards, once, for all runs
     python train.py --out runs/base
-    python tests/variants/modern.py --steps 950 200 --eval-every 50 --out runs/mine
+    python tests/variants/modern.py --steps 950 200 --save-every 50 --out runs/mine
     python tests/course/race.py runs/base runs/mine          # and any number of runs more
 
 For each run it prints the time and the examples after which the run had a held-out MLM loss at most
@@ -11,23 +12,23 @@ said to have not. Errors are one line.
 
 How it counts:
 - Only evaluations count, nothing is read between two of them: the first one at or below the goal.
-  So a run that evaluates more often can be told to have been sooner. The baseline's own time is
-  that of its first evaluation there, too.
-- The time is `seconds` of metrics.jsonl: all steps, with the wait for data; without the start, the
-  evaluations, the saving, and the trial of --hours.
+  So a run that evaluates more often, by a smaller --save-every, can be told to have been sooner,
+  but it pays for each evaluation. The baseline's own time is that of its first one there, too.
+- The time is `seconds` of metrics.jsonl: all of the program, from its start on, with the wait for
+  data, evaluations and saving. If it was stopped in between, the pause does not count.
 - A loss is compared with losses at the same length only. The demo ends with 128 tokens, so a run
   has to have a phase of that length.
 
 May be changed: model, optimizer, schedule, batches, masks in training, precision, lengths before
 the last phase, and all code that trains. May not: the shards, the held-out text, `evaluate` and
-what it asks (--pairs, --whole-words), the machine and how many ranks and threads it runs. Nobody
-begins with trained weights, and each run has a seed that was not chosen by its score.
+what it asks (--pairs), the machine and how many ranks and threads it runs. Nobody begins with
+trained weights, and each run has a seed that was not chosen by its score.
 
 What is checked: that the first lines of metrics.jsonl have the same digest of the shards, --pairs,
---whole-words, no --init, the same device, ranks, nodes, threads, torch and Python; and that the
-loss of the unigram predictor is the same at each evaluation, which no other held-out tokens or
-masks would give. What is not recorded is not: which machine it was, what else ran there, and
-whether the code of evaluation has changed.
+no --init, the same device, ranks, torch and Python; and that the loss of the unigram predictor is
+the same at each evaluation, which no other held-out tokens or masks would give. What is not
+recorded is not: which machine it was, how many threads, what else ran there, and whether the code
+of evaluation has changed.
 """
 import argparse
 import json
@@ -35,8 +36,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SAME_START = "device", "world", "nodes", "threads", "torch", "python"    # of the first line
-SAME_RUN = "shards", "pairs", "whole_words"                              # of its field `run`
+SAME_START = "device", "ranks", "torch", "python"    # of the first line
+SAME_FLAGS = "shards", "pairs"                       # of its field `flags`
 
 
 class RaceError(ValueError):
@@ -63,15 +64,18 @@ class Run(NamedTuple):
 def points_of(lines):
     """Returns the Points of the lines (dicts) of a metrics.jsonl. A loss that is not finite is left
     out. Raises KeyError for a field that is missing."""
-    settings = lines[0]["run"]
+    flags = lines[0]["flags"]
     points = []
-    latest = {}                  # the line of the last step
+    examples = 0
+    latest = {"step": 0}         # the line of the last step
     for line in lines:
-        if line["kind"] == "train":
+        # After a restart steps stand there twice.
+        if line["kind"] == "train" and line["step"] > latest["step"]:
             latest = line
+            examples += int(flags[f"phase{line['phase']}.global_batch"])
         elif line["kind"] == "eval" and line["mlm_loss"] is not None:
-            length = settings[f"phase{line['phase']}.seq_len"]
-            points.append(Point(latest["step"], latest["seconds"], latest["examples"], length,
+            length = int(flags[f"phase{line['phase']}.seq_len"])
+            points.append(Point(latest["step"], latest["seconds"], examples, length,
                                 line["mlm_loss"], line["unigram_entropy"]))
     return points
 
@@ -98,15 +102,13 @@ def read(folder):
 
 def check(base, run, goal):
     """Raises RaceError if a run may not be compared with the baseline. goal: of it, a Point."""
-    for field in SAME_START:
-        ours, theirs = run.start.get(field), base.start.get(field)
-        if ours != theirs:
-            raise RaceError(f"{run.name} has {field} {ours}, the baseline {theirs}")
-    for field in SAME_RUN:
-        ours, theirs = run.start["run"].get(field), base.start["run"].get(field)
-        if ours != theirs:
-            raise RaceError(f"{run.name} has {field} {ours}, the baseline {theirs}")
-    if run.start["run"].get("init"):
+    ours, theirs = run.start["flags"], base.start["flags"]
+    for field in SAME_START + SAME_FLAGS:
+        own = run.start.get(field, ours.get(field))
+        other = base.start.get(field, theirs.get(field))
+        if own != other:
+            raise RaceError(f"{run.name} has {field} {own}, the baseline {other}")
+    if ours.get("init") != "None":
         raise RaceError(f"{run.name} began with trained weights, --init")
     for point in run.points:
         # The same numbers are added up, in an order that depends on micro-batches.

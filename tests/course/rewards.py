@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,10 +14,9 @@ import bert
 import data
 import dist
 import optim
-from tests.course.test_measured import measure
-from tests.variants import powersgd as variant
-
-torch.manual_seed(0)
+from tests.course.test_graders import measure
+from tests.tools import plan, show
+from tests.variants import topk
 
 
 def docs():
@@ -26,7 +24,7 @@ def docs():
     folder = data.default_folder([])
     if not folder.exists():
         print("text is prepared, once, in half a minute", flush=True)
-        data.prepare(data.open_corpus([]), folder)
+        data.prepare(data.open_corpus(None), folder)
     return folder
 
 
@@ -37,37 +35,18 @@ def bars(values, unit):
         print(f"{name:>16}  {'█' * length:<40} {value:10.4g} {unit}")
 
 
-def plot(values, height=10, width=72):
-    """Prints a curve of a list of numbers."""
-    columns = [part.mean() for part in np.array_split(np.array(values), min(width, len(values)))]
-    low, high = min(columns), max(columns)
-    rows = np.round((np.array(columns) - low) / (high - low) * height)
-    for row in range(height, -1, -1):
-        marks = "".join(np.where(rows == row, "*", " "))
-        print(f"{low + (high - low) * row / height:>10.3g} |{marks}")
-
-
-def table_of_bytes(names):
-    """Prints what a rank sends in each step of the model tiny."""
-    shapes = bert.parameter_shapes(bert.BertConfig.preset("tiny", 8192))
-    print(f"KB that a rank sends in a step of the model tiny\n{'2 ranks':>24}{'8':>10}{'64':>10}")
-    for name in names:
-        sent = [dist.wire_bytes(name, shapes, ranks) / 1e3 for ranks in (2, 8, 64)]
-        print(f"{name:>14}{sent[0]:>10,.0f}{sent[1]:>10,.0f}{sent[2]:>10,.0f}")
-
-
-# ----- One for each exercise, of its name -----
+# ----- One for each exercise, of its name; dealing has none -----
 
 def masking():
-    """An example, masked."""
-    print(data.show(docs()).split("\n\n")[1])
+    """Examples as words, and what was masked."""
+    print(show.show(docs()))
 
 
 def pairs():
-    """Pairs as text, and how many are true."""
-    print(data.show(docs()).partition("\n\n")[2])
-    spans = data.PretrainingData(docs(), 48).spans(range(2000))
-    print(f"\n{sum(pair.pair_label == 0 for pair in spans)} of 2,000 pairs are true")
+    """The same, and how many are true."""
+    masking()
+    found = data.PretrainingData(docs(), 48).spans(range(2000))
+    print(f"\n{sum(pair.pair_label == 0 for pair in found)} of 2,000 pairs are true")
 
 
 def attention():
@@ -88,22 +67,22 @@ def attention():
 
 def schedule():
     """The rates of three recipes."""
-    for name in "demo", "nvlamb-64k", "lans-96k":
-        phase = optim.RECIPES[name].phases[0]
-        print(f"{name}, phase 1, over its {phase.steps} steps:")
-        plot([optim.learning_rate(step, phase) for step in range(phase.steps)])
+    for name in "demo", "nvidia-64k", "lans-96k":
+        phase = optim.RECIPES[name]["phases"][0]
+        print(f"{name}, phase 1:")
+        bars({f"{part}/25": optim.learning_rate(part / 25, phase) for part in range(1, 25)}, "")
 
 
 def precision():
     """Small updates in 16 bits."""
     for dtype in torch.float16, torch.bfloat16:
         model = nn.Linear(1, 1, bias=False)
-        masters = optim.master_weights(model, dtype)
-        alone = model.weight.detach().clone()
-        for number in alone, masters["weight"]:
-            number.fill_(1)
-            for _ in range(1000):
-                number += 1e-4
+        masters = optim.cast_with_masters(model, dtype)
+        alone = torch.ones(1, dtype=dtype)
+        masters["weight"].fill_(1)
+        for _ in range(1000):
+            alone += 1e-4
+            masters["weight"] += 1e-4
         optim.copy_to_model(masters, model)
         print(f"1 + 1000 x 0.0001 in {dtype} is {alone.item():.4f} alone, and "
               f"{model.weight.item():.4f} with a master")
@@ -123,13 +102,12 @@ def loss_after(steps, name, rate):
     """Returns the loss of a small model that an optimizer has trained, the rate going down to 0.
     Each step has new examples, so none is learned by heart."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
-                          nn.Linear(128, 8))
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 8))
     optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
     for step in range(steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps)
-        inputs = torch.randn(256 if step < steps else 4096, 32)
+        inputs = torch.randn(1024, 32)
         targets = inputs[:, :8].sin() * inputs[:, 8:16]
         loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
@@ -138,21 +116,19 @@ def loss_after(steps, name, rate):
     return loss.item()
 
 
-def dealing():
-    """Tokens of each rank in a step."""
-    dataset = data.PretrainingData(docs(), 128)
-    tokens = {}
-    for name, lengths in ("by number", None), ("by length", dataset.lengths):
-        for rank in range(4):
-            parts = data.micro_batches(0, 64, 8, rank, 4, lengths)
-            own = sum(dataset.lengths(part).sum() for part in parts)
-            tokens[f"{name}, rank {rank}"] = own
-    bars(tokens, "tokens")
-
-
 def buckets():
     """Bytes of all compressors."""
-    table_of_bytes(dist.COMPRESSORS)
+    print("KB that each of 2, 8 and 64 ranks sends in a step of the model tiny:")
+    elements = 1_400_000
+    for name in dist.COMPRESSORS:
+        sent = [f"{plan.wire_bytes(name, elements, ranks) / 1e3:10,.0f}" for ranks in (2, 8, 64)]
+        print(f"{name:>8}", *sent)
+
+
+def powersgd():
+    """Bytes of low rank."""
+    print("of a matrix of 3072 x 768 are sent, with factors of rank")
+    bars({str(k): 100 * k * (3072 + 768) / (3072 * 768) for k in (1, 4, 16, 64)}, "% of its size")
 
 
 def overlap():
@@ -163,16 +139,11 @@ def overlap():
           "overlapped": 1e3 * (alone + wait)}, "ms")
 
 
-def powersgd():
-    """Bytes of low rank."""
-    variant.register()
-    table_of_bytes(["none", "onebit", "powersgd:1", "powersgd:4", "powersgd:16"])
-
-
 def feedback():
     """What has arrived of a gradient of which one element in a hundred is sent."""
+    dist.COMPRESSORS["topk"] = topk.topk
     gradient = torch.randn(10_000)
-    bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "topk:0.01")
+    bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "topk")
     arrived = torch.zeros_like(gradient)
     missing = {}
     for step in range(1, 401):
@@ -194,8 +165,8 @@ def resume():
               "Ctrl-C and\ncall it again: it goes on. Then:  python -m tests.course.rewards resume")
         return
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    print("loss of masked tokens, over the steps:")
-    plot([line["mlm_loss"] for line in lines if line["kind"] == "train"])
+    bars({f"step {line['step']}": line["mlm_loss"] for line in lines if line["kind"] == "eval"},
+         "nats, held out")
     model = bert.load_huggingface(folder / "model")
     tokenizer = data.load_tokenizer(folder / "model" / "tokenizer.model")
     for text in ("The [MASK] statement leaves a loop.", "Returns a new [MASK] with the same shape.",
@@ -207,4 +178,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in sys.argv[1:]:
         print()
-        globals()[name]()
+        globals().get(name, print)()
