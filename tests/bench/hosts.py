@@ -1,7 +1,9 @@
 """Two hosts made of this machine: two network namespaces with a link between them (Linux, root)."""
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 
 NAMES = [f"bench{os.getpid()}{side}" for side in "ab"]
 INSIDE = [["ip", "netns", "exec", name] for name in NAMES]     # before a command that runs there
@@ -17,6 +19,7 @@ def run(*command):
 @contextlib.contextmanager
 def two_hosts():
     """The two hosts exist inside of this block."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))    # so that they do not outlive it
     try:
         for name in NAMES:
             run("ip", "netns", "add", name)
