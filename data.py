@@ -25,11 +25,13 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import heapq
 import io
 import json
 import lzma
 import math
 import os
+import random
 import re
 import shutil
 import sys
@@ -372,8 +374,8 @@ def loader(dataset, steps):
 
 BLOCK = 256                 # documents; text is encoded block by block
 LONGEST = 1 << 16           # characters; a longer document is cut into several
-PIECE = 1 << 10             # characters; SAMPLE pieces of the text, drawn at random from all of it,
-SAMPLE = 1 << 15            # train the tokenizer
+PIECE = 1 << 10             # characters, or at most 4 KiB: SentencePiece leaves out longer ones
+SAMPLE = 1 << 15            # pieces of text, drawn at random, that train the tokenizer
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
@@ -449,13 +451,15 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     """
     texts = map("\n".join, blocks(corpus, documents))
     pieces = (piece for text in texts for piece in cut_text(text, PIECE))
+    # Those with the smallest random numbers are a fair sample, and the same one in each process,
+    # which SentencePiece's own is not.
+    rng = random.Random(0)
+    sample = heapq.nsmallest(SAMPLE, pieces, key=lambda piece: rng.random())
     model = io.BytesIO()
     try:
-        # SentencePiece draws the sample, always the same one. Its default of 16 threads stays, for
-        # another number finds another vocabulary.
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces, input_sentence_size=SAMPLE, model_writer=model,
-            vocab_size=vocab_size, hard_vocab_limit=False, minloglevel=2,
+            sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
+            hard_vocab_limit=False, minloglevel=2, num_threads=4,   # another number finds others
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:])

@@ -21,6 +21,7 @@ import torch
 
 import data
 from tests.conftest import SEED, make_documents
+from tests.ranks import CONTEXT
 
 OPTIONS = [{}, {"pairs": "none", "mask_fraction": 0.3, "held_out": True}]
 TEXT = len(data.SPECIALS)               # the first token that is text
@@ -643,15 +644,25 @@ def test_lines_without_a_blank_one_between_them_are_said(tmp_path, monkeypatch, 
 
 # Tokenizer
 
+def trained(sample):
+    """The model of a corpus of which 2 %, somewhere, are of another language, of so many pieces."""
+    data.SAMPLE, corpus = sample, make_documents(3000)
+    corpus[2000:2000] = 25 * [GEORGIAN]
+    return data.train_tokenizer(corpus, len(corpus), 500).serialized_model_proto()
+
+
+GEORGIAN = "თბილისი საქართველოს დედაქალაქია და უდიდესი ქალაქია " * 20
+
+
 def test_the_tokenizer_knows_a_language_that_stands_together(tmp_path, monkeypatch):
-    """2 % of the corpus, somewhere; a sample of an eighth of the text."""
-    georgian = ["თბილისი საქართველოს დედაქალაქია და უდიდესი ქალაქია " * 20] * 25
-    corpus = make_documents(3000)
-    corpus[2000:2000] = georgian
-    monkeypatch.setattr(data, "SAMPLE", sum(map(len, corpus)) // data.PIECE // 8)
-    tokenizer = data.train_tokenizer(corpus, len(corpus), 500)
-    tokens = tokenizer.encode(georgian[0])
-    assert tokens.count(data.UNK) < 0.3 * len(tokens)           # its rarest letters
+    """Of a sample of an eighth of the text; which is the same in another process."""
+    monkeypatch.setattr(data, "SAMPLE", data.SAMPLE)                     # is put back afterwards
+    with CONTEXT.Pool(1) as pool:
+        model, other = trained(243), pool.apply(trained, [243])
+    assert model == other
+    (tmp_path / "model").write_bytes(model)
+    tokens = data.load_tokenizer(tmp_path / "model").encode(GEORGIAN)
+    assert tokens.count(data.UNK) < 0.2 * len(tokens)                    # its rarest letters
 
 
 def test_much_unknown_is_said(shards, tmp_path, monkeypatch, capsys):

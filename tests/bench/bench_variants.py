@@ -74,7 +74,6 @@ def train(args, name, out, *more):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], cwd=beside.ROOT, env=environment,
                           capture_output=True, text=True)
-    # torchrun's status is 0 after --max-steps, too.
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stderr}")
     return torch.load(max(Path(out).glob("step-*.pt")), weights_only=True)

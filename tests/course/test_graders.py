@@ -434,7 +434,7 @@ def tower():
 
 def reduced(world):
     """Gradients of 24 examples, by one process and by two steps of the Reducer, three micro-batches
-    each; its bytes; what 200 gradients of 1 add up to in bf16."""
+    each; its bytes; what 600 gradients of 1 add up to in bf16."""
     examples = torch.randn(24, 32, generator=torch.Generator().manual_seed(SEED))
     exact = tower()
     (exact(examples).sum() / 12).backward()
@@ -449,8 +449,8 @@ def reduced(world):
     bias = nn.ParameterList([torch.zeros(4)])
     small = dist.Reducer(bias, world)
     bias.bfloat16()
-    for number in range(200):
-        small.last_micro_batch = number == 199
+    for number in range(600):
+        small.last_micro_batch = number == 599
         bias[0].sum().backward()
     small.finish()
     return ({name: p.grad for name, p in exact.named_parameters()}, reducer.gradients,
@@ -463,7 +463,7 @@ def test_overlap_gradients(tmp_path):
         for name, gradient in exact.items():
             assert_near(ours[name], gradient, f"the gradient of {name}, on 2 ranks,", 1e-5)
         assert sent == 4 * 6 * 33 * 32, f"bytes_sent is {sent}, not the sum of all jobs"
-        assert_near(small, torch.full((4,), 200.0), "the sum of 200 gradients of 1 in bf16")
+        assert_near(small, torch.full((4,), 600.0), "the sum of 600 gradients of 1 in bf16")
 
 
 def events_of(world):
