@@ -160,7 +160,7 @@ class Unplugged(dist.World):
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("compression", dist.COMPRESSORS)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "int8", "onebit"])
 def test_the_bytes_are_those_that_a_bucket_sends(nodes, compression):
     world = Unplugged(size=nodes, nodes=nodes)
     bucket = dist.Bucket({"matrix": (512, 2048)}, world, compression)

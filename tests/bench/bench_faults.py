@@ -1,8 +1,8 @@
 """What a run survives: the faults that one Linux machine can make, and what came of each, a table.
 
-    python tests/bench/bench_faults.py                       # 45 minutes; all but root's without it
-    python tests/bench/bench_faults.py kill-rank flags-seed  # some of them; --list names all
-    python tests/bench/bench_faults.py --soak 1              # 200 steps, disturbed 20 times: soak.py
+    sudo python tests/bench/bench_faults.py          # an hour; without root it leaves some out
+    python tests/bench/bench_faults.py kill-rank ends          # some of them; --list names all
+    python tests/bench/bench_faults.py --soak 1      # one run, disturbed 20 times: see soak.py
 
 Each fault strikes a real run of train.py, mostly on two ranks under torchrun, from outside or by
 faulty.py. Then the same command is given again and must end with the weights of a run that nothing
@@ -29,7 +29,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
-import train  # noqa: E402
 from tests.bench import hosts, soak  # noqa: E402
 from tests.bench.faulty import Run, lines_of  # noqa: E402
 from tests.conftest import make_documents  # noqa: E402
@@ -301,9 +300,9 @@ CASES = {
     "memory": Case("out of memory on rank 1", "--micro-tokens", "fails", f"memory 1 1 {FORWARD} 40",
                    argv="--batch 512 --micro-tokens 8192"),
     # Numbers
-    "nan-gradient": Case("NaN in a gradient of rank 1", "", "goes on", f"gradient 1 25 {FORWARD} nan",
-                         same=False, check=one_step_skipped),
-    "overflow": Case("a gradient overflows in every step", r"step \d+: the gradients are not finite",
+    "nan-gradient": Case("NaN in a gradient of rank 1", "", "goes on",
+                         f"gradient 1 25 {FORWARD} nan", same=False, check=one_step_skipped),
+    "overflow": Case("a gradient overflows in every step", r"step \d+: the gradients are not",
                      "fails", f"gradient 1 25 {FORWARD} inf", same=False),
     "nan-weights": Case("NaN in a weight", "step 10: weights .*not finite", "fails",
                         "weight * 8 optim.copy_to_model nan"),
@@ -330,8 +329,8 @@ CASES = {
     "three-shards": Case("3 shards, 2 ranks", "", "goes on", same=False,
                          before=lambda bench, out, shards: bench.prepare(shards, 3)),
     # Disks and files
-    "full-save": Case("the disk is full in a save, then free", "no checkpoint of step 10", "goes on",
-                      "fill 0 7 optim.learning_rate {out}/filler", free_disk, disk=60,
+    "full-save": Case("the disk is full in a save, then free", "no checkpoint of step 10",
+                      "goes on", "fill 0 7 optim.learning_rate {out}/filler", free_disk, disk=60,
                       check=steps_missing),
     "full-export": Case("the disk is full in the export", "model.*No space|No space.*model",
                         "fails", "fill 0 1 bert.save_huggingface {out}/filler", disk=60),
@@ -343,8 +342,8 @@ CASES = {
     "flip": Case("one flipped bit in it", DAMAGED, "goes on", before=damage("*24.pt", flip_bit)),
     "all-bad": Case("every checkpoint is damaged", "no checkpoint .* is whole", "refused",
                     before=damage("*24.pt", flip_all)),
-    "pickle": Case("a pickle that runs code as a checkpoint", "no checkpoint .* is whole", "refused",
-                   before=damage("*24.pt", make_evil),
+    "pickle": Case("a pickle that runs code as a checkpoint", "no checkpoint .* is whole",
+                   "refused", before=damage("*24.pt", make_evil),
                    check=lambda run: "it ran" * Path("/tmp/thriftbert-evil").exists()),
     "backup": Case("a file step-000005-backup.pt", "", "goes on", before=leave_a_file,
                    check=lambda run: "removed" * (not [*run.out.glob("*backup.pt")])),

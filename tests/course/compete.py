@@ -53,7 +53,8 @@ def score(shards, compression, sabotage=None):
         out = Path(folder, "out")
         run(shards, out, "--steps", STEPS, 0, "--compression", compression, size=2,
             sabotage=sabotage)
-        return max(column(out, "bytes_sent")), statistics.mean(column(out, "mlm_loss")[-STEPS // 4:])
+        losses = column(out, "mlm_loss")[-STEPS // 4:]
+        return max(column(out, "bytes_sent")), statistics.mean(losses)
 
 
 def compete(files):

@@ -75,7 +75,7 @@ HINTS = {
         "release several: go on until a bucket has a name in `self.missing`.",
         "`finish` looks for what is missing first, or it would wait for ever. job.result() waits, "
         "raises what the thread raised, and else is the bytes. wait_seconds is the time that these "
-        "waits took. On a GPU all starts with two lines more, see the solution.",
+        "waits took. On a GPU it first waits for the current stream, then for all ranks.",
     ],
     "powersgd": [
         "`split` cuts `value` and `mean` into views of state[\"shapes\"]. `mean_of_each` averages "

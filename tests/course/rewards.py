@@ -15,7 +15,7 @@ import data
 import dist
 import optim
 from tests.course.test_graders import measure
-from tests.tools import plan, show
+from tests.tools import show
 from tests.variants import topk
 
 
@@ -35,7 +35,7 @@ def bars(values, unit):
         print(f"{name:>16}  {'█' * length:<40} {value:10.4g} {unit}")
 
 
-# ----- One for each exercise, of its name; dealing has none -----
+# ----- One for an exercise, of its name; some have none -----
 
 def masking():
     """Examples as words, and what was masked."""
@@ -73,29 +73,13 @@ def schedule():
         bars({f"{part}/25": optim.learning_rate(part / 25, phase) for part in range(1, 25)}, "")
 
 
-def precision():
-    """Small updates in 16 bits."""
-    for dtype in torch.float16, torch.bfloat16:
-        model = nn.Linear(1, 1, bias=False)
-        masters = optim.cast_with_masters(model, dtype)
-        alone = torch.ones(1, dtype=dtype)
-        masters["weight"].fill_(1)
-        for _ in range(1000):
-            alone += 1e-4
-            masters["weight"] += 1e-4
-        optim.copy_to_model(masters, model)
-        print(f"1 + 1000 x 0.0001 in {dtype} is {alone.item():.4f} alone, and "
-              f"{model.weight.item():.4f} with a master")
-
-
 def lamb():
     """Losses of LAMB and of AdamW at several rates, each beside the optimizer's best."""
     rates = 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
-    print("loss on new examples after 200 steps, and how many times the optimizer's best it is:")
+    print("loss on new examples after 200 steps: how many times the optimizer's best it is")
     for name in "lamb", "adamw":
         losses = [loss_after(200, name, rate) for rate in rates]
-        for rate, loss in zip(rates, losses):
-            print(f"{name:>8} at {rate:<6g}{loss:>10.4f}{loss / min(losses):>10.1f} x")
+        bars({f"{name} at {rate:g}": loss / min(losses) for rate, loss in zip(rates, losses)}, "x")
 
 
 def loss_after(steps, name, rate):
@@ -114,21 +98,6 @@ def loss_after(steps, name, rate):
         loss.backward()
         optimizer.step()
     return loss.item()
-
-
-def buckets():
-    """Bytes of all compressors."""
-    print("KB that each of 2, 8 and 64 ranks sends in a step of the model tiny:")
-    elements = 1_400_000
-    for name in dist.COMPRESSORS:
-        sent = [f"{plan.wire_bytes(name, elements, ranks) / 1e3:10,.0f}" for ranks in (2, 8, 64)]
-        print(f"{name:>8}", *sent)
-
-
-def powersgd():
-    """Bytes of low rank."""
-    print("of a matrix of 3072 x 768 are sent, with factors of rank")
-    bars({str(k): 100 * k * (3072 + 768) / (3072 * 768) for k in (1, 4, 16, 64)}, "% of its size")
 
 
 def overlap():

@@ -1,5 +1,6 @@
 """exercises.py: its table, copies, checks, hints and grades; the rewards and the open task."""
 import ast
+import re
 import subprocess
 import sys
 
@@ -27,11 +28,9 @@ def test_the_table_fits_the_code(name):
     assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10 and len(HINTS[name]) == 3
     cases = verify.solutions(name)
     assert {is_right for _, is_right, _ in cases} == {False, True}
-    headings = verify.FILE.read_text().count(f"### {name}, ")
-    assert len({what for what, _, _ in cases}) == headings
+    assert len(cases) == verify.FILE.read_text().count(f"### {name}, ")
     for _, _, changed in cases:
-        for text in changed.values():
-            ast.parse(text)
+        ast.parse(*changed.values())
 
 
 @pytest.fixture
@@ -51,16 +50,12 @@ def copy(tmp_path):
 def test_what_a_student_has_and_sees(copy):
     folder, run = copy
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {"README.md", "train.py", "tests/course/hints.py", "tests/variants/came.py"} <= names
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("grade", "x"), ("verify",):
         status, said = run(*command)
         assert status == 1 and "needs the solutions, which are not in this copy" in said
-    status, said = run("check", "lamp")
-    assert status == 2 and "none of masking, pairs" in said
     assert run("check", "schedule") == (1, "schedule: still blank: learning_rate, progress\n")
-    assert run("list")[1].count("  BLANK\n") == 2
     for count in 1, 2, 3, 3:
         assert run("hint", "schedule")[1].count(" of 3: ") == count
 
@@ -106,15 +101,15 @@ def test_grade(tmp_path):
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
     """With tests that find all wrong."""
-    monkeypatch.setattr(exercises, "try_out", lambda name, *_, **__: exercises.no_marks(name, "red"))
+    red = exercises.no_marks("schedule", "red")
+    monkeypatch.setattr(exercises, "try_out", lambda *arguments, **options: red)
     assert verify.verify(["schedule"], 1, 1) == 1
-    lines = capsys.readouterr().out.splitlines()
+    bad = re.findall("BAD.*schedule, (.*): red", capsys.readouterr().out)
     right = [what for what, is_right, _ in verify.solutions("schedule") if is_right]
-    assert [line for line in lines if line.startswith("BAD")] == [
-        line for line in lines if line.rpartition(", ")[2] in [f"{what}: red" for what in ["solved", *right]]]
+    assert bad == ["solved", *right]
 
 
-@pytest.mark.parametrize("name", set(EXERCISES) - {"dealing"})
+@pytest.mark.parametrize("name", [name for name in EXERCISES if hasattr(rewards, name)])
 def test_a_reward_is_shown(name, shards, monkeypatch, capsys):
     monkeypatch.setattr(rewards, "docs", lambda: shards)
     vars(rewards)[name]()

@@ -228,10 +228,9 @@ def test_schedule_rates(warmup, decay_from, power, rates):
 
 
 # (--hours, --max-steps, hours that are over, phase, its steps that are over): what comes next
-NEXT = {(None, None, 0, 0, 0): (0, 0.1), (None, None, 0, 0, 8): (0, 0.9),
-        (None, None, 0, 0, 9): (2, 0.25), (None, None, 0, 2, 2): (2, 0.75),
+NEXT = {(None, None, 0, 0, 0): (0, 0.1), (None, None, 0, 0, 9): (2, 0.25),
         (None, None, 0, 2, 3): (3, 0), (None, 5, 0, 0, 5): (3, 0), (1, None, 0.5, 0, 1): (0, 0.7),
-        (1, None, 0.9, 0, 6): (2, 0.7), (1, None, 1.01, 0, 6): (3, 0)}
+        (1, None, 0.9, 0, 6): (2, 0.7)}
 
 
 @pytest.mark.parametrize("case", NEXT)
@@ -637,12 +636,11 @@ def assert_resumes(shards, folder, size, step, *flags):
     assert before == [step - step % 3 - 3, step - step % 3], (
         f"saved every 3 steps and killed in step {step}, a run has checkpoints of {before}")
     sums_killed = run(shards, killed, *argv, size=size)
-    for name in "lr", "loss_scale", "grad_norm", "mlm_loss":
-        pairs = zip(column(whole, name), column(killed, name), strict=True)
-        for number, (one, other) in enumerate(pairs, 1):
+    for name in "step", "lr", "loss_scale", "mlm_loss":
+        for one, other in zip(column(whole, name), column(killed, name), strict=True):
             assert one == other, (
-                f"`{name}` of step {number} is {other} in a run that was killed and resumed, and "
-                f"{one} in one that was not")
+                f"after it was killed in step {step} and resumed, a run has in a step the `{name}` "
+                f"{other}, and one that was not killed {one}")
     assert sums == sums_killed, "the weights of a run that was killed end with other bits"
     assert_same(last_state(whole), last_state(killed))
 
@@ -666,8 +664,10 @@ def no_room(world, room, action):
         signal.signal(signal.SIGXFSZ, action)
         if state.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-        save(args, world, log, state)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        try:
+            save(args, world, log, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     train.save = patched
 
