@@ -423,9 +423,10 @@ def save(args, world, log, state):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         temporary.unlink(missing_ok=True)
-        log.say(f"warning: no checkpoint of step {state.step}: {error.strerror}; training goes on")
+        log.say(f"warning: no checkpoint of step {state.step} (a full disk?): {error!r:.100}; "
+                "training goes on")
         return
 
     # Later ones are damaged, or this run would have resumed from them: they go, too.
