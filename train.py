@@ -425,7 +425,7 @@ def save(args, world, log, state):
         os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         temporary.unlink(missing_ok=True)
-        log.say(f"warning: no checkpoint of step {state.step} (a full disk?): {error!r:.100}; "
+        log.say(f"warning: no checkpoint of step {state.step}: {error!r:.100} (is the disk full?); "
                 "training goes on")
         return
 
