@@ -97,7 +97,7 @@ HINTS = {
     "resume": [
         "`save`: first `check_weights`, on all ranks, then `forget`. The rank with an active log "
         "writes: args.counts as \"counts\", `tensors_of`, `numbers_of`. If that fails by an "
-        "OSError, remove what is half written and say so.",
+        "OSError, or torch's RuntimeError, remove what is half written and say so.",
         "`save` at last removes all checkpoints but the new one and the latest before it. "
         "`restore`: first let all ranks compare the latest step in their folders.",
         "`restore`: rank 0 reads, and copies into `tensors_of(state)` in place; the numbers go by "

@@ -124,4 +124,6 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
         "    world.all_reduce(mean)\n"
         "    return mean, state, value.zero_()\n")
     mine = compete.score(shards, "mine", (compete.enter, str(tmp_path / "mine.py")))
-    assert mine == pytest.approx(compete.score(shards, "none"), rel=1e-3)
+    none = compete.score(shards, "none")
+    # An entry is padded to whole blocks, so it sends a little more
+    assert mine[1] == pytest.approx(none[1], rel=1e-3) and none[0] <= mine[0] < 1.02 * none[0]
