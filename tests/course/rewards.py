@@ -91,7 +91,7 @@ def loss_after(steps, name, rate):
     for step in range(steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps)
-        inputs = torch.randn(1024, 32)
+        inputs = torch.randn(512, 32)
         targets = inputs[:, :8].sin() * inputs[:, 8:16]
         loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
