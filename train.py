@@ -472,8 +472,8 @@ def restore(args, world, log, state):
     steps = world.all_gather_object(max(checkpoints_in(args.out), default=0))
     latest = steps.index(max(steps))
     if steps[latest] > steps[0]:
-        raise ConfigError(f"rank {latest} finds step {steps[latest]} in {args.out}, and rank 0 step "
-                          f"{steps[0]}; give the nodes the --node_rank of before, or put --out on "
+        raise ConfigError(f"rank {latest} finds step {steps[latest]} in {args.out}, and rank 0 "
+                          f"step {steps[0]}; give the nodes the --node_rank of before, or put --out on "
                           "a shared disk")
 
     numbers = None
