@@ -251,8 +251,8 @@ def test_new_positions_begin_as_copies(train_here, tmp_path, monkeypatch):
 # ----- Steps that are not taken, and what ends a run -----
 
 def spoil_loss(world, rank, calls):
-    """The loss of one rank is NaN in some of its micro-batches (counted from 1). Sees to it that
-    residuals move in no other step."""
+    """The loss of one rank is NaN in some of its micro-batches (counted from 1). Checks that
+    residuals move in all steps but those."""
     forward = bert.BertForPreTraining.forward
     commit = dist.Reducer.commit
     count = itertools.count(1)
@@ -267,7 +267,7 @@ def spoil_loss(world, rank, calls):
         before = [bucket.residual.clone() for bucket in self.buckets]
         commit(self, step_taken)
         moved = [not torch.equal(old, bucket.residual) for old, bucket in zip(before, self.buckets)]
-        assert all(moved) == any(moved) == (step_taken and self.buckets[0].lossy)
+        assert moved == [bucket.lossy and math.isfinite(self.norm()) for bucket in self.buckets]
 
     bert.BertForPreTraining.forward = patched
     dist.Reducer.commit = watched_commit
