@@ -175,7 +175,7 @@ def what_counts(args, manifest):
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
     the ranks would call other collectives, or other results would be averaged."""
-    told = {name: value for name, value in vars(args).items() if name in FREE - LOCAL}
+    told = {name: value for name, value in vars(args).items() if name in FREE - LOCAL - {"phases"}}
     told |= args.counts
     digest = hashlib.sha256()
     for module in (bert, data, dist, optim, sys.modules[__name__]):
@@ -604,7 +604,7 @@ def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
         "tflops": 1e-12 * flops / seconds / world.size,
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
-        "minutes_left": state.seconds / 60 * (all_tokens(args) - over) / over}
+        "minutes_left": state.seconds / 60 * max(0, all_tokens(args) - over) / over}
 
 
 def reason_to_stop(state, signalled, orphans):
