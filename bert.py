@@ -408,8 +408,13 @@ def tokenizer_json(tokenizer):
 def write_file(path, content):
     """Writes bytes to a file. If the program is killed meanwhile, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)           # the error of a full disk does not name a file
+        raise
 
 
 def save_huggingface(model, tokenizer_path, folder, longest):

@@ -418,6 +418,7 @@ def save(args, world, log, state):
     checkpoint = {"counts": args.counts, "tensors": tensors_of(state), **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
+    temporary.unlink(missing_ok=True)                # it might be a link to another file
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
@@ -448,12 +449,12 @@ def newest_checkpoint(args, log):
                 damaged = archive.testzip()          # None if all checksums are right
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            differ = dist.differences(checkpoint["counts"], args.counts)
         except Exception as error:                   # a damaged file can raise anything
             damaged = error
         if damaged:
             log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
             continue
-        differ = dist.differences(checkpoint["counts"], args.counts)
         if differ:
             raise ConfigError(f"{path} is of another run: {differ}; take another --out")
         return checkpoint
@@ -474,8 +475,8 @@ def restore(args, world, log, state):
     latest = steps.index(max(steps))
     if steps[latest] > steps[0]:
         raise ConfigError(f"rank {latest} finds step {steps[latest]} in {args.out}, and rank 0 "
-                          f"step {steps[0]}; give the nodes the --node_rank of before, or put --out on "
-                          "a shared disk")
+                          f"step {steps[0]}; give the nodes the --node_rank of before, or put "
+                          "--out on a shared disk")
 
     numbers = None
     if log.active:

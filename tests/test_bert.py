@@ -5,6 +5,7 @@ import resource
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -454,3 +455,16 @@ def test_masks_stand_where_the_words_would(tokenizer):
 def test_special_tokens_and_invisible_characters_are_those_of_data(tokenizer):
     ids = [bert.PAD, bert.UNK, bert.CLS, bert.SEP, bert.MASK]
     assert tokenizer.id_to_piece(ids) == data.SPECIALS and bert.INVISIBLE == data.INVISIBLE
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    bert.write_file(path, b"old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left on device.*config.json"):
+        bert.write_file(path, b"new")
+    assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]

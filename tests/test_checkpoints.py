@@ -134,9 +134,11 @@ def damage(path, how):
     path.write_bytes(content)
     if how == "evil":
         torch.save({"counts": {}, "x": Evil()}, path)
+    if how == "foreign":
+        torch.save({"weights": torch.zeros(3)}, path)        # whole, but not of train.py
 
 
-@pytest.mark.parametrize("how", ["cut", "flip", "empty", "evil"])
+@pytest.mark.parametrize("how", ["cut", "flip", "empty", "evil", "foreign"])
 def test_a_damaged_checkpoint_is_passed_over(
         finished, whole, train_here, capsys, monkeypatch, tmp_path, how):
     monkeypatch.chdir(tmp_path)
@@ -243,6 +245,14 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     train_here(tmp_path, *SHORT, "--save-every", 2, "--max-steps", 6)
     assert steps_kept(tmp_path) == [2, 6] and column(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert "warning: no checkpoint of step 4: " in capsys.readouterr().out
+
+
+def test_a_link_in_the_place_of_the_unfinished_checkpoint_is_not_followed(train_here, tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "unfinished").symlink_to(tmp_path / "mine")
+    train_here(tmp_path / "out", *SHORT, "--max-steps", 2)
+    assert (tmp_path / "mine").read_text() == "kept" and steps_kept(tmp_path / "out") == [2]
 
 
 def test_a_run_saves_by_the_clock(train_here, tmp_path, monkeypatch):

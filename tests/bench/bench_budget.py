@@ -14,6 +14,7 @@ it stands the held-out loss after so many minutes; * marks the second phase.
 """
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def run_once(out, *flags):
     the minutes that it took."""
     wall = out / "wall.json"
     if not wall.exists():
+        shutil.rmtree(out, ignore_errors=True)       # a run that was killed took other minutes
         began = time.monotonic()
         beside.program("train.py", "--out", out, *flags)
         wall.write_text(json.dumps((time.monotonic() - began) / 60))

@@ -21,16 +21,15 @@ from pathlib import Path
 
 import beside
 import hosts
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import bert
-import data
 import dist
 import optim
+from tests.training import random_batch
 
 DDP = ["ddp", "ddp-fp16", "ddp-powersgd"]
 METHODS = [*DDP, *dist.COMPRESSORS]
@@ -38,21 +37,6 @@ VOCABULARY = 8192
 
 
 # ----- One rank: steps of every method in turn -----
-
-def random_batch(examples=8, length=128):
-    """Returns a Batch of random tokens, of which 15 % are masked."""
-    generator = np.random.default_rng(0)
-    rows = examples * length
-    tokens = generator.integers(5, VOCABULARY, rows)
-    masked_positions = np.sort(generator.permutation(rows)[:rows * 3 // 20])
-    bounds = np.array([*range(0, rows + 1, length), rows], dtype=np.int32)
-    return data.Batch(
-        tokens=tokens, segments=np.zeros_like(tokens),
-        positions=np.tile(np.arange(length), examples), masked_positions=masked_positions,
-        labels=tokens[masked_positions], bounds=bounds,
-        pair_labels=generator.integers(0, 2, examples),
-        lengths=np.diff(bounds).astype(np.int64)).to("cpu")
-
 
 class Loss(torch.nn.Module):
     """A model and its loss, as a module that DistributedDataParallel can wrap."""
@@ -120,7 +104,7 @@ def rank_main(args):
     torch.set_num_threads(1)
     beside.keep_freed_memory()
     with contextlib.closing(dist.init(300)) as world:
-        batch = random_batch()
+        batch = random_batch(VOCABULARY)
         methods = {name: Method(name, world) for name in args.methods}
         seconds = {key: [] for key in itertools.product(args.rates, methods)}
         sent = {}
