@@ -1,4 +1,4 @@
-"""Recipes and learning rates, master weights, loss scaling, clipping, and LAMB with its relatives.
+"""Recipes and learning rates, master weights, loss scaling, clipping, LAMB and AdamW.
 
 Each part needs nothing of those below it.
 
@@ -84,25 +84,12 @@ RECIPES = {
             Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5),
             Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0, power=0.5),
         ]},
-    # BERT-large in 54 minutes (arXiv 2006.13484). The batches and the shape of the schedule were
-    # read in the paper; the steps, rates and fractions were not checked against it.
-    "lans-96k": {
-        "optimizer": "lans",
-        "betas": (0.9, 0.999),
-        "dropout": 0.1,
-        "drop_attention": True,
-        "mask_fraction": 0.15,
-        "pairs": "nsp",
-        "phases": [
-            Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-            Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
-        ]},
 }
 
 
 def learning_rate(done, phase):
     r"""Returns the learning rate; done is the finished fraction of a phase, in (0, 1). It grows,
-    holds and decays to 0 (LANS, arXiv 2006.13484, section 3.3):
+    holds and decays to 0 (Zheng et al., arXiv 2006.13484, section 3.3):
 
         lr |       _________
            |     /           \
@@ -357,45 +344,7 @@ class LAMB(Optimizer):
         torch._foreach_add_(w, u)
 
 
-class LANS(Optimizer):
-    """LAMB with a Nesterov term and normalised gradients, for batches of 96K (Zheng et al., arXiv
-    2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp). All tensors have ratios, those without
-    decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0.
-
-        g = g / ||g||                           so that their scale does not matter
-        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
-        d = sqrt(v / (1 - b2^t)) + eps
-        r = (m / (1 - b1^t)) / d + decay w      from the running mean
-        s = g / d + decay w                     from the gradient alone
-        w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
-    """
-
-    def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group, in place."""
-        b1, b2 = group["betas"]
-        t = group["step"]
-        decay = group["weight_decay"]
-
-        g_norms = norms(g)
-        unit_g = torch._foreach_mul(g, safe_ratios(torch.ones_like(g_norms), g_norms).unbind())
-        move_moments(m, v, unit_g, b1, b2)
-        d = corrected_roots(v, t, b2, group["eps"])
-
-        r = torch._foreach_div(m, d)
-        torch._foreach_div_(r, 1 - b1 ** t)
-        torch._foreach_add_(r, w, alpha=decay)
-        s = torch._foreach_div(unit_g, d)
-        torch._foreach_add_(s, w, alpha=decay)
-
-        # Both ratios are of w as it was before the step.
-        w_norms = norms(w)
-        for direction, fraction in ((r, b1), (s, 1 - b1)):
-            ratios = safe_ratios(w_norms, norms(direction))
-            torch._foreach_mul_(direction, (-group["lr"] * fraction * ratios).unbind())
-            torch._foreach_add_(w, direction)
-
-
-OPTIMIZERS = {"lamb": LAMB, "lans": LANS, "adamw": AdamW}
+OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}
 
 
 def make_optimizer(name, masters, betas):

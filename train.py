@@ -306,8 +306,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
     rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
-    # Subtracting the mean changes no probability, and makes the numbers smaller. LANS needs that:
-    # its steps are proportional to their norm, which is eight times as large otherwise.
+    # Subtracting the mean changes no probability, and makes the numbers smaller. The variant LANS
+    # needs that: its steps are proportional to their norm, which is eight times as large otherwise.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())

@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_two(finished, train_here)
 
 
 CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-fraction 0.2",
-           "--optimizer lans", "--pairs none", "--batch 8 7", "--steps 9 6", "--precision fp16",
+           "--optimizer adamw", "--pairs none", "--batch 8 7", "--steps 9 6", "--precision fp16",
            "--compression int8", "--hours 1")
 
 

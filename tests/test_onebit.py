@@ -339,7 +339,7 @@ def test_where_the_variance_freezes():
 
 @pytest.mark.parametrize("argv, words", [
     ("--compression int8", "needs --compression none, fp16 or bf16, and no --optimizer"),
-    ("--optimizer lans", "needs --compression none, fp16 or bf16, and no --optimizer"),
+    ("--optimizer adamw", "needs --compression none, fp16 or bf16, and no --optimizer"),
     ("--steps 3 2", "frozen before its first update; take more --steps")])
 def test_what_cannot_work_is_refused(shards, tmp_path, argv, words):
     with installed(onebit_lamb), pytest.raises((ValueError, ArithmeticError), match=words):

@@ -81,13 +81,6 @@ def test_the_published_recipes():
     assert (short.lr, short.power, long.lr, long.power) == (6e-3, 0.5, 4e-3, 0.5)
     assert (nvidia.optimizer, nvidia.dropout, nvidia.drop_attention) == ("lamb", 0.1, True)
 
-    lans = train.parse_arguments(["--recipe", "lans-96k", "--dropout", "0", "--lr-scale", "2"])
-    short, long = lans.phases
-    assert short.steps + long.steps == 4301
-    assert (short.global_batch, short.lr) == (98304, 13.5e-3)
-    assert (long.global_batch, long.lr) == (33792, 10e-3)
-    assert (lans.optimizer, lans.dropout) == ("lans", 0)
-
 
 @pytest.mark.parametrize("found,precision", [
     ("avx512_bf16", "bf16"),

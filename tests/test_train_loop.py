@@ -173,7 +173,7 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
 
 def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(
         documents, tmp_path, train_here):
-    """LANS steps in proportion to a tensor's norm, most of which would be the mean."""
+    """The variant LANS steps in proportion to a tensor's norm, most of which would be the mean."""
     data.prepare(documents, tmp_path / "shards", vocab_size=319, shards=4)
     bias = build(tmp_path / "shards").model.mlm_bias.detach()
     expected = torch.from_numpy(data.unigram_losses(tmp_path / "shards")).float()

@@ -16,15 +16,15 @@ import dist
 import optim
 import train
 from tests.ranks import run_ranks, run_script, together
-from tests.test_optim import apply, assert_equal, parameters, problem
+from tests.test_optim import apply, assert_equal, from_equations, parameters, problem, ratio
 from tests.training import args_of, assert_same, column, last_state, random_batch, shrink
-from tests.variants import (albert, balance, bucket_clipping, came, gradientflow, local_steps,
-                            merit, modern, modern_muon, muon, onebit_adam, onebit_lamb, powersgd,
-                            slow_momentum, stacking, topk, whole_words, zeroone_adam)
+from tests.variants import (albert, balance, bucket_clipping, came, gradientflow, lans,
+                            local_steps, merit, modern, modern_muon, muon, onebit_adam, onebit_lamb,
+                            powersgd, slow_momentum, stacking, topk, whole_words, zeroone_adam)
 from tests.variants.synchronised import LocalReducer
 
 # By the number of ranks on which they are tried.
-VARIANTS = {1: (albert, came, merit, modern, modern_muon, onebit_adam, whole_words),
+VARIANTS = {1: (albert, came, lans, merit, modern, modern_muon, onebit_adam, whole_words),
             2: (balance, bucket_clipping, gradientflow, local_steps, muon, onebit_lamb, powersgd,
                 slow_momentum, stacking, topk, zeroone_adam)}
 ALL = VARIANTS[1] + VARIANTS[2]
@@ -108,6 +108,37 @@ def test_optimizers_are_their_equations(optimizer, expected):
     for step in grads:
         apply(ours, params, step)
     assert_equal(params, expected(values, decays, grads), 1e-9)
+
+
+def numpy_lans(w, g, m, v, t, decay, b1, b2, eps, lr):
+    g = g / np.linalg.norm(g) if np.linalg.norm(g) > 0 else g
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g ** 2
+    d = np.sqrt(v / (1 - b2 ** t)) + eps
+    r = m / (1 - b1 ** t) / d + decay * w
+    s = g / d + decay * w
+    return w - lr * (b1 * ratio(w, r) * r + (1 - b1) * ratio(w, s) * s), m, v
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e3])
+def test_lans_is_its_equations_at_any_scale_of_the_gradients(factor):
+    values, decays, grads = problem(2)
+    params, groups = parameters(values, decays)
+    optimizer = lans.LANS(groups, lr=0.02)
+    for step in grads:
+        apply(optimizer, params, [factor * g for g in step])
+    assert_equal(params, from_equations(numpy_lans, values, decays, grads), 1e-8)
+    assert not np.allclose(params[0].detach(), values[0], atol=0.1)
+
+
+def test_the_recipe_of_lans():
+    with installed(lans):
+        args = args_of("--recipe", "lans-96k", "--dropout", "0", "--lr-scale", "2")
+    short, long = args.phases
+    assert short.steps + long.steps == 4301
+    assert (short.global_batch, short.lr) == (98304, 13.5e-3)
+    assert (long.global_batch, long.lr) == (33792, 10e-3)
+    assert (args.optimizer, args.dropout) == ("lans", 0)
 
 
 def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():

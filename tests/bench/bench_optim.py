@@ -47,8 +47,7 @@ def once(args):
         groups[0.01 if p.dim() > 1 else 0.0].append(p)
     size = sum(p.nbytes for p in model.parameters())
 
-    makers = {"LAMB": optim.LAMB, "LANS": optim.LANS, "AdamW": optim.AdamW,
-              "torch's AdamW": torch.optim.AdamW}
+    makers = {"LAMB": optim.LAMB, "AdamW": optim.AdamW, "torch's AdamW": torch.optim.AdamW}
     seconds = {}
     figures = {}
     optimizers = {}

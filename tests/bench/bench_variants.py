@@ -26,7 +26,7 @@ import torch
 RUNS = {         # name: (its baseline, program, flags)
     "lamb": ("lamb", "train.py", ""),
     "adamw": ("adamw", "train.py", "--optimizer adamw --lr-scale 0.4"),
-    "lans": ("lamb", "train.py", "--optimizer lans"),
+    "lans": ("lamb", "lans", ""),
     "fp32": ("fp32", "train.py", "--precision fp32"),
     "bf16": ("fp32", "train.py", "--precision bf16"),
     "fp16": ("fp32", "train.py", "--precision fp16"),

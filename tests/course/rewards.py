@@ -16,7 +16,7 @@ import dist
 import optim
 from tests.course.test_graders import measure
 from tests.tools import show
-from tests.variants import topk
+from tests.variants import lans, topk
 
 
 def docs():
@@ -67,8 +67,9 @@ def attention():
 
 def schedule():
     """The rates of three recipes."""
+    recipes = optim.RECIPES | {"lans-96k": lans.RECIPE}
     for name in "demo", "nvidia-64k", "lans-96k":
-        phase = optim.RECIPES[name]["phases"][0]
+        phase = recipes[name]["phases"][0]
         print(f"{name}, phase 1:")
         bars({f"{part}/25": optim.learning_rate(part / 25, phase) for part in range(1, 25)}, "")
 

@@ -1,0 +1,82 @@
+"""LANS: LAMB with a Nesterov term and normalised gradients, and its recipe for batches of 96K.
+
+    python tests/variants/lans.py                            # and any flag of train.py
+    torchrun --nproc_per_node=8 tests/variants/lans.py --data shards/wiki --model large \\
+        --recipe lans-96k
+
+Zheng et al., arXiv 2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp. All tensors have ratios,
+those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0.
+
+    g = g / ||g||                           so that their scale does not matter
+    m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
+    d = sqrt(v / (1 - b2^t)) + eps
+    r = (m / (1 - b1^t)) / d + decay w      from the running mean
+    s = g / d + decay w                     from the gradient alone
+    w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
+
+What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it; in optim.RECIPES one
+recipe more, "lans-96k".
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import optim  # noqa: E402
+import train  # noqa: E402
+from tests.variants import common  # noqa: E402
+
+# BERT-large in 54 minutes. The batches and the shape of the schedule were read in the paper; the
+# steps, rates and fractions are from memory, not checked.
+RECIPE = {
+    "optimizer": "lans",
+    "betas": (0.9, 0.999),
+    "dropout": 0.1,
+    "drop_attention": True,
+    "mask_fraction": 0.15,
+    "pairs": "nsp",
+    "phases": [
+        optim.Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
+        optim.Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
+    ]}
+
+
+class LANS(optim.Optimizer):
+    """The equations above."""
+
+    def _update(self, group, w, g, m, v):
+        b1, b2 = group["betas"]
+        t = group["step"]
+        decay = group["weight_decay"]
+
+        g_norms = optim.norms(g)
+        factors = optim.safe_ratios(torch.ones_like(g_norms), g_norms)
+        unit_g = torch._foreach_mul(g, factors.unbind())
+        optim.move_moments(m, v, unit_g, b1, b2)
+        d = optim.corrected_roots(v, t, b2, group["eps"])
+
+        r = torch._foreach_div(m, d)
+        torch._foreach_div_(r, 1 - b1 ** t)
+        torch._foreach_add_(r, w, alpha=decay)
+        s = torch._foreach_div(unit_g, d)
+        torch._foreach_add_(s, w, alpha=decay)
+
+        # Both ratios are of w as it was before the step.
+        w_norms = optim.norms(w)
+        for direction, fraction in ((r, b1), (s, 1 - b1)):
+            ratios = optim.safe_ratios(w_norms, optim.norms(direction))
+            torch._foreach_mul_(direction, (-group["lr"] * fraction * ratios).unbind())
+            torch._foreach_add_(w, direction)
+
+
+def install():
+    """Makes LANS the optimizer of every recipe, and adds its own."""
+    common.use_optimizer("lans", LANS)
+    optim.RECIPES = optim.RECIPES | {"lans-96k": RECIPE}
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
