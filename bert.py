@@ -25,6 +25,7 @@ Shapes, as in "x (N, D)":
 """
 import argparse
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -57,11 +58,6 @@ PRESETS = {                     # name: (layers, width)
 INIT_STD = {"tiny": 0.04}
 
 
-def multiple_of_64(size):
-    """Returns a size rounded up to a multiple of 64; matrix products are fastest at such sizes."""
-    return (size + 63) // 64 * 64
-
-
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
     """The shape of a BERT. The names are ours; `CONFIG_NAMES` has those of Hugging Face."""
@@ -78,7 +74,8 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
-        """Returns a configuration of PRESETS; vocab_size is rounded up to a multiple of 64."""
+        """Returns a configuration of PRESETS. vocab_size is rounded up to a multiple of 64, since
+        matrix products are fastest at such sizes."""
         layers, width = PRESETS[name]
         changes.setdefault("init_std", INIT_STD.get(name, 0.02))
         return cls(
@@ -86,7 +83,7 @@ class BertConfig:
             width,
             heads=width // 64,
             feed_forward=4 * width,
-            vocab_size=multiple_of_64(vocab_size),
+            vocab_size=(vocab_size + 63) // 64 * 64,
             **changes)
 
 
@@ -258,26 +255,6 @@ class BertForPreTraining(nn.Module):
         return self.mlm_logits(hidden[examples:]), self.nsp(pooled)
 
 
-def flops_per_example(config, length, masked):
-    """Returns the floating-point operations of one example, forward and backward.
-
-    length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
-    and backward as twice the forward. With L layers:
-
-        attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
-        other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
-                                                              layer does it for M + 1 rows only.
-        heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
-        all         3 (attention + other + heads)
-    """
-    D = config.width
-    attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
-    other_rows = (config.layers - 1) * length + masked + 1
-    other_flops = other_rows * (2 * D**2 + 4 * D * config.feed_forward)
-    head_flops = masked * (2 * D**2 + 2 * D * config.vocab_size) + 2 * D**2
-    return 3 * (attention_flops + other_flops + head_flops)
-
-
 # ----- Hugging Face folders: names -----
 
 MODULE_NAMES = {                     # our module: theirs, outside of the blocks
@@ -327,26 +304,6 @@ def huggingface_names(name):
 
 
 # ----- Hugging Face folders: save -----
-
-def safetensors(tensors):
-    """Returns a safetensors file (bytes) of fp32 tensors {name: tensor}: the length of the header,
-    the header (JSON), then the elements of each tensor."""
-    header = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + 4 * tensor.numel()
-        header[name] = {
-            "dtype": "F32",
-            "shape": tensor.shape,
-            "data_offsets": [begin, end]}
-        begin = end
-
-    # Spaces fill it up, so that the elements begin where the processor reads them fastest.
-    text = json.dumps(header).encode()
-    text = text.ljust(multiple_of_64(len(text)))
-    return b"".join(
-        [len(text).to_bytes(8, "little"), text] + [tensor.numpy() for tensor in tensors.values()])
-
 
 def replace(pattern, content):
     """Returns the step of a tokenizer.json that replaces what a regular expression matches."""
@@ -418,18 +375,20 @@ def write_file(path, content):
 
 
 def save_huggingface(model, tokenizer_path, folder, longest):
-    """Writes a model folder that Hugging Face's transformers load: model.safetensors (fp32),
+    """Writes a model folder that Hugging Face's transformers load: pytorch_model.bin (fp32),
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
     the same tokens. longest: the most tokens that an example of training had, where AutoTokenizer
     cuts a text if it is asked to. Raises OSError if a file cannot be read or written.
     """
-    tensors = {}
+    weights = {}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
         parts = parameter.detach().float().cpu().chunk(len(names))
-        tensors.update(zip(names, parts))
+        weights.update(zip(names, parts))
+    weights_file = io.BytesIO()
+    torch.save(weights, weights_file)
 
     config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD}
     for ours, theirs in CONFIG_NAMES.items():
@@ -444,7 +403,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         "mask_token": "[MASK]"}
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_file(f"{folder}/model.safetensors", safetensors(tensors))
+    write_file(f"{folder}/pytorch_model.bin", weights_file.getbuffer())
     write_file(f"{folder}/tokenizer.model", tokenizer_model)
     descriptions = {
         "config.json": config,
@@ -456,27 +415,12 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 
 # ----- Hugging Face folders: load -----
 
-def read_safetensors(path):
-    """Returns {name: tensor} of a safetensors file that has nothing but fp32; see `safetensors` for
-    its format. A damaged file can raise anything."""
-    content = Path(path).read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:begin])
-    header.pop("__metadata__", None)
-
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        elements = bytearray(content[begin + first:begin + last])    # torch wants to write to it
-        tensors[name] = torch.frombuffer(elements, dtype=torch.float32).view(entry["shape"])
-    return tensors
-
-
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
-    It reads what `save_huggingface` wrote, and what transformers' save_pretrained makes of such a
-    model with both heads. Raises ModelError for any other folder, and for a damaged one.
+    It reads what `save_huggingface` wrote. Raises ModelError for any other folder, and for a
+    damaged one. (transformers' save_pretrained writes no pytorch_model.bin; torch.save(
+    model.state_dict(), ...) does, of a BertForPreTraining of theirs.)
     """
     try:
         # Where nothing is said about dropout of attention, the original has 0.1.
@@ -487,10 +431,12 @@ def load_huggingface(folder):
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
 
-        weights = read_safetensors(f"{folder}/model.safetensors")
+        stored = torch.load(f"{folder}/pytorch_model.bin", "cpu", weights_only=True)
+        weights = {}
         for name in model.state_dict():
             # Q, K and V are the thirds of one matrix.
-            weights[name] = torch.cat([weights.pop(part) for part in huggingface_names(name)])
+            parts = [stored[part] for part in huggingface_names(name)]
+            weights[name] = torch.cat(parts).float()
         model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:

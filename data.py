@@ -1,7 +1,6 @@
 """Text -> SentencePiece -> shards on disk -> masked sentence-pair batches.
 
-    python data.py                             # this machine's own documentation
-    python data.py my.txt                      # writes shards/my
+    python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
 Read first `Batch`, what the model gets; then `PretrainingData`, how an example is found, cut in two
@@ -10,10 +9,10 @@ and masked; then `uniform`, the random numbers. The rest can wait: how examples 
 becomes shards.
 
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
-(settings, counts and digests), `unigrams` (int64, how often the training text has each token)
+(settings, counts and digests), `unigrams` (float64, how often the training text has each token)
 and, for each shard, two arrays without any header:
 
-    NAME.tokens      every token of the shard, no special symbols; the manifest's token_type
+    NAME.tokens      uint16, every token of the shard, no special symbols
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
 Masks and pairs are made on the fly, so both phases, at any length, read the same shards.
@@ -37,7 +36,6 @@ import shutil
 import sys
 import unicodedata
 import zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -95,13 +93,9 @@ class Batch(NamedTuple):
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
-        def move(values):
-            tensor = torch.from_numpy(values)
-            if torch.device(device).type == "cuda":
-                tensor = tensor.pin_memory()    # a GPU copies from there while the program goes on
-            return tensor.to(device, non_blocking=True)
-
-        moved = Batch._make(map(move, self))
+        tensors = map(torch.from_numpy, self)
+        # non_blocking: to wait for a copy would be to wait for all that the GPU has to do.
+        moved = Batch._make(tensor.to(device, non_blocking=True) for tensor in tensors)
         return moved._replace(lengths=torch.from_numpy(self.lengths))
 
 
@@ -112,9 +106,9 @@ class Shard(NamedTuple):
 
 
 @functools.cache
-def open_shard(path, token_type):
+def open_shard(path):
     """Returns the Shard of the files PATH.tokens and PATH.documents."""
-    tokens = np.memmap(f"{path}.tokens", token_type, "r")
+    tokens = np.memmap(f"{path}.tokens", np.uint16, "r")
     documents = np.memmap(f"{path}.documents", np.int64, "r")
     # As plain arrays of the same memory, for to index np.memmap takes longer.
     return Shard(np.asarray(tokens), np.asarray(documents))
@@ -171,7 +165,6 @@ class PretrainingData:
         names = names[:1] if held_out else names[1:]
         self.folder = Path(folder)
         self.paths = [f"{folder}/{name}" for name in names]
-        self.token_type = manifest["token_type"]
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
         self.pairs = pairs
@@ -190,7 +183,7 @@ class PretrainingData:
 
     def shard(self, s):
         """Returns Shard s, which is opened when it is first needed."""
-        return open_shard(self.paths[s], self.token_type)
+        return open_shard(self.paths[s])
 
     def text(self, shard, place, length, cut_draw):
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
@@ -354,20 +347,20 @@ def micro_batches(step, global_batch, micro_batch, rank, size):
     return [mine[k::count] for k in range(count)]
 
 
-def loader(dataset, steps):
-    """Yields the list of Batches of each step, in order. While the caller works with one, a thread
-    makes the next. steps: for each step its micro-batches, as `micro_batches` returns them."""
-    def make_step(micro_batches_of_step):
-        return [dataset.batch(indices) for indices in micro_batches_of_step]
+def loader(dataset, step, global_batch, micro_batch, rank, size):
+    """Yields the list of Batches of each step from number `step` on, without end. While the caller
+    works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
+    def make(step):
+        dealt = micro_batches(step, global_batch, micro_batch, rank, size)
+        return [dataset.batch(indices) for indices in dealt]
 
-    made = deque()
     with ThreadPoolExecutor(1) as thread:
-        for step in steps:
-            made.append(thread.submit(make_step, step))
-            if len(made) == 2:
-                yield made.popleft().result()
-        for last in made:
-            yield last.result()
+        ahead = thread.submit(make, step)
+        while True:
+            ready = ahead.result()
+            step += 1
+            ahead = thread.submit(make, step)
+            yield ready
 
 
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
@@ -411,7 +404,6 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     try:
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)
-        manifest["cased"] = cased
         manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
@@ -478,14 +470,13 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     they have no A and B. Raises DataError if a shard has less than two documents.
     """
     vocab_size = tokenizer.get_piece_size()
-    token_type = "uint16" if vocab_size <= 1 << 16 else "uint32"
     names = shard_names(shards)
     token_files = [open(folder / f"{name}.tokens", "wb") for name in names]
     document_files = [open(folder / f"{name}.documents", "wb") for name in names]
     for file in document_files:
         file.write(np.int64(0))
     ends = np.zeros(len(names), np.int64)       # how many tokens each shard has so far
-    unigrams = np.zeros(vocab_size, np.int64)
+    unigrams = np.zeros(vocab_size)
 
     # One of a hundred documents is held out, but about 100 to measure on, and a fifth at most.
     fraction = min(0.2, max(0.01, 100 / documents))
@@ -496,7 +487,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             crc = zlib.crc32(document.encode())
             if len(tokens) < 2 or crc in held_out:
                 continue
-            tokens = np.array(tokens, token_type)
+            tokens = np.array(tokens, np.uint16)
             if crc < fraction * 2 ** 32 and len(held_out) < documents // 5:
                 shard = 0
                 held_out.add(crc)
@@ -515,7 +506,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
         raise DataError(f"{documents} documents are too few for {shards} shards (each needs two, "
                         "and some are held out): part them by blank lines, or lower data.py's "
                         "--shards")
-    return {"shards": shards, "vocab_size": vocab_size, "token_type": token_type,
+    return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
             "unknown": unigrams[UNK] / unigrams.sum()}
 
@@ -523,19 +514,6 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
 # ----- Corpora: files -> documents, each one string -----
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-
-
-def open_corpus(paths):
-    """Returns a corpus for `prepare`: the documents of these files and folders, or, without any,
-    this machine's documentation."""
-    return TextFiles(paths) if paths else machine_documentation()
-
-
-def default_folder(paths):
-    """Returns the folder (Path) for the shards of a corpus, named after its first path."""
-    if not paths:
-        return Path("shards/demo")
-    return Path("shards", Path(paths[0]).resolve().name.split(".")[0] or "corpus")
 
 
 class TextFiles:
@@ -624,10 +602,10 @@ def load_tokenizer(path):
 
 
 def unigram_losses(folder):
-    """Returns (vocabulary,) float64: the loss, in nats, of each token for a predictor that knows
-    nothing but how often the training text has it (with one added, so that none is infinite)."""
-    counts = np.fromfile(Path(folder) / "unigrams", np.int64) + 1
-    return -np.log(counts / counts.sum())
+    """Returns a tensor (vocabulary,), float64: the loss, in nats, of each token for a predictor that
+    knows nothing but how often the training text has it (one added, so that none is infinite)."""
+    counts = torch.from_numpy(np.fromfile(Path(folder) / "unigrams")) + 1
+    return -torch.log(counts / counts.sum())
 
 
 def shard_names(shards):
@@ -692,15 +670,14 @@ def english_sentences(text):
     """Yields the English sentences of a docstring, six words or more, mostly letters; no code,
     tables, markup or short fragments."""
     for paragraph in re.split(r"\n\s*\n", text):
-        if re.search(r"^\s*(>>>|\.\.|\+--|\||==|--)", paragraph, re.MULTILINE):
+        if re.search(r"(?m)^\s*(\.\.|\+--|==|--)|>>>|::|__|[<{}|\\]", paragraph):
             continue
-        paragraph = " ".join(paragraph.split())
         paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)         # :class:`~torch.T`
+        paragraph = " ".join(paragraph.split())
         # After a full stop, and at the items of a list.
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])|\s-\s+(?=[A-Z])", paragraph):
             others = re.findall("[^A-Za-z ]", sentence)
-            is_code = re.search(r">>>|::|__|[<{}|\\]", sentence)
-            if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence) and not is_code:
+            if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence):
                 yield sentence
 
 
@@ -754,12 +731,11 @@ def parse_arguments():
     """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
     parser = Parser(description="Prepare text for BERT.")
     add = parser.add_argument
-    add("corpus", type=path, nargs="*",
-        help="read these files and folders; without any, this machine's documentation")
-    add("--out", type=path, help="write this folder; without it, shards/ and the corpus's name")
+    add("corpus", type=path, nargs="+", help="read these files and folders")
+    add("--out", type=path, required=True, help="write this folder")
     add("--shards", type=number(int, 1), default=8,
         help="deal the documents to so many shards (default: %(default)s)")
-    add("--vocab-size", type=number(int, 16), default=8192,
+    add("--vocab-size", type=number(int, 16, 1 << 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
     add("--tokenizer", type=path, help="take this tokenizer.model instead")
@@ -769,11 +745,10 @@ def parse_arguments():
 def main():
     """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
     args = parse_arguments()
-    out = args.out or default_folder(args.corpus)
     try:
-        manifest = prepare(open_corpus(args.corpus), out, args.vocab_size, args.shards, args.cased,
-                           args.tokenizer)
-        print(f"{describe(manifest)}\n{out} is ready")
+        manifest = prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards,
+                           args.cased, args.tokenizer)
+        print(f"{describe(manifest)}\n{args.out} is ready")
     except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
 

@@ -21,14 +21,9 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
-import itertools
 import math
 import os
-import re
-import resource
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -105,15 +100,9 @@ class World:
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         return self.all_to_all(torch.stack([tensor] * self.size))
 
-    def broadcast_object(self, value):
-        """Returns rank 0's value (any picklable object), on every rank. For small things: what is
-        pickled takes four times its memory. Large tensors go by `broadcast`."""
-        values = [value]
-        self._run(distributed.broadcast_object_list, values, group_src=0)
-        return values[0]
-
     def all_gather_object(self, value):
-        """Returns the list of every rank's value (any small picklable object), in order of rank."""
+        """Returns the list of every rank's value (any picklable object), in order of rank. For
+        small things: what is pickled takes four times its memory."""
         values = [value] * self.size
         self._run(distributed.all_gather_object, values, value)
         return values
@@ -133,8 +122,6 @@ class World:
             return
         try:
             collective(*arguments, group=self.group, **options)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise                                    # an error of our own GPU, not of a rank
         except RuntimeError as error:
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
@@ -174,17 +161,14 @@ def init(timeout=600.0, init_method="env://"):
     if world.size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
-    # So Gloo opens a socket to a rank when it first sends to it, not to all ranks at once. And the
-    # system's usual limit, 1,024 open files, is too low for a thousand ranks.
+    # So Gloo opens a socket to a rank when it first sends to it, not to all ranks at once.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError):              # macOS says that it has no limit, and has
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         store = meet(world, init_method, limit)
-        choose_interface(world, store)
         watcher = start_groups(world, store, limit)
-        check_nodes(world)
+        node = {"ranks of its node": world.local_size, "device": world.device.type}
+        world.check_same(node, "is on another kind of node than rank 0; set the same "
+                               "--nproc_per_node on every node")
         return dataclasses.replace(world, levels=two_levels(world, limit), watcher=watcher)
     except (RuntimeError, ValueError) as error:
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
@@ -252,26 +236,6 @@ def ranks_without(store, word, size):
     return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
-def choose_interface(world, store):
-    """Sets the network interface that Gloo uses, unless the user has: the one by which node 0 is
-    reached, and on node 0 the one with the address that the last rank knows it by. Gloo itself
-    would take the address of the host's own name, which on many systems is 127.0.1.1. If nothing is
-    known (no such name, no program `ip`), it does."""
-    address = ""
-    with contextlib.suppress(OSError):
-        address = socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)[0][4][0]
-    store.set(f"address/{world.rank}", address)
-    question = f"ip -o route get {address}"
-    if world.rank == world.local_rank:
-        # This rank is on node 0.
-        address = store.get(f"address/{world.size - 1}").decode()
-        question = f"ip -o address show to {address}"
-    # "10.0.0.1 dev eth0 src 10.0.0.2 ..." or "2: eth0    inet 10.0.0.1/24 ..."
-    answer = re.search(r"( dev|^\d+:) (\S+)", subprocess.getoutput(question))
-    if answer:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", answer[2])
-
-
 def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL; returns the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
@@ -292,19 +256,6 @@ def start_groups(world, store, limit):
     watcher = threading.Thread(target=watch, args=[world.rank], daemon=True)
     watcher.start()
     return watcher
-
-
-def check_nodes(world):
-    """Raises DistError, on every rank, if nodes are unlike or two ranks have the same GPU."""
-    node = {"ranks of its node": world.local_size, "device": world.device.type}
-    world.check_same(node, "is on another kind of node than rank 0; set the same --nproc_per_node "
-                           "on every node")
-    if world.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(world.device).uuid
-        gpus = set(world.all_gather_object(str(gpu)))
-        if len(gpus) < world.size:
-            raise DistError(f"{world.size} ranks share {len(gpus)} GPUs; set --nproc_per_node to "
-                            "the number of GPUs of a node")
 
 
 def two_levels(world, limit):
@@ -382,8 +333,8 @@ class Reducer:
     # 1. Pack
 
     def __init__(self, module, world, compression="none", bucket_mb=5.0):
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            world.broadcast(tensor.detach())
+        for tensor in module.state_dict().values():
+            world.broadcast(tensor)
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
@@ -591,8 +542,6 @@ class Bucket:
     def _send(self, scale):
         """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
         sent. What the next step needs waits in `uncommitted`."""
-        if self.uncommitted:
-            raise DistError("lossy compression needs a call of commit() after each step")
         value = torch.add(self.residual, self.padded, alpha=1 / scale)
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
         # The compressor has taken out of `value` what it sent.

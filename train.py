@@ -19,8 +19,6 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
-import hashlib
-import itertools
 import json
 import math
 import os
@@ -47,8 +45,7 @@ STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, with the same masks at every evaluation
 SAVE_SECONDS = 1800          # a checkpoint is saved at least this often
-LOG_EVERY = 50               # steps between two lines on the terminal
-LOG_SECONDS = 60             # and the most seconds between two of them
+LOG_SECONDS = 10             # between two lines on the terminal, at least
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
@@ -81,9 +78,8 @@ def parse_arguments(argv=None):
 
     add = parser.add_argument
     add("--data", type=data.path, default=DEMO_SHARDS,
-        help="train on the shards in this folder, which data.py has made; without it on this "
-             "machine's documentation")
-    add("--out", type=data.path, help="write all results here; without it to a folder below runs/")
+        help="train on the shards in this folder (default: this machine's documentation)")
+    add("--out", type=data.path, help="write all results here (default: a folder below runs/)")
     add("--init", type=data.path, help="begin with the weights in this model folder")
 
     # The model and the recipe.
@@ -91,15 +87,15 @@ def parse_arguments(argv=None):
     add("--recipe", choices=optim.RECIPES, default="demo", help="(default: %(default)s)")
     add("--optimizer", choices=optim.OPTIMIZERS, help="replace the recipe's optimizer")
     add("--steps", type=COUNT_OR_0, nargs="+",
-        help="replace the recipe's steps, by one number for all phases or by one for each")
+        help="replace the recipe's steps: one number for all phases, or one for each")
     add("--batch", type=COUNT, nargs="+",
-        help="replace the recipe's examples in a step over all ranks, likewise")
+        help="replace the recipe's examples in a step, of all ranks: likewise")
     add("--lr-scale", type=data.number(float, 0), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
     add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")
     add("--pairs", choices=["nsp", "none"],
-        help="replace the recipe's pairs: learn whether B follows A (nsp), or masked tokens only")
+        help="replace the recipe's pairs: learn whether B follows A, or masked tokens only")
     add("--seed", type=data.number(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
     add("--hours", type=data.number(float, 1e-4, 1e5),
@@ -114,13 +110,11 @@ def parse_arguments(argv=None):
         help="send gradients in this form (default: %(default)s)")
     add("--bucket-mb", type=data.number(float, 1e-6), default=5.0,
         help="average this many MB of gradients at a time (default: %(default)s)")
-    add("--compile", action="store_true", help="let torch.compile fuse the kernels of each layer")
     add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
     add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
     add("--save-every", type=COUNT, default=300,
-        help="save and evaluate every so many steps, when a phase ends and every half hour "
-             "(default: %(default)s)")
+        help="save and evaluate every so many steps and each half hour (default: %(default)s)")
 
     # Parse once to know the recipe, make its values the defaults of the flags with their names, and
     # parse again.
@@ -135,61 +129,52 @@ def parse_arguments(argv=None):
 
 def planned_phases(parser, args):
     """Returns the recipe's phases (list of optim.Phase) with the numbers that the flags give."""
-    count = len(args.phases)
     for numbers in (args.steps, args.batch):
-        if numbers and len(numbers) not in (1, count):
-            parser.error(f"--steps and --batch take one number, or one for each of {count} phases")
+        if numbers and len(numbers) not in (1, len(args.phases)):
+            parser.error("--steps and --batch take one number, or one for each of "
+                         f"{len(args.phases)} phases")
     planned = []
     for index, phase in enumerate(args.phases):
-        changes = {"lr": phase.lr * args.lr_scale}
-        if args.steps:
-            changes["steps"] = args.steps[index % len(args.steps)]
-        if args.batch:
-            changes["global_batch"] = args.batch[index % len(args.batch)]
-        planned.append(dataclasses.replace(phase, **changes))
+        steps = args.steps or [phase.steps]
+        batch = args.batch or [phase.global_batch]
+        planned.append(dataclasses.replace(
+            phase,
+            steps=steps[index % len(steps)],
+            global_batch=batch[index % len(batch)],
+            lr=phase.lr * args.lr_scale))
     return planned
 
 
 # Flags that each node may set in its own way.
 LOCAL = {"data", "out", "timeout"}
-# Flags that may change when a run resumes. (The last three have gone into args.phases.)
-FREE = LOCAL | {"micro_tokens", "bucket_mb", "compile", "max_steps", "save_every", "phases",
-                "steps", "batch", "lr_scale"}
+# Flags that may change when a run resumes.
+FREE = {"micro_tokens", "bucket_mb", "max_steps", "save_every"}
 
 
 def what_counts(args, manifest):
     """Returns what the results of a run depend on, {name: text}: a run resumes only from a
-    checkpoint with the same ones.
+    checkpoint with the same ones. (The phases follow from the recipe and these flags.)
 
     The number of ranks is not among them. It changes only how sums are rounded, which activations
     dropout drops, and what lossy compression leaves over.
     """
-    counts = {name: value for name, value in vars(args).items() if name not in FREE}
-    for number, phase in enumerate(args.phases, 1):
-        for field, value in dataclasses.asdict(phase).items():
-            counts[f"phase{number}.{field}"] = value
-    counts["shards"] = manifest["sha256"][:16]
-    return {name: str(value) for name, value in counts.items()}
+    left_out = LOCAL | FREE | {"phases"}
+    counts = {name: str(value) for name, value in vars(args).items() if name not in left_out}
+    return counts | {"shards": manifest["sha256"][:16]}
 
 
 def check_ranks(args, world):
-    """Raises dist.DistError on all ranks if one of them was started with other flags or code: then
+    """Raises dist.DistError on all ranks if one of them was started with other flags or torch: then
     the ranks would call other collectives, or other results would be averaged."""
-    told = {name: value for name, value in vars(args).items() if name in FREE - LOCAL - {"phases"}}
-    told |= args.counts
-    digest = hashlib.sha256()
-    for module in (bert, data, dist, optim, sys.modules[__name__]):
-        digest.update(Path(module.__file__).read_bytes())
-    told["code"] = digest.hexdigest()[:16]
-    told["torch"] = torch.__version__
-    world.check_same(told, "was started differently")
+    told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
+    world.check_same(args.counts | told, "was started differently")
 
 
 def prepare_run(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
     completes args: `precision`, `vocab_size` and `counts`, see `what_counts`. Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
-        manifest = data.prepare(data.open_corpus(None), args.data)
+        manifest = data.prepare(data.machine_documentation(), args.data)
         print(data.describe(manifest), flush=True)
     world.barrier()
 
@@ -257,8 +242,7 @@ class Log:
     def step(self, figures):
         """Logs the figures of a step (dict): always in metrics.jsonl, now and then as a line."""
         self.metric("train", **figures)
-        silent = time.monotonic() - self.said_at
-        if figures["step"] <= 3 or figures["step"] % LOG_EVERY == 0 or silent > LOG_SECONDS:
+        if time.monotonic() - self.said_at > LOG_SECONDS:
             self.said_at = time.monotonic()
             self.say(STEP_LINE.format(**figures))
 
@@ -277,10 +261,8 @@ def log_start(args, world, log, state):
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
             f"{args.precision}, optimizer {args.optimizer}, compression {args.compression}")
     for number, phase in enumerate(args.phases, 1):
-        length = f"{phase.steps:,} steps"
-        if args.hours:
-            length = f"{phase.tokens / all_tokens(args):.0%} of the time"
-        log.say(f"phase {number}: {length}, {phase.global_batch:,} examples of {phase.seq_len} "
+        steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
+        log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens a step, lr {phase.lr:g}")
     if state.step > 0:
         log.say(f"resuming from the checkpoint of step {state.step}")
@@ -305,7 +287,7 @@ class State:
 def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
-    rarity = torch.from_numpy(data.unigram_losses(shards))         # (pieces,) nats
+    rarity = data.unigram_losses(shards)                           # (pieces,) nats
     # Subtracting the mean changes no probability, and makes the numbers smaller. The variant LANS
     # needs that: its steps are proportional to their norm, which is eight times as large otherwise.
     bias = rarity.mean() - rarity
@@ -328,14 +310,6 @@ def build_model(args, world):
     if args.init and world.rank == 0:
         bert.init_from(args.init, model, args.data / "tokenizer.model")
     model.to(world.device)
-
-    if args.compile:
-        # Attention depends on the lengths of a batch, so it would be compiled again and again. It
-        # is replaced here, since a decorator in bert.py would import the compiler in every run.
-        bert.attention = torch.compiler.disable(bert.attention)
-        # Blocks one by one: so backward still completes their gradients one after another.
-        for block in model.blocks:
-            block.compile(dynamic=True)
     return model
 
 
@@ -383,7 +357,6 @@ def numbers_of(state):
     return numbers
 
 
-@torch.no_grad()
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
     dist.DistError if their weights are not the same bits."""
@@ -418,7 +391,6 @@ def save(args, world, log, state):
     checkpoint = {"counts": args.counts, "tensors": tensors_of(state), **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
-    temporary.unlink(missing_ok=True)                # it might be a link to another file
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
@@ -463,7 +435,6 @@ def newest_checkpoint(args, log):
     return None
 
 
-@torch.no_grad()
 def restore(args, world, log, state):
     """Gives the State on all ranks what rank 0's newest checkpoint holds, if there is one.
 
@@ -471,12 +442,12 @@ def restore(args, world, log, state):
     (Without a shared disk only the first node has checkpoints, and when a run is started again
     another node may be the first.)
     """
-    steps = world.all_gather_object(max(checkpoints_in(args.out), default=0))
-    latest = steps.index(max(steps))
-    if steps[latest] > steps[0]:
-        raise ConfigError(f"rank {latest} finds step {steps[latest]} in {args.out}, and rank 0 "
-                          f"step {steps[0]}; give the nodes the --node_rank of before, or put "
-                          "--out on a shared disk")
+    newest = max(checkpoints_in(args.out), default=0)
+    newest_of_rank_0 = world.all_gather_object(newest)[0]
+    if newest > newest_of_rank_0:
+        raise ConfigError(f"step {newest} is in {args.out} here, and only {newest_of_rank_0} where "
+                          "rank 0 is; give the nodes the --node_rank of before, or put --out on a "
+                          "shared disk")
 
     numbers = None
     if log.active:
@@ -485,7 +456,7 @@ def restore(args, world, log, state):
         saved = numbers.pop("tensors")
         for name, tensor in tensors_of(state).items():
             tensor.copy_(saved[name])
-    numbers = world.broadcast_object(numbers)
+    numbers = world.all_gather_object(numbers)[0]
     if numbers is None:
         return
 
@@ -536,17 +507,15 @@ def progress(args, state):
     return len(args.phases), 0.0
 
 
-@torch.no_grad()
 def copy_positions(args, state):
     """Gives the positions that only this phase trains the weights of those that earlier phases have
     trained, such as those of 0 to 63 to 64 to 127: else longer texts begin among noise (Longformer,
     arXiv 2004.05150, section 5). Google's and NVIDIA's BERT do without; so does a run in which
     `begin_phase` does not call it."""
-    phases = args.phases[:state.phase]
-    trained = max((phase.seq_len for phase in phases if phase.steps), default=0)
-    positions = state.masters.get("embeddings.positions.weight")     # (max_positions, D)
-    if trained and positions is not None:
-        new = torch.arange(trained, args.phases[state.phase].seq_len, device=positions.device)
+    if state.step:
+        trained = max(phase.seq_len for phase in args.phases[:state.phase])
+        new = torch.arange(trained, args.phases[state.phase].seq_len)
+        positions = state.masters["embeddings.positions.weight"]         # (max_positions, D)
         positions[new] = positions[new % trained]
         optim.copy_to_model(state.masters, state.model)
 
@@ -563,19 +532,15 @@ def begin_phase(args, world, state, phase_index):
         args.data, phase.seq_len, phase_index, args.seed, pairs=args.pairs,
         mask_fraction=args.mask_fraction)
     micro_batch = max(1, args.micro_tokens // phase.seq_len)
-    steps = (
-        data.micro_batches(step, phase.global_batch, micro_batch, world.rank, world.size)
-        for step in itertools.count(state.phase_step))
-    return data.loader(examples, steps)
+    return data.loader(examples, state.phase_step, phase.global_batch, micro_batch, world.rank,
+                       world.size)
 
 
-def masked_and_all(world, micro_batches):
-    """Returns how many tokens are to be predicted, and how many there are, in the micro-batches of
-    all ranks. Counts on the CPU, so that nothing waits for a GPU. Collective."""
-    masked = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    # The last length is that of the rows that only pad.
-    tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
-    return world.sum([masked, tokens])
+def count_masked(world, micro_batches):
+    """Returns how many tokens are to be predicted in the micro-batches of all ranks together.
+    Counts on the CPU, so that nothing waits for a GPU. Collective."""
+    own = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
+    return world.sum([own])[0]
 
 
 def loss_sum(logits, labels):
@@ -586,13 +551,10 @@ def loss_sum(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
+def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
     """Returns the log's fields (dict) that follow from the State, from a step's sums over all ranks
-    and from the time when it began. tflops: the TFLOP/s of one rank, as bert.flops_per_example
-    counts them."""
-    seconds = time.perf_counter() - began
+    and from the time when it began."""
     batch = args.phases[state.phase].global_batch
-    flops = batch * bert.flops_per_example(state.model.config, tokens / batch, masked / batch)
     over = tokens_over(args, state)
     return {
         "step": state.step,
@@ -601,8 +563,7 @@ def step_figures(args, world, state, masked, tokens, mlm_sum, nsp_sum, began):
         "nsp_loss": nsp_sum / batch,
         "skipped": state.scaler.skipped,
         "seconds": state.seconds,
-        "examples_per_second": batch / seconds,
-        "tflops": 1e-12 * flops / seconds / world.size,
+        "examples_per_second": batch / (time.perf_counter() - began),
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
         "minutes_left": state.seconds / 60 * max(0, all_tokens(args) - over) / over}
@@ -628,12 +589,12 @@ def evaluate(args, world, log, state):
 
     Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
     training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
-    how often the training text has each token: the loss to beat. nsp_accuracy is NaN without
-    pairs. Of 1,024 examples its standard error is about 1.6 %.
+    how often the training text has each token: the loss to beat. Without pairs nsp_loss and
+    nsp_accuracy are 0. Of 1,024 examples the accuracy's standard error is about 1.6 %.
     """
     seq_len = args.phases[state.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
-    unigram_losses = torch.from_numpy(data.unigram_losses(args.data)).to(world.device)
+    unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_batch = max(1, args.micro_tokens // seq_len)
     sums = np.zeros(6)
     state.model.eval()
@@ -661,8 +622,6 @@ def evaluate(args, world, log, state):
         "unigram_entropy": unigram_sum / masked,
         "nsp_loss": nsp_sum / EVAL_EXAMPLES,
         "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
-    if args.pairs == "none":
-        result["nsp_accuracy"] = math.nan
     log.metric("eval", **result)
     log.say(EVAL_LINE.format(**result))
     return result
@@ -690,7 +649,7 @@ def training_loop(args, world, log, state, signals):
 
         # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
         #    If each rank divided by its own, tokens of ranks that have few would weigh more.
-        masked, tokens = masked_and_all(world, micro_batches)
+        masked = count_masked(world, micro_batches)
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
@@ -736,7 +695,7 @@ def training_loop(args, world, log, state, signals):
         state.phase_step += 1
         state.seconds = seconds / world.size
         stop = reason_to_stop(state, signalled, orphans)
-        figures = step_figures(args, world, state, masked, tokens, mlm_all, nsp_all, began)
+        figures = step_figures(args, state, masked, mlm_all, nsp_all, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, state)

@@ -201,11 +201,9 @@ def test_another_run_in_the_same_folder_is_refused(documents, finished, train_he
             train_here(finished, *RUNS["bf16"][1], *change.split())
         said = str(raised.value)
         assert "step-00000014.pt is of another run: " in said, change
-        names = {"--lr-scale": "phase1.lr", "--batch": "phase1.global_batch",
-                 "--steps": "phase1.steps", "--data": "shards"}
-        flag = change.split()[0]
-        field = names.get(flag, flag.removeprefix("--").replace("-", "_"))
-        assert re.search(rf"{field} \S+ \(not \S+\)", said), said
+        flag = change.split()[0].replace("--data", "--shards")
+        field = flag.removeprefix("--").replace("-", "_")
+        assert re.search(rf": {field} .+ \(not .+\); take", said), said
         assert change != "--seed 5" or ": seed 0 (not 5); take another --out" in said
     assert (finished / "metrics.jsonl").read_bytes() == before
 
@@ -218,11 +216,10 @@ def on_own_disk(world):
 
 def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished, tmp_path):
     finished.rename(tmp_path / "out1")
-    for outcome in run(shards, tmp_path / "out", *SHORT, size=2, check=False,
-                       sabotage=(on_own_disk,)):
-        assert isinstance(outcome, train.ConfigError), (
-            f"rank 1's folder has a checkpoint of step 14, rank 0's none; it ends with {outcome!r}")
-        assert re.search(r"rank 1 finds step 14 in \S+out.*, and rank 0 step 0;", str(outcome))
+    # Rank 1 finds it, and rank 0 has then lost rank 1.
+    _, outcome = run(shards, tmp_path / "out", *SHORT, size=2, check=False, sabotage=(on_own_disk,))
+    assert isinstance(outcome, train.ConfigError)
+    assert re.search(r"step 14 is in \S+out1 here, and only 0 where rank 0 is;", str(outcome))
 
 
 @pytest.mark.parametrize("room", [0, 100, 20000])             # at once, or half-way
@@ -245,14 +242,6 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     train_here(tmp_path, *SHORT, "--save-every", 2, "--max-steps", 6)
     assert steps_kept(tmp_path) == [2, 6] and column(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert "warning: no checkpoint of step 4: " in capsys.readouterr().out
-
-
-def test_a_link_in_the_place_of_the_unfinished_checkpoint_is_not_followed(train_here, tmp_path):
-    (tmp_path / "mine").write_text("kept")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "unfinished").symlink_to(tmp_path / "mine")
-    train_here(tmp_path / "out", *SHORT, "--max-steps", 2)
-    assert (tmp_path / "mine").read_text() == "kept" and steps_kept(tmp_path / "out") == [2]
 
 
 def test_a_run_saves_by_the_clock(train_here, tmp_path, monkeypatch):
@@ -337,5 +326,5 @@ def test_a_folder_of_16_bits_holds_the_masters(train_here, tmp_path, precision):
     # And back: no step, the same file
     train_here(tmp_path / "again", "--steps", 0, "--init", tmp_path / "out" / "model",
                "--precision", precision)
-    files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "again")]
+    files = [tmp_path / name / "model" / "pytorch_model.bin" for name in ("out", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()

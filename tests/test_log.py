@@ -26,7 +26,7 @@ from tests.training import SHORT, column, metrics, run
 FIELDS = {
     "run": "flags commit python torch ranks device parameters",
     "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
-             "examples_per_second tflops data_share wait_seconds bytes_sent minutes_left",
+             "examples_per_second data_share wait_seconds bytes_sent minutes_left",
     "eval": "step phase mlm_loss mlm_accuracy unigram_entropy nsp_loss nsp_accuracy"}
 
 
@@ -38,7 +38,7 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     first = run_script(*argv, cwd=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     assert "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.01" in first.stdout
-    assert re.search(r"step +2  phase 2  mlm +\d\.\d+  nsp 0\.\d+  lr 3.3e-03  norm", first.stdout)
+    assert re.search(r"step +1  phase 1  mlm +\d\.\d+  nsp 0\.\d+  lr 5.3e-03  norm", first.stdout)
     for sentence in train.DEMO_SENTENCES:
         answer = first.stdout.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
         assert answer.count("%") == 3
@@ -46,12 +46,10 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     for kind, fields in FIELDS.items():
         for line in metrics(out, kind):
             assert set(fields.split()) <= set(line), kind
-    for line, evaluation, seq_len in zip(metrics(out), metrics(out, "eval"), (64, 128)):
+    for line, evaluation in zip(metrics(out), metrics(out, "eval")):
         assert line["step"] == evaluation["step"] == line["phase"] == evaluation["phase"]
         # The bias begins at the frequencies
         assert line["mlm_loss"] == pytest.approx(evaluation["unigram_entropy"], abs=0.3)
-        flops = bert.flops_per_example(bert.BertConfig.preset("tiny", 320), seq_len, 0.3 * seq_len)
-        assert 0.5 < 1e12 * line["tflops"] / line["examples_per_second"] / flops < 1.1
         assert 0 < line["data_share"] < 1
     # Phase 1 has a third of the tokens
     minutes = metrics(out)[0]["seconds"] / 60
@@ -140,7 +138,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
         assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
-        for differs in ("phase2.lr 0.012 (not 0.006)", "bucket_mb 7.0 (not 5.0)",
+        for differs in ("lr_scale 2.0 (not 1.0)", "bucket_mb 7.0 (not 5.0)",
                         "save_every 2 (not 3)", "max_steps 9 (not None)"):
             assert differs in str(outcome)
     for outcome in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):
@@ -197,16 +195,16 @@ def test_a_terminal_that_takes_no_more_does_not_end_a_run(tmp_path, monkeypatch)
 
 
 def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):
-    clock = [0.0]
+    clock = [100.0]
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(train, "STEP_LINE", "{step}")
     log = train.Log(tmp_path, True)
-    for step in range(1, 201):
-        clock[0] += 1.0 if step < 150 else 40.0
+    for step in range(1, 101):
+        clock[0] += 1.0 if step < 90 else 40.0
         log.step({"step": step})
-    assert column(tmp_path, "step") == list(range(1, 201))
+    assert column(tmp_path, "step") == list(range(1, 101))
     said = [int(line) for line in capsys.readouterr().out.split()]
-    assert said == [1, 2, 3, 50, 100, 150, *range(152, 201, 2)]
+    assert said == [1, *range(12, 90, 11), *range(90, 101)]
 
 
 def test_the_other_ranks_are_silent(tmp_path, capsys):

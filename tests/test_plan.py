@@ -99,8 +99,6 @@ def test_bf16_is_not_emulated_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     assert optim.choose_precision("auto", torch.device("cuda")) == "fp16"
-    with pytest.raises(optim.TrainingStopped, match="--precision fp16"):
-        optim.choose_precision("bf16", torch.device("cuda"))
 
 
 # ----- plan.py: seconds, beside those that were published and measured -----
@@ -211,7 +209,7 @@ def test_the_seconds_add_up(printed):
                        r".*steps take (\S+) h", text)
     for phase, words in zip(optim.RECIPES["nvidia-64k"]["phases"], found, strict=True):
         compute, exchange, late, hours = map(float, words)
-        flops = bert.flops_per_example(config, phase.seq_len, 0.15 * phase.seq_len)
+        flops = plan.flops_per_example(config, phase.seq_len, 0.15 * phase.seq_len)
         assert compute == pytest.approx(phase.global_batch / 8 * flops / 1e13, rel=0.01)
         # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter at 1 Gb/s
         assert exchange == pytest.approx(56e-9 * parameters, rel=0.01)

@@ -20,6 +20,7 @@ import train
 from tests.ranks import run_ranks, together
 from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics, run,
                             steps_kept)
+from tests.variants import compiled
 
 # ----- The same training on any number of ranks -----
 
@@ -54,19 +55,17 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
 
 
 def counts_of(world, shards):
-    """Returns the counts of a step in which rank r has r + 1 micro-batches, and this rank's own."""
+    """Returns the count of a step in which rank r has r + 1 micro-batches, and this rank's own."""
     examples = data.PretrainingData(shards, 32)
     batches = [examples.batch([0, 1, 2]), examples.batch([3])][:world.rank + 1]
     masked = sum(int(label != data.IGNORED) for batch in batches for label in batch.labels)
-    tokens = sum(int(token != data.PAD) for batch in batches for token in batch.tokens)
-    return train.masked_and_all(world, batches), [masked, tokens]
+    return train.count_masked(world, batches), masked
 
 
 def test_the_divisor_is_that_of_the_whole_step(shards, tmp_path):
     (found, first), (other, second) = run_ranks(counts_of, 2, tmp_path, shards)
-    assert found == other, f"rank 0 has {found}, rank 1 {other}"
-    for name, count, own, others in zip(("masked", "all"), found, first, second):
-        assert count == own + others, f"{count} tokens are {name}; the ranks have {own}, {others}"
+    assert found == other == first + second, (
+        f"rank 0 counts {found}, rank 1 {other}; the ranks have {first} and {second}")
 
 
 def take_share(world, folder):
@@ -97,7 +96,7 @@ def test_a_rank_reads_only_its_shards(shards, tmp_path, one_rank):
 def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path):
     train_here(tmp_path, "--steps", 2, 0, "--pairs", "none")
     line, = metrics(tmp_path, "eval")
-    assert line["nsp_accuracy"] is None and line["nsp_loss"] == 0
+    assert line["nsp_accuracy"] == line["nsp_loss"] == 0
     # Decay would wear them away
     assert not any(name.startswith(("pooler", "nsp")) for name in last_state(tmp_path)["tensors"])
 
@@ -105,7 +104,7 @@ def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path):
 def first_batches(shards, *flags):
     """Returns the first batch of each phase."""
     args = args_of("--data", shards, *flags)
-    state = SimpleNamespace(phase=0, phase_step=0, masters={})
+    state = SimpleNamespace(step=0, phase=0, phase_step=0, masters={})
     return [next(train.begin_phase(args, dist.World(), state, phase))[0] for phase in (0, 1)]
 
 
@@ -150,11 +149,13 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
         module, backend="aot_eager", **options))
-    monkeypatch.setattr(bert, "attention", bert.attention)       # train.py replaces it
+    monkeypatch.setattr(bert, "attention", torch.compiler.disable(bert.attention))
     batch = data.PretrainingData(shards, 32).batch([0, 1]).to("cpu")
     found = []
-    for flags in [], ["--compile"]:
-        state = build(shards, *flags)
+    for compile_blocks in False, True:
+        state = build(shards)
+        if compile_blocks:
+            compiled.compile_blocks(None, None, state)
         order = []
         for name, p in state.model.named_parameters():
             p.register_post_accumulate_grad_hook(
@@ -165,10 +166,10 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
         # What a layer is to the reducer: one stretch, with none of another layer in it
         turns = [layer for layer, _ in itertools.groupby(order)]
         found.append((float(loss.detach()), turns, torch.cat(state.reducer.flats)))
-    plain, compiled = found
-    assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
-    assert compiled[1] == plain[1] and ["blocks", "1"] in plain[1]
-    assert torch.allclose(compiled[2], plain[2], rtol=1e-4, atol=1e-6)
+    plain, fused = found
+    assert fused[0] == pytest.approx(plain[0], rel=1e-5)
+    assert fused[1] == plain[1] and ["blocks", "1"] in plain[1]
+    assert torch.allclose(fused[2], plain[2], rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(
@@ -176,7 +177,7 @@ def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(
     """The variant LANS steps in proportion to a tensor's norm, most of which would be the mean."""
     data.prepare(documents, tmp_path / "shards", vocab_size=319, shards=4)
     bias = build(tmp_path / "shards").model.mlm_bias.detach()
-    expected = torch.from_numpy(data.unigram_losses(tmp_path / "shards")).float()
+    expected = data.unigram_losses(tmp_path / "shards").float()
     pieces, padding = bias[:319], bias[319:]
     assert torch.allclose(pieces.log_softmax(0), -expected, atol=1e-5) and len(padding) == 1
     assert padding == pieces.min() and abs(pieces.mean()) < 1e-5
@@ -355,7 +356,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     labels, rows = batch.labels[counted], len(batch.tokens) - int(batch.lengths[-1])
     assert 0.1 < len(labels) / rows < 0.2                 # 15 %, however many training masks
     mlm_logits, nsp_logits = model(batch)
-    unigram_losses = torch.from_numpy(data.unigram_losses(shards))
+    unigram_losses = data.unigram_losses(shards)
     expected = {
         "mlm_loss": F.cross_entropy(mlm_logits[counted], labels),
         "mlm_accuracy": (mlm_logits[counted].argmax(1) == labels).double().mean(),

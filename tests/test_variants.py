@@ -658,5 +658,6 @@ def test_every_variant_is_in_the_readme():
     readme = (folder / "README.md").read_text()
     shared = {"__init__.py", "common.py", "modern_export.py", "synchronised.py"}
     files = {path.name for path in folder.glob("*.py")} - shared
-    assert files == {f"{name_of(variant)}.py" for variant in ALL}
+    # compiled.py is tested in test_train_loop.py, by a compiler that is fast.
+    assert files == {f"{name_of(variant)}.py" for variant in ALL} | {"compiled.py"}
     assert all(f"`{name}`" in readme for name in files)

@@ -5,8 +5,8 @@
     python tests/bench/bench_step.py --models large --times 16       # on a GPU
 
 Each row is a run of `train.py` as a user starts it, --steps of them, of which the first 20 do not
-count: tokens of the text (padding is none) by the median time of a step. TFLOP/s are those of its
-log. "Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
+count: tokens of the text (padding is none) by the median time of a step.
+"Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
 data collator makes them: padded to the longest example, with labels of -100 where nothing is
 masked; in bf16 under autocast, as its Trainer does it. It has no evaluation to do, and its step
 begins with batches that are there.
@@ -33,15 +33,14 @@ SKIPPED = 20
 
 
 def of_train(args, model, examples, phase, shards):
-    """Returns (steps a second, TFLOP/s) of train.py."""
+    """Returns steps a second of train.py."""
     steps = [0, 0]
     steps[phase] = args.steps + SKIPPED
     with tempfile.TemporaryDirectory() as out:
         beside.program("train.py", "--data", shards, "--out", out, "--model", model, "--batch",
                        examples, "--steps", *steps, "--precision", args.precision)
         lines = beside.lines_of(out, "train")[SKIPPED:]
-    rate = statistics.median(line["examples_per_second"] for line in lines) / examples
-    return rate, statistics.median(line["tflops"] for line in lines)
+    return statistics.median(line["examples_per_second"] for line in lines) / examples
 
 
 def padded(batch):
@@ -98,9 +97,8 @@ def once(args):
         for k in range(40):
             batches.append(dataset.batch(range(k * examples, (k + 1) * examples)).to("cpu"))
         tokens = statistics.mean(int(batch.lengths[:-1].sum()) for batch in batches)
-        rate, tflops = of_train(args, model, examples, phase, shards)
+        rate = of_train(args, model, examples, phase, shards)
         figures[f"{name}, tokens/s"] = rate * tokens
-        figures[f"{name}, TFLOP/s"] = tflops
         if not args.beside:
             vocab_size = data.load_manifest(shards)["vocab_size"]
             peer = of_huggingface(args, model, vocab_size, batches) * tokens

@@ -96,9 +96,9 @@ def compare(whole, out):
     for name, tensor in states[0].items():
         if not torch.equal(tensor, states[1][name]):
             wrong.append(f"other bits: {name}")
-    models = [(folder / "model/model.safetensors").read_bytes() for folder in (whole, out)]
+    models = [(folder / "model/pytorch_model.bin").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
-        wrong.append("another model.safetensors")
+        wrong.append("another pytorch_model.bin")
     # Steps that were lost and done again stand in the log twice, and must be equal.
     logs = []
     for folder in whole, out:

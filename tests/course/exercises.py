@@ -84,7 +84,7 @@ EXERCISES = {
         "optim.LAMB._update",
         60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for"),
     "dealing": Exercise(
-        "data.micro_batches data.loader train.masked_and_all",
+        "data.micro_batches data.loader train.count_masked",
         60, "the same step on any number of ranks: who takes which example, and the divisor"),
     "buckets": Exercise(
         "dist.fill_buckets dist.dense dist.Bucket.average",

@@ -54,10 +54,10 @@ HINTS = {
     "dealing": [
         "Nothing has to divide: a rank may have one example more, a micro-batch may be short. With "
         "as few micro-batches as micro_batch allows, deal a rank's examples out to them in turn.",
-        "`loader`: submit a step to a thread; when two are submitted, yield the result of the "
-        "first. At the end one is left. job.result() raises what the thread raised.",
-        "`masked_and_all`: count on this rank, and let `world.sum` add up. data.Batch says which "
-        "labels do not count, and which of the lengths only pads.",
+        "`loader`: submit a step to a thread; when its result is there, submit the next one before "
+        "you yield it. job.result() raises what the thread raised.",
+        "`count_masked`: count on this rank, and let `world.sum` add up. data.Batch says which "
+        "labels do not count.",
     ],
     "buckets": [
         "`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and where the "
@@ -99,9 +99,9 @@ HINTS = {
         "writes: args.counts as \"counts\", `tensors_of`, `numbers_of`. If that fails by an "
         "OSError, or torch's RuntimeError, remove what is half written and say so.",
         "`save` at last removes all checkpoints but the new one and the latest before it. "
-        "`restore`: first let all ranks compare the latest step in their folders.",
+        "`restore`: first let each rank compare the latest step in its folder with rank 0's.",
         "`restore`: rank 0 reads, and copies into `tensors_of(state)` in place; the numbers go by "
-        "`broadcast_object`, each tensor by `broadcast`. Then the model gets the masters, State "
+        "`all_gather_object`, each tensor by `broadcast`. Then the model gets the masters, State "
         "its COUNTERS and a LossScaler, each group of the optimizer its options.",
     ],
 }

@@ -1,6 +1,6 @@
 """The race: who reaches the baseline's final held-out loss soonest, on the same machine?
 
-    python data.py                                           # the shards, once, for all runs
+    python train.py --max-steps 1 --out runs/text            # the shards, once, for all runs
     python train.py --out runs/base
     python tests/variants/modern.py --steps 950 200 --save-every 50 --out runs/mine
     python tests/course/race.py runs/base runs/mine          # and any number of runs more

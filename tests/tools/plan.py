@@ -4,9 +4,9 @@
         --model large --recipe nvidia-64k
 
 All flags of train.py count as they would there; those of a plan are added. The speed of a GPU has
-to be given. --gpu takes what others have published of a card; better is --tflops, the number that
-the metrics.jsonl of a short run of your own calls `tflops`. With --hours it says how many steps
-these buy.
+to be given. --gpu takes what others have published of a card; better is --tflops, from a short run
+of your own: its `examples_per_second` of a GPU times the GFLOP of an example, which are printed
+here, over 1,000. With --hours it says how many steps these buy.
 
 Not counted: the time to compress, what happens inside a node, the optimizer, loading, evaluation
 and saving; and that some examples are shorter than the phase's length, which makes a real run
@@ -26,7 +26,7 @@ import data  # noqa: E402
 import train  # noqa: E402
 
 # name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
-# the examples a second that somebody has published, times `bert.flops_per_example`; none was
+# the examples a second that somebody has published, times `flops_per_example`; none was
 # measured with this program. Sources are letters:
 #   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
 #   B   fine-tuning on SQuAD, 384 tokens, which is a little slower: Lambda, deeplearning-benchmark,
@@ -73,7 +73,7 @@ def parse_arguments(argv=None):
     add("--gpu", choices=GPUS, help="take this GPU's memory and its published speed in 16 bits")
     add("--gpu-memory", type=AMOUNT, help="the GB of a GPU; without it what --gpu has, or 16")
     add("--tflops", type=AMOUNT,
-        help="the TFLOP/s of a GPU in training, as metrics.jsonl of a short run says")
+        help="the TFLOP/s of a GPU in training: its examples a second times GFLOP / 1,000")
     add("--vocab-size", type=data.number(int, 16), default=30522,
         help="the pieces of the tokenizer (default: %(default)s)")
     plan_flags, train_flags = parser.parse_known_args(argv)
@@ -86,8 +86,8 @@ def parse_arguments(argv=None):
     if not args.tflops and args.precision != "fp32":
         args.tflops = published
     if not args.tflops:
-        parser.error("give --tflops, what a GPU reaches in training (`tflops` in the metrics.jsonl "
-                     "of a short run), or for 16 bits --gpu, one of " + ", ".join(GPUS))
+        parser.error("give --tflops, what a GPU reaches in training (its examples a second times "
+                     "the GFLOP of one / 1,000), or for 16 bits --gpu, one of " + ", ".join(GPUS))
 
     args.ranks = args.nodes * args.gpus_per_node
     for phase in args.phases:
@@ -158,6 +158,26 @@ def wire_bytes(compression, elements, ranks):
     return 2 * (ranks - 1) * part
 
 
+def flops_per_example(config, length, masked):
+    """Returns the floating-point operations of one example, forward and backward.
+
+    length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
+    and backward as twice the forward. With L layers:
+
+        attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
+        other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
+                                                              layer does it for M + 1 rows only.
+        heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
+        all         3 (attention + other + heads)
+    """
+    D = config.width
+    attention_flops = config.layers * length * (6 * D**2 + 4 * length * D)
+    other_rows = (config.layers - 1) * length + masked + 1
+    other_flops = other_rows * (2 * D**2 + 4 * D * config.feed_forward)
+    head_flops = masked * (2 * D**2 + 2 * D * config.vocab_size) + 2 * D**2
+    return 3 * (attention_flops + other_flops + head_flops)
+
+
 def step_seconds(args, phase):
     """Returns the seconds of compute, of exchange, and of a step in which they overlap.
 
@@ -169,7 +189,7 @@ def step_seconds(args, phase):
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len
-    flops = share * bert.flops_per_example(args.config, phase.seq_len, masked)
+    flops = share * flops_per_example(args.config, phase.seq_len, masked)
     compute = 1e-12 * flops / args.tflops
     # Gradients are exchanged during the last micro-batch only, which takes what the others left.
     micro_batch = max(1, args.micro_tokens // phase.seq_len)
@@ -216,7 +236,8 @@ def main(argv=None):
         if args.hours and steps:
             # The phases share the hours by their tokens, as in train.py.
             steps = int(3600 * args.hours * phase.tokens / all_tokens / step)
-        print(f"phase {number}: a step computes {compute:.3g} s")
+        gigaflops = 1e3 * args.tflops * compute / math.ceil(phase.global_batch / args.ranks)
+        print(f"phase {number}: {gigaflops:.3g} GFLOP an example; a step computes {compute:.3g} s")
         if args.nodes > 1:
             print(f"    at {args.gbps:g} Gb/s, compression {args.compression}, it exchanges "
                   f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden")

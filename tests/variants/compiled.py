@@ -1,0 +1,43 @@
+"""The kernels of each layer fused by torch.compile.
+
+    python tests/variants/compiled.py                        # and any other flag of train.py
+
+A GPU reads and writes a layer's activations once for each small operation (GELU, dropout, sums,
+LayerNorm). A compiler makes one kernel of several, so that they are read and written once (Ansel et
+al., "PyTorch 2", ASPLOS 2024). Compilation takes a minute or more, so short runs lose by it. The
+results are those of train.py but for rounding. Not tried on a GPU.
+
+What is changed: the blocks of the model, after it is built. The weights have the same names, so the
+folder and the checkpoints are those of train.py; but neither takes up a checkpoint of the other.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import bert  # noqa: E402
+import train  # noqa: E402
+from tests.variants import common  # noqa: E402
+
+
+def compile_blocks(args, world, state):
+    """Compiles the blocks of a new State's model, one by one: so backward still completes their
+    gradients one after another."""
+    for block in state.model.blocks:
+        # "dynamic": the number of rows differs from batch to batch.
+        block.compile(dynamic=True)
+
+
+def install():
+    """Makes train.py compile the blocks."""
+    # Attention depends on the lengths of a batch, so it would be compiled again and again.
+    bert.attention = torch.compiler.disable(bert.attention)
+    common.after_build(compile_blocks)
+    common.name_run("compiled")
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
