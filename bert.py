@@ -58,7 +58,7 @@ PRESETS = {                     # name: (layers, width)
 INIT_STD = {"tiny": 0.04}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class BertConfig:
     """The shape of a BERT. The names are ours; `CONFIG_NAMES` has those of Hugging Face."""
     layers: int                         # L, the number of blocks
@@ -519,8 +519,8 @@ def fill_mask(model, tokenizer, text, count=5):
 def main():
     """Prints a line of likely words for each [MASK]; one line on stderr if that cannot be done."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", help="a model folder, for example runs/demo/model")
-    parser.add_argument("text", help="a text with [MASK] in it")
+    parser.add_argument("folder")
+    parser.add_argument("text")
     flags = parser.parse_args()
     try:
         model = load_huggingface(flags.folder)

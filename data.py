@@ -457,7 +457,7 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
             control_symbols=SPECIALS[CLS:])
     except RuntimeError:
         raise DataError(f"no tokenizer of {vocab_size} pieces can be made of this text: it has "
-                        "more different characters, or no word; raise --vocab-size") from None
+                        "more different characters, or no word; raise --vocab-size")
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
@@ -567,8 +567,7 @@ def documents_in(path):
                     document = ""
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                        "UTF-8 text or has JSON with a `text` a line (wikiextractor --json)"
-                        ) from None
+                        "UTF-8 text or has JSON with a `text` a line (wikiextractor --json)")
     if document:
         yield document
 

@@ -50,7 +50,7 @@ class TorchrunLost(DistError):
 
 # ----- Ranks and collectives -----
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class World:
     """This process among all of them, and the collectives: calls that every rank makes together.
 
@@ -126,7 +126,7 @@ class World:
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
-                           f"({error!r:.300})") from error
+                           f"({error!r:.300})")
 
     def close(self):
         """Ends a run that went well, on all ranks. After an error, `leave` instead. Collective."""
@@ -171,8 +171,7 @@ def init(timeout=600.0, init_method="env://"):
                                "--nproc_per_node on every node")
         return dataclasses.replace(world, levels=two_levels(world, limit), watcher=watcher)
     except (RuntimeError, ValueError) as error:
-        raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}"
-                       ) from error
+        raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}")
 
 
 def world_of_environment():

@@ -208,6 +208,7 @@ class Log:
     def __init__(self, folder, active):
         self.active = active
         self.said_at = 0.0                   # when the last line of a step was printed, seconds
+        self.lowest = math.inf               # the lowest held-out loss until now
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +217,7 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another run writes to {folder}, or its disk has no locks "
-                              f"({error.strerror}); take another --out") from None
+                              f"({error.strerror}); take another --out")
 
     def say(self, text):
         """Prints a line."""
@@ -254,7 +255,7 @@ def log_start(args, world, log, state):
     folder = Path(__file__).parent
     commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty")
     log.metric("run", flags=args.counts, commit=commit, python=sys.version, ranks=world.size,
-               torch=torch.__version__, device=str(world.device), parameters=parameters)
+               torch=torch.__version__, parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
@@ -624,6 +625,11 @@ def evaluate(args, world, log, state):
         "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
     log.metric("eval", **result)
     log.say(EVAL_LINE.format(**result))
+    log.lowest = min(log.lowest, result["mlm_loss"])
+    # What rises by half a nat is no noise.
+    if result["mlm_loss"] > log.lowest + 0.5:
+        log.say(f"warning: this loss was {log.lowest:.3f} before; if it does not fall again, begin "
+                "anew at a lower --lr-scale")
     return result
 
 

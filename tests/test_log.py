@@ -24,7 +24,7 @@ from tests.training import SHORT, column, metrics, run
 # ----- A whole program -----
 
 FIELDS = {
-    "run": "flags commit python torch ranks device parameters",
+    "run": "flags commit python torch ranks parameters",
     "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
              "examples_per_second data_share wait_seconds bytes_sent minutes_left",
     "eval": "step phase mlm_loss mlm_accuracy unigram_entropy nsp_loss nsp_accuracy"}

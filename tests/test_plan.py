@@ -84,8 +84,7 @@ def test_the_published_recipes():
 
 @pytest.mark.parametrize("found,precision", [
     ("avx512_bf16", "bf16"),
-    ("avx2", "fp32"),
-    ("bf16", "bf16")])                            # of ARM
+    ("avx2", "fp32")])
 def test_bf16_on_a_cpu_needs_instructions(monkeypatch, found, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {found: True}, raising=False)
     assert optim.choose_precision("auto", torch.device("cpu")) == precision

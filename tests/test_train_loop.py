@@ -335,6 +335,8 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 
 class Silent:
     """A log that nothing is written to."""
+    lowest = math.inf
+
     def say(self, text):
         pass
 

@@ -366,7 +366,7 @@ CASES = {
     "unequal-nodes": Case("nodes of 1 and 3 ranks", "set the same --nproc_per_node", "refused",
                           hosts="unequal"),
     "newer-elsewhere": Case("ranks numbered otherwise: node 1's disk has step 24, node 0's none",
-                            "rank 1 finds step 24", "refused", hosts="disks",
+                            "rank 1: step 24 is in .* here", "refused", hosts="disks",
                             before=finish_on_node_1),
     "node-term": Case("SIGTERM to one of two nodes", STOPPED, "stops", hosts="local",
                       options="--max-restarts=2", act=lambda run: run.roots[1].terminate()),

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 NAMES = [f"bench{os.getpid()}{side}" for side in "ab"]
-INSIDE = [["ip", "netns", "exec", name] for name in NAMES]     # before a command that runs there
+# Before a command that runs there. Gloo shall use the link.
+INSIDE = [["ip", "netns", "exec", name, "env", "GLOO_SOCKET_IFNAME=link0"] for name in NAMES]
 ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else sees them
 LINK = ["dev", "link0"]
 

@@ -315,16 +315,18 @@ def test_lamb_without_decay_is_adam():
 
 def test_lamb_is_its_equations():
     """6 points: with decay it is its equations."""
-    tensors = [torch.randn(5, 7).double(), torch.zeros(3, 4).double(), torch.randn(6).double()]
+    tensors = [torch.randn(5, 7).double() / 10, torch.zeros(3, 4).double(),
+               torch.randn(6).double(), torch.randn(4, 5).double()]
     lamb = optim.LAMB(tensors, lr=0.02, weight_decay=0.05)
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
     for t in range(1, 31):
         for k, w in enumerate(tensors):
-            w.grad = 3 * torch.randn_like(w) * (k < 2)
+            w.grad = 3 * torch.randn_like(w) * (k != 2)
             w_before, m, v = exact[k]
             exact[k] = optim.lamb_equations(w_before, w.grad, m, v, t, 0.02, 0.9, 0.999, 1e-6, 0.05)
         lamb.step()
-        for what, w, right in zip(("random", "of zeros", "without gradient"), tensors, exact):
+        kinds = "of small weights", "of zeros", "without gradient", "of large weights"
+        for what, w, right in zip(kinds, tensors, exact):
             assert_near(w, right[0], f"a tensor {what}, with decay, after step {t}", 1e-9)
 
 
