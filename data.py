@@ -110,7 +110,7 @@ def open_shard(path):
     """Returns the Shard of the files PATH.tokens and PATH.documents."""
     tokens = np.memmap(f"{path}.tokens", np.uint16, "r")
     documents = np.memmap(f"{path}.documents", np.int64, "r")
-    # As plain arrays of the same memory, for to index np.memmap takes longer.
+    # As plain arrays of the same memory, since an np.memmap takes longer to index.
     return Shard(np.asarray(tokens), np.asarray(documents))
 
 
@@ -535,7 +535,7 @@ class TextFiles:
                 self.files.append(path)
             else:
                 raise DataError(f"{path} is no file or folder (nor can text be a pipe: it is read "
-                                "twice)")
+                                "more than once)")
 
     def __iter__(self):
         for path in self.files:
@@ -601,7 +601,7 @@ def load_tokenizer(path):
 
 
 def unigram_losses(folder):
-    """Returns a tensor (vocabulary,), float64: the loss, in nats, of each token for a predictor that
+    """Returns a tensor (V,), float64: the loss, in nats, of each token for a predictor that
     knows nothing but how often the training text has it (one added, so that none is infinite)."""
     counts = torch.from_numpy(np.fromfile(Path(folder) / "unigrams")) + 1
     return -torch.log(counts / counts.sum())

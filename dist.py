@@ -490,7 +490,7 @@ class Bucket:
     4.1). The first rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
-        1. reduce            1 -> 0    3 -> 2      a node's ranks add up at the leader
+        1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
         2. compressor        0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 

@@ -218,8 +218,8 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
     Without one the weights grow, and the steps with them: embeddings of `tiny` that begin with 0.04
     (root mean square) have 1.0 after 6,500 steps, and the loss stays 0.3 nats higher.
 
-    Nothing calls this: it is here to be read. The class LAMB computes the same, for tensors that
-    decay, in fewer passes over memory, and a test compares the two.
+    Training does not call this: it is here to be read. The class LAMB computes the same, for
+    tensors that decay, in fewer passes over memory, and a test compares the two.
     """
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g ** 2
@@ -229,8 +229,8 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
     corrected_v = v / (1 - b2 ** t)
     u = corrected_m / (corrected_v.sqrt() + eps) + decay * w
 
-    # Every tensor moves by the fraction lr of its own norm, however large its gradient is. That
-    # is what lets training take large batches, which need a large lr.
+    # A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
+    # is. That is what lets training take large batches, which need a large lr.
     ratio = 1.0
     if w.norm() > 0 and u.norm() > 0:
         ratio = w.norm() / u.norm()

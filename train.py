@@ -40,10 +40,11 @@ import dist
 import optim
 
 
-# The clock of --hours begins with the process: the imports above have taken its time until now.
+# The clock of --hours begins with the process. The imports above have taken it about as long as it
+# has had a processor until now.
 STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
-EVAL_EXAMPLES = 1024         # held-out examples, with the same masks at every evaluation
+EVAL_EXAMPLES = 1024         # held-out examples, with the same masks in a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved at least this often
 LOG_SECONDS = 10             # between two lines on the terminal, at least
 DEMO_SHARDS = Path("shards/demo")
@@ -588,10 +589,10 @@ def evaluate(args, world, log, state):
     """Logs and returns what the model does on the held-out documents, at the phase's length (dict;
     losses in nats). Collective: the ranks share the work.
 
-    Examples and masks are the same at every evaluation; 15 % of the tokens are masked, however many
-    training masks. unigram_entropy is the loss on the same tokens of a predictor that knows only
-    how often the training text has each token: the loss to beat. Without pairs nsp_loss and
-    nsp_accuracy are 0. Of 1,024 examples the accuracy's standard error is about 1.6 %.
+    Examples and masks are the same at every evaluation of a phase; 15 % of the tokens are masked,
+    however many training masks. unigram_entropy is the loss on the same tokens of a predictor that
+    knows only how often the training text has each token: the loss to beat. Without pairs nsp_loss
+    and nsp_accuracy are 0. Of 1,024 examples the NSP accuracy's standard error is about 1.6 %.
     """
     seq_len = args.phases[state.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
