@@ -118,14 +118,14 @@ def place_of(function):
     return Path(f"{file}.py"), inside
 
 
-parse = functools.cache(ast.parse)       # the same text is asked for several functions
+parse = functools.cache(ast.parse)       # the same text is asked for again and again
 
 
 def load(folder, path):
     """Returns the text of a Python file; raises CourseError if it cannot be read or parsed."""
     try:
         text = (folder / path).read_text("utf-8")
-        ast.parse(text, path)            # its errors name the file and the line
+        parse(text, path)                # its errors name the file and the line
         return text
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CourseError(str(error)) from None

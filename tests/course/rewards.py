@@ -19,6 +19,8 @@ from tests.course.test_graders import measure
 from tests.tools import show
 from tests.variants import lans, topk
 
+STEPS = 200              # of the trainings that `lamb` compares
+
 
 def docs():
     """Returns the folder of shards that `python train.py` takes, and makes it if there is none."""
@@ -78,21 +80,21 @@ def schedule():
 def lamb():
     """Losses of LAMB and of AdamW at several rates, each beside the optimizer's best."""
     rates = 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
-    print("loss on new examples after 200 steps: how many times the optimizer's best it is")
+    print(f"loss on new examples after {STEPS} steps: how many times the optimizer's best it is")
     for name in "lamb", "adamw":
-        losses = [loss_after(200, name, rate) for rate in rates]
+        losses = [loss_after(name, rate) for rate in rates]
         bars({f"{name} at {rate:g}": loss / min(losses) for rate, loss in zip(rates, losses)}, "x")
 
 
-def loss_after(steps, name, rate):
+def loss_after(name, rate):
     """Returns the loss of a small model that an optimizer has trained, the rate going down to 0.
     Each step has new examples, so none is learned by heart."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 8))
     optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
-    for step in range(steps + 1):
+    for step in range(STEPS + 1):
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / steps)
+            group["lr"] = rate * (1 - step / STEPS)
         inputs = torch.randn(512, 32)
         targets = inputs[:, :8].sin() * inputs[:, 8:16]
         loss = (model(inputs) - targets).square().mean()

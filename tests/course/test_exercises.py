@@ -1,6 +1,7 @@
 """exercises.py: its table, copies, checks, hints and grades; the rewards and the open task."""
 import ast
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from tests.conftest import ROOT
 from tests.course import compete, exercises, rewards, verify
 from tests.course.exercises import EXERCISES
 from tests.course.hints import HINTS
+from tests.ranks import together
 
 HEAD = "def learning_rate(done, phase):\n"
 
@@ -33,66 +35,74 @@ def test_the_table_fits_the_code(name):
         ast.parse(*changed.values())
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A copy in which schedule and lamb are blank, and a function that runs exercises.py in it."""
+def run(folder, *arguments):
+    """Runs exercises.py in a folder; returns (its status, what it prints)."""
+    done = subprocess.run([sys.executable, "tests/course/exercises.py", *arguments], cwd=folder,
+                          capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_a_student_has_and_sees(tmp_path):
+    """In a copy in which schedule and lamb are blank."""
     folder = tmp_path / "copy"
     exercises.start(folder, ["schedule", "lamb"])
-
-    def run(*arguments):
-        done = subprocess.run([sys.executable, "tests/course/exercises.py", *arguments], cwd=folder,
-                              capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    return folder, run
-
-
-def test_what_a_student_has_and_sees(copy):
-    folder, run = copy
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("grade", "x"), ("verify",):
-        status, said = run(*command)
+        status, said = run(folder, *command)
         assert status == 1 and "needs the solutions, which are not in this copy" in said
-    assert run("check", "schedule") == (1, "schedule: still blank: learning_rate, progress\n")
+    blank = "schedule: still blank: learning_rate, progress\n"
+    assert run(folder, "check", "schedule") == (1, blank)
     for count in 1, 2, 3, 3:
-        assert run("hint", "schedule")[1].count(" of 3: ") == count
+        assert run(folder, "hint", "schedule")[1].count(" of 3: ") == count
 
     exercises.release(folder, ["schedule"])
     path = folder / "optim.py"
     source = path.read_text()
     path.write_text(exercises.with_function(source, "learning_rate", HEAD + "    return 1)\n"))
-    assert run("check", "schedule")[1].startswith("exercises.py: unmatched ')' (optim.py, line")
-    path.write_text(exercises.with_function(source, "learning_rate", HEAD + "    return 1e-9\n"))
-    status, said = run("check", "schedule")
-    assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
+    said = run(folder, "check", "schedule")[1]
+    assert said.startswith("exercises.py: unmatched ')' (optim.py, line")
     path.write_text(source)
-    status, said = run("check", "schedule")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    wrong = exercises.with_function(source, "learning_rate", HEAD + "    return 1e-9\n")
+    (other / "optim.py").write_text(wrong)
+    right, wrong = together(lambda: run(folder, "check", "schedule"),
+                            lambda: run(other, "check", "schedule"))
+    status, said = wrong
+    assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
+    status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "lans-96k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
 SUBMISSIONS = {                # body of learning_rate: the first thing wrong
-    "    return helper(done, phase)\n": "",
     "    import posix\n    posix._exit(0)\n": "the tests ended without a report",
     "    return (\n": "'(' was never closed (optim.py, line",
-    "    while True:\n        pass\n": "time is up, after 60 s",
-}
+    "    return helper(done, phase)\n": "",
+    "    while True:\n        pass\n": "time is up, after 8 s"}
 
 
 def test_grade(tmp_path):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
+    folders = []
     for number, body in enumerate(SUBMISSIONS):
         folder = tmp_path / str(number)
         folder.mkdir()
         text = exercises.with_function(source + helper, "learning_rate", HEAD + body)
         (folder / "optim.py").write_text(text)
         (folder / "train.py").write_text((ROOT / "train.py").read_text())
-    exercises.grade(sorted(tmp_path.iterdir()), ["schedule"], 60, 1, tmp_path / "points.csv")
-    header, *rows = (tmp_path / "points.csv").read_text().splitlines()
-    assert header == "submission,schedule,total,first thing wrong in each"
+        folders.append(folder)
+    files = tmp_path / "points.csv", tmp_path / "endless.csv"
+    together(lambda: exercises.grade(folders[:3], ["schedule"], 240, 1, files[0]),
+             lambda: exercises.grade(folders[3:], ["schedule"], 8, 1, files[1]))
+    rows = []
+    for file in files:
+        header, *found = file.read_text().splitlines()
+        assert header == "submission,schedule,total,first thing wrong in each"
+        rows += found
     for row, wrong in zip(rows, SUBMISSIONS.values(), strict=True):
         _, points, total, said = row.split(",", 3)
         assert points == total == ("0" if wrong else "10"), row
@@ -112,6 +122,7 @@ def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
 @pytest.mark.parametrize("name", [name for name in EXERCISES if hasattr(rewards, name)])
 def test_a_reward_is_shown(name, shards, monkeypatch, capsys):
     monkeypatch.setattr(rewards, "docs", lambda: shards)
+    monkeypatch.setattr(rewards, "STEPS", 2)
     vars(rewards)[name]()
     assert capsys.readouterr().out.count("\n") >= 2
 
