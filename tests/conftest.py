@@ -1,10 +1,8 @@
-"""What several test files share: a small corpus, its shards, programs run as a user runs them."""
+"""What several test files share: a small corpus, its shards, training in this process."""
 import os
 import random
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -79,20 +77,6 @@ def shards(documents, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared") / "shards"
     data.prepare(documents, folder, vocab_size=320, shards=4)
     return folder
-
-
-@pytest.fixture
-def program():
-    """Runs one of the five files as a user would; returns the completed process."""
-    def run(*arguments, cwd=ROOT, **options):
-        # Into files: pipes stay open until the server of its workers has ended, too
-        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, timeout=240,
-                                  stdout=stdout, stderr=stderr, **options)
-            stdout.seek(0), stderr.seek(0)
-            done.stdout, done.stderr = stdout.read(), stderr.read()
-            return done
-    return run
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def _script(arguments, cwd, environment, folder):
     # Else pytest's, at its end, prints the semaphores that a killed program has left
     multiprocessing.resource_tracker._resource_tracker._fd = None
     os.chdir(cwd)
-    os.environ.update(environment)
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     for number, name in enumerate(["stdout", "stderr"], 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.argv = arguments

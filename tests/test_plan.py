@@ -11,6 +11,7 @@ import data
 import dist
 import optim
 import train
+from tests.ranks import run_script
 from tests.tools import plan, show
 
 
@@ -262,8 +263,8 @@ def test_what_cannot_be_planned_is_one_line(refused, argv, message):
 
 # ----- show.py -----
 
-def test_shards_are_shown_as_words(program, monkeypatch, shards):
-    text = program("tests/tools/show.py", shards).stdout
+def test_shards_are_shown_as_words(monkeypatch, shards):
+    text = run_script("tests/tools/show.py", shards).stdout
     assert "documents held out" in text
     assert len(re.findall(r"B follows A: (?:True|False)\n +\[CLS\]", text)) == 3
 

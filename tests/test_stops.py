@@ -11,7 +11,7 @@ import pytest
 
 import dist
 from tests.conftest import ROOT
-from tests.ranks import run_script, start_script
+from tests.ranks import start_script
 
 SIGNALS = [signum.name for signum in dist.STOP_SIGNALS]
 # So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
@@ -118,47 +118,61 @@ TORCHRUN = [find_spec("torch.distributed.run").origin,
             *"--standalone --max-restarts=1 --nproc_per_node=2".split()]
 
 
-def wrapped(*words):
-    """Returns the arguments with which torchrun starts Python by way of a shell that stays."""
-    command = " ".join(map(str, [sys.executable, *words]))
-    return ["--no-python", "bash", "-c", f"{command}; exit $?"]
+@pytest.fixture(scope="module")
+def torchruns(shards, tmp_path_factory):
+    """Returns {name: (process, its folder)}: all at once, since they wait for one another and for
+    their imports. What begins with --no-python is by way of a shell that stays."""
+    folder = tmp_path_factory.mktemp("torchruns")
+    (folder / "fails.py").write_text(FAILS.format(root=str(ROOT)))
+    shell = ["--no-python", "bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
+    words = {
+        "dies": [*shell, *LONG],
+        "fails": [folder / "fails.py",
+                  *"--steps 4 0 --batch 8 --save-every 1 --compression onebit".split()],
+        "refused": [*shell, "--batch", 1]}
+    runs = {}
+    for name in words:
+        out = folder / name
+        out.mkdir()
+        arguments = [*TORCHRUN, *words[name], "--data", shards, "--out", out / "out"]
+        runs[name] = start_script(out, *arguments), out
+    return runs
 
 
-def reasons(stderr):
-    return [line for line in stderr.splitlines() if line.startswith("train.py:")]
+def ended(torchrun):
+    """Returns (status, stdout, stderr, its reasons) of a torchrun."""
+    process, folder = torchrun
+    process.join(240)
+    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    reasons = [line for line in stderr.splitlines() if line.startswith("train.py:")]
+    return process.exitcode, stdout, stderr, reasons
 
 
-def test_the_rank_that_fails_says_why_and_all_start_again(shards, tmp_path):
-    out = tmp_path / "out"
-    (tmp_path / "fails.py").write_text(FAILS.format(root=str(ROOT)))
-    done = run_script(*TORCHRUN, tmp_path / "fails.py", "--data", shards, "--out", out,
-                      *"--steps 4 0 --batch 8 --save-every 1 --compression onebit".split())
-    assert done.returncode == 0, done.stderr
-    said, = reasons(done.stderr)
-    assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in done.stderr
-    assert done.stdout.count("2 rank(s) on 1 node(s)") == 2
-    assert done.stdout.count("Done after step 4") == 1
-    assert sorted(set(steps(out))) == [1, 2, 3, 4]
-    assert not processes(str(tmp_path / "fails.py"))
-
-
-def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(shards, tmp_path):
-    done = run_script(*TORCHRUN, *wrapped(ROOT / "train.py", "--data", shards, "--out",
-                                          tmp_path / "out", "--batch", 1))
-    assert done.returncode == 1
-    said, = reasons(done.stderr)
-    assert "a batch of 1 is too small for 2 ranks" in said
-    assert "Traceback" not in done.stderr.split(said)[0]
-
-
-def test_ranks_do_not_train_on_without_their_torchrun(shards, tmp_path):
-    out = tmp_path / "out"
-    torchrun = start_script(tmp_path, *TORCHRUN, *wrapped(
-        ROOT / "train.py", "--data", shards, "--out", out, *LONG))
+def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
+    process, folder = torchruns["dies"]
+    out = folder / "out"
     wait_for(lambda: steps(out))
-    os.kill(torchrun.pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: not processes(f"--out {out}"))
-    said, = reasons((tmp_path / "stderr").read_text())
+    *_, (said,) = ended(torchruns["dies"])
     last = steps(out)[-1]
     assert f"stopped after step {last}; the same command resumes" in said
     assert (out / f"step-{last:08d}.pt").exists()
+
+
+def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
+    status, stdout, stderr, (said,) = ended(torchruns["fails"])
+    assert status == 0, stderr
+    assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr
+    assert stdout.count("2 rank(s) on 1 node(s)") == 2
+    assert stdout.count("Done after step 4") == 1
+    out = torchruns["fails"][1] / "out"
+    assert sorted(set(steps(out))) == [1, 2, 3, 4]
+    assert not processes(f"--out {out}")
+
+
+def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
+    status, _, stderr, (said,) = ended(torchruns["refused"])
+    assert status == 1
+    assert "a batch of 1 is too small for 2 ranks" in said
+    assert "Traceback" not in stderr.split(said)[0]
