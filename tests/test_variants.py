@@ -17,8 +17,7 @@ import dist
 import optim
 import train
 from tests.ranks import run_ranks, run_script, together
-from tests.test_optim import (apply, assert_equal, assert_moved, from_equations, parameters, problem,
-                              ratio)
+from tests.test_optim import apply, assert_equal, from_equations, parameters, problem, ratio
 from tests.training import args_of, assert_same, column, last_state, random_batch, shrink
 from tests.variants import (albert, balance, bucket_clipping, came, gradientflow, lans,
                             local_steps, merit, modern, modern_muon, muon, onebit_adam, onebit_lamb,
@@ -130,7 +129,6 @@ def test_lans_is_its_equations_at_any_scale_of_the_gradients(factor):
     for step in grads:
         apply(optimizer, params, [factor * g for g in step])
     assert_equal(params, from_equations(numpy_lans, values, decays, grads), 1e-8)
-    assert_moved(params, values)
 
 
 def test_the_recipe_of_lans():

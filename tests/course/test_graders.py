@@ -277,6 +277,9 @@ def test_precision_clips(scale, max_norm):
     optim.unscale_and_clip_([scaled], float(scaled.norm()), scale, max_norm)
     nn.utils.clip_grad_norm_([weight], max_norm)
     assert_near(scaled, weight.grad, f"a gradient of scale {scale:g}, clipped to {max_norm}", 1e-5)
+    zeros = torch.zeros(3)
+    optim.unscale_and_clip_([zeros], 0.0, scale, max_norm)
+    assert not zeros.any(), f"gradients of zeros became {zeros.tolist()}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
