@@ -288,7 +288,7 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
 # The ids of the special tokens, and the characters that are dropped from all text, such as soft
 # hyphens and marks of direction. Both stand in data.py, too: the files do not import each other.
 PAD, UNK, CLS, SEP, MASK = range(5)
-INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
+INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def huggingface_names(name):

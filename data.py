@@ -372,7 +372,7 @@ SAMPLE = 1 << 15            # pieces of text, drawn at random, that train the to
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
-INVISIBLE = "[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
+INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
@@ -552,7 +552,7 @@ def documents_in(path):
             for number, line in enumerate(io.BufferedReader(file), 1):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
                 if number == 1:
-                    is_json = line.startswith(("{", "[{"))
+                    is_json = re.match(r"{|\[({|$)", line)     # an array is refused below
                     if line.startswith("<"):
                         raise ValueError("HTML or XML, take the text out of it first")
                 if line and is_json:

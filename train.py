@@ -222,8 +222,8 @@ class Log:
 
     def say(self, text):
         """Prints a line."""
-        # A closed terminal or a full disk behind it must not end the training.
-        with contextlib.suppress(OSError):
+        # A closed terminal, a full disk behind it or one without UTF-8 must not end the training.
+        with contextlib.suppress(OSError, ValueError):
             if self.active:
                 print(text, flush=True)
 

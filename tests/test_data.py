@@ -572,6 +572,7 @@ BAD = {
     "deep.jsonl": (b'{"text": ' + b"[" * 200000, "line 1: .*`text`"),
     "pretty.json": (b'{\n  "text": "One."\n}\n', "line 1: .*`text`"),
     "array.json": (b' [{"text": "One."}]', "line 1: .*`text`"),
+    "indented.json": (b'[\n  {"text": "One."}\n]\n', "line 1: JSONDecodeError.*`text`"),
     "wiki_00": (b'<doc id="1">\nOne.\n</doc>\n', "line 1: .*HTML or XML.*--json"),
     "dump.xml": (b'\xef\xbb\xbf  <mediawiki xmlns="x">\n', "line 1: .*--json"),
 }
@@ -607,6 +608,11 @@ def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path):
             with contextlib.suppress(data.DataError):         # nothing else may come out
                 found = [text.strip() for text in data.TextFiles([tmp_path / f"a{suffix}"])]
                 assert found == documents
+
+
+def test_null_characters_are_dropped_and_a_bracket_is_text(tmp_path):
+    (tmp_path / "a").write_text("[1] A t\0ext.\n")
+    assert list(data.blocks(data.TextFiles([tmp_path / "a"]))) == [["[1] A text.\n"]]
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):

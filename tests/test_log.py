@@ -2,6 +2,7 @@
 words."""
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -205,6 +206,12 @@ def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):
     assert column(tmp_path, "step") == list(range(1, 101))
     said = [int(line) for line in capsys.readouterr().out.split()]
     assert said == [1, *range(12, 90, 11), *range(90, 101)]
+
+
+def test_a_terminal_without_utf_8_does_not_end_training(tmp_path, monkeypatch):
+    log = train.Log(tmp_path, True)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    log.say("ü")
 
 
 def test_the_other_ranks_are_silent(tmp_path, capsys):
