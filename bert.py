@@ -379,8 +379,9 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens. longest: the most tokens that an example of training had, where AutoTokenizer
-    cuts a text if it is asked to. Raises OSError if a file cannot be read or written.
+    the same tokens but for what `tokenizer_json` says. longest: the most tokens that an example of
+    training had, where AutoTokenizer cuts a text if it is asked to. Raises OSError if a file cannot
+    be read or written.
     """
     weights = {}
     for name, parameter in model.named_parameters():

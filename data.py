@@ -15,7 +15,7 @@ and, for each shard, two arrays without any header:
     NAME.tokens      uint16, every token of the shard, no special symbols
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
-Masks and pairs are made on the fly, so both phases, at any length, read the same shards.
+Masks and pairs are made on the fly, so all phases, at any length, read the same shards.
 Shapes: B examples, N rows (tokens) of a batch, M masked tokens, V pieces of the vocabulary.
 """
 import argparse
@@ -350,8 +350,8 @@ def micro_batches(step, global_batch, micro_batch, rank, size):
 def loader(dataset, step, global_batch, micro_batch, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
     works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
-    def make(step):
-        dealt = micro_batches(step, global_batch, micro_batch, rank, size)
+    def make(number):
+        dealt = micro_batches(number, global_batch, micro_batch, rank, size)
         return [dataset.batch(indices) for indices in dealt]
 
     with ThreadPoolExecutor(1) as thread:

@@ -161,7 +161,7 @@ def init(timeout=600.0, init_method="env://"):
     if world.size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
-    # So Gloo opens a socket to a rank when it first sends to it, not to all ranks at once.
+    # With this, Gloo opens a socket to a rank when it first sends to it, not to all ranks at once.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store = meet(world, init_method, limit)
@@ -454,7 +454,8 @@ class Reducer:
 
 def fill_buckets(tensors, world, compression, bucket_mb=5.0):
     """Returns Buckets of {name: tensor}, the last one first: backward begins at the output. A
-    bucket is full when it has at least bucket_mb MB (4 bytes an element)."""
+    bucket is full when it has at least bucket_mb MB (4 bytes an element). (A BERT's mlm_bias is its
+    own, so torch names it first, and it comes last here, in a small bucket of its own.)"""
     contents = []                                  # {name: shape} of each bucket
     room = 0.0                                     # in the last of them, MB
     in_embeddings = False

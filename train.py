@@ -40,8 +40,8 @@ import dist
 import optim
 
 
-# The clock of --hours begins with the process. The imports above have taken it about as long as it
-# has had a processor until now.
+# The clock of --hours begins with the process: the processor's seconds until now are about what the
+# imports above have taken.
 STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, with the same masks in a phase
@@ -58,7 +58,8 @@ class ConfigError(ValueError):
     """Flags or files that training cannot start with; the message says what to change."""
 
 
-# Errors that a user can mend. They are told in one line, all others with a traceback.
+# Errors that a user can mend. They and a lack of memory are told in one line, all others with a
+# traceback.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError, KeyboardInterrupt)
 
@@ -113,7 +114,7 @@ def parse_arguments(argv=None):
         help="average this many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
-    add("--max-steps", type=COUNT, help="stop after this step of the same schedule")
+    add("--max-steps", type=COUNT, default=1e9, help="stop after this step of the same schedule")
     add("--save-every", type=COUNT, default=300,
         help="save and evaluate every so many steps and each half hour (default: %(default)s)")
 
@@ -501,7 +502,7 @@ def progress(args, state):
     over = tokens_over(args, state)
     begin = 0
     for index, phase in enumerate(args.phases):
-        if begin <= over < begin + phase.tokens and state.step != args.max_steps:
+        if begin <= over < begin + phase.tokens and state.step < args.max_steps:
             # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
             done = (over - begin + phase.step_tokens) / (phase.tokens + phase.step_tokens)
             return index, done
@@ -791,7 +792,7 @@ def main():
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         rank_lost = isinstance(error, dist.RankLost)
         # A restart may help after a bug of ours, not after what a user has to mend or has stopped.
-        restart_helps = not isinstance(error, EXPECTED)
+        restart_helps = "Traceback" in message
         if rank_lost or isinstance(error, dist.TorchrunLost):
             restart_helps = True
         dist.leave(f"train.py: {message}", restart_helps, rank_lost)

@@ -333,12 +333,14 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 
 # ----- Evaluation, GPUs -----
 
-class Silent:
-    """A log that nothing is written to."""
-    lowest = math.inf
+class Noted:
+    """A log that keeps the lines in `said`."""
+    def __init__(self, lowest=math.inf):
+        self.lowest = lowest
+        self.said = []
 
     def say(self, text):
-        pass
+        self.said.append(text)
 
     def metric(self, kind, **fields):
         pass
@@ -350,7 +352,13 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     config = bert.BertConfig.preset("tiny", 320)
     model = bert.BertForPreTraining(dataclasses.replace(config, init_std=0.3))
     state = SimpleNamespace(model=model, phase=0, step=0)
-    found = train.evaluate(args, dist.World(), Silent(), state)
+    log = Noted()
+    found = train.evaluate(args, dist.World(), log, state)
+    assert len(log.said) == 1 and log.lowest == found["mlm_loss"]
+    for rise, lines in (0.4, 1), (0.6, 2):                # half a nat above the lowest is said
+        log = Noted(found["mlm_loss"] - rise)
+        train.evaluate(args, dist.World(), log, state)
+        assert len(log.said) == lines and ("--lr-scale" in log.said[-1]) == (lines == 2)
     assert model.training
     model.eval()
     batch = data.PretrainingData(shards, 32, held_out=True).batch(range(32)).to("cpu")

@@ -228,9 +228,9 @@ def test_schedule_rates(warmup, decay_from, power, rates):
 
 
 # (--hours, --max-steps, hours that are over, phase, its steps that are over): what comes next
-NEXT = {(None, None, 0, 0, 0): (0, 0.1), (None, None, 0, 0, 9): (2, 0.25),
-        (None, None, 0, 2, 3): (3, 0), (None, 5, 0, 0, 5): (3, 0), (1, None, 0.5, 0, 1): (0, 0.7),
-        (1, None, 0.9, 0, 6): (2, 0.7)}
+NEXT = {(None, 99, 0, 0, 0): (0, 0.1), (None, 99, 0, 0, 9): (2, 0.25),
+        (None, 99, 0, 2, 3): (3, 0), (None, 5, 0, 0, 5): (3, 0), (None, 5, 0, 0, 6): (3, 0),
+        (1, 99, 0.5, 0, 1): (0, 0.7), (1, 99, 0.9, 0, 6): (2, 0.7)}
 
 
 @pytest.mark.parametrize("case", NEXT)

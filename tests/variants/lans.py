@@ -30,13 +30,8 @@ from tests.variants import common  # noqa: E402
 
 # BERT-large in 54 minutes. The batches and the shape of the schedule were read in the paper; the
 # steps, rates and fractions are from memory, not checked.
-RECIPE = {
+RECIPE = optim.RECIPES["nvidia-64k"] | {
     "optimizer": "lans",
-    "betas": (0.9, 0.999),
-    "dropout": 0.1,
-    "drop_attention": True,
-    "mask_fraction": 0.15,
-    "pairs": "nsp",
     "phases": [
         optim.Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
         optim.Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
