@@ -54,14 +54,14 @@ PRESETS = {                     # name: (layers, width)
     "medium": (8, 512),
     "base": (12, 768),
     "large": (24, 1024)}
-# 0.02 is the original's, made for a width of 768. With it the demo's loss stands still for longer.
+# The original's 0.02 is made for a width of 768. With 0.02 the demo's loss stands still for longer.
 INIT_STD = {"tiny": 0.04}
 
 
 @dataclasses.dataclass
 class BertConfig:
     """The shape of a BERT. The names are ours; `CONFIG_NAMES` has those of Hugging Face."""
-    layers: int                         # L, the number of blocks
+    layers: int                         # the number of blocks
     width: int                          # D, the size of a hidden state
     heads: int                          # H, the heads of attention; they divide the width
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
@@ -123,17 +123,17 @@ def plain_attention(qkv):
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
-    bounds and lengths say which rows belong to one example. With 3, 3 and 6 tokens, and drawn as if
-    N were filled up to a multiple of 16, not of 64:
+    bounds and lengths say which rows belong to one example. With examples of 5, 5 and 8 tokens, as
+    in the picture of data.Batch:
 
-        row        0  1  2 | 3  4  5 | 6  7  8  9 10 11 | 12 13 14 15  |
-                   ex. 0   | ex. 1   | example 2        | only fill up |
-        lengths    3       | 3       | 6                | 4            |        (B + 1,)
-        bounds     0       | 3       | 6                | 12           | 16     (B + 2,)
+        rows       0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
+                   ex. 0   | ex. 1   | example 2 | padding
+        lengths    5       | 5       | 8         | 46                    (B + 1,)
+        bounds     0       | 5       | 10        | 18          | 64      (B + 2,)
 
-    The rows that only fill up N are one more example, which nobody reads; its length can be 0.
-    lengths is on the CPU always, since it decides shapes, and is enough there; bounds is for
-    kernels that take all lengths at once. dropout is that of the attention weights.
+    The padding is treated as one more example, whose results nobody reads; its length can be 0.
+    lengths is always on the CPU, since it decides shapes; bounds is on the model's device, for
+    functions of a GPU that take all lengths at once. dropout is that of the attention weights.
     """
     if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
         # This kernel takes examples of all lengths at once. It has no dropout, and old GPUs, which
@@ -148,15 +148,16 @@ def attention(qkv, bounds, lengths, dropout):
         # On a CPU, backward takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 
-    # b neighbours of one length T are a rectangle (b, T) without padding. The picture has three
-    # such runs: 2 x 3, 1 x 6 and 1 x 4. data.py sorts examples by length, so runs are long.
+    # A run is b examples of one length T, one after another: its rows are a batch (b, T) without
+    # padding. The picture has three runs, (2, 5), (1, 8) and (1, 46). data.py sorts the examples of
+    # a batch by length, so that there are few runs.
     lengths = lengths[lengths > 0]
     T_of_runs, b_of_runs = torch.unique_consecutive(lengths, return_counts=True)
     runs = qkv.split((b_of_runs * T_of_runs).tolist())
     outputs = []
     for run, b, T in zip(runs, b_of_runs.tolist(), T_of_runs.tolist()):
-        rectangle = run.unflatten(0, (b, T))                             # (b, T, 3, H, D/H)
-        q, k, v = rectangle.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
+        batch = run.unflatten(0, (b, T))                                 # (b, T, 3, H, D/H)
+        q, k, v = batch.permute(2, 0, 3, 1, 4)                           # (b, H, T, D/H) each
         output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         outputs.append(output.transpose(1, 2).flatten(0, 1))             # (b T, H, D/H)
     return torch.cat(outputs).to(dtype)
@@ -464,8 +465,8 @@ def init_from(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# It stands for a [MASK] in a text, since SentencePiece finds no [MASK] there. It is one of the
-# private characters of Unicode, which no tokenizer knows.
+# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there: one of the private
+# characters of Unicode, which no tokenizer knows.
 STAND_IN = "\ue000"
 
 

@@ -4,9 +4,8 @@
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
 Read first `Batch`, what the model gets; then `PretrainingData`, how an example is found, cut in two
-and masked; then `uniform`, the random numbers. The rest can wait: how examples are dealt to ranks
-(`micro_batches`) and made ahead in a thread (`loader`), and from `prepare` on how text
-becomes shards.
+and masked; `uniform`, the random numbers; `micro_batches`, how examples are dealt to ranks, and
+`loader`, which makes them ahead. The rest can wait: from `prepare` on, how text becomes shards.
 
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
 (settings, counts and digests), `unigrams` (float64, how often the training text has each token)
@@ -49,7 +48,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # so many texts are short: pre-training shall see short inputs, too
-GOLDEN = 0x9E3779B97F4A7C15     # the golden ratio's fraction, 0.618 ..., times 2^64
+GOLDEN = 0x9E3779B97F4A7C15     # 2^64 times 0.618 ..., the fraction of the golden ratio
 
 
 class DataError(ValueError):
@@ -60,34 +59,35 @@ class DataError(ValueError):
 
 class Batch(NamedTuple):
     """A micro-batch without padding between its examples: their tokens one after another, each
-    token a row. Here are three examples of 5, 6 and 8 tokens:
+    token a row. Here are three examples of 5, 5 and 8 tokens:
 
-        rows        0 ... 4 | 5 ... 10 | 11 ... 18 | 19 ... 63
-                    [CLS] ..| [CLS] .. | [CLS] ..  | padding
-        bounds      0         5          11          19          64
-        lengths          5         6          8           45
+        rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
+                    [CLS] ..| [CLS] ..| [CLS] ..  | padding
+        bounds      0         5         10          18          64
+        lengths     5         5         8           46
 
     and the last of them, a pair of two segments, A and B:
 
-        rows         11  12 13 14  15  16 17  18
+        rows         10  11 12 13  14  15 16  17
         tokens    [CLS]   A  A  A [SEP] B  B [SEP]
         segments      0   0  0  0   0   1  1   1
         positions     0   1  2  3   4   5  6   7
 
-    Padding at the end rounds N up to a multiple of 64 and M to one of 16. So there are a few shapes
-    in place of hundreds, each of which takes kernels and memory of its own on a GPU. A small batch
-    in which no token was chosen has M = 0.
+    Padding at the end rounds N up to a multiple of 64 and M to one of 16. So there are few shapes,
+    not hundreds: on a GPU each new one costs preparation and memory. A small batch in which no
+    token was masked has M = 0.
 
     The fields are NumPy arrays until `to` makes tensors of them.
     """
-    tokens: np.ndarray              # (N,) int64, of the shortest example first
+    tokens: np.ndarray              # (N,) int64; the examples are sorted by length
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
     positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
     masked_positions: np.ndarray    # (M,) int64, the rows that are to be predicted, then zeros
     labels: np.ndarray              # (M,) int64, the tokens that stood there, then IGNORED
     bounds: np.ndarray              # (B + 2,) int32, the first row of each example and of the
                                     # padding, then N
-    pair_labels: np.ndarray         # (B,) int64, as in Spans
+    pair_labels: np.ndarray         # (B,) int64, 0 if B is the true next of A, 1 if not; IGNORED
+                                    # without pairs
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
@@ -140,14 +140,15 @@ class PretrainingData:
     Where its text lies: example i comes from shard i modulo S, the number of shards, and is example
     k = i // S of that shard. It lies around the token at the fraction
 
-        k * 0.618... + key  modulo 1
+        k * 0.618... + key  modulo 1        the golden ratio, and a random number
 
-    of the shard, with the golden ratio 0.618... and a random key. Any number of successive steps of
-    this kind are spread over [0, 1) almost evenly, and none comes back to where another one was. So
-    no epoch begins or ends, and every place is drawn about equally often. The text has as many
-    tokens as fit, half of them before the place, but never leaves its document; of SHORT_FRACTION
-    of the examples it is shorter. Tokens at the ends of a document, and of documents that are
-    shorter than an example, are read less often than others.
+    of the shard. With the key 0.3 these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
+    largest gap that those before it have left. So every place is read about equally often, without
+    an order that would have to be shuffled and kept, and no epoch begins or ends.
+
+    The text has as many tokens as fit, half of them before the place, but never leaves its
+    document; of SHORT_FRACTION of the examples it is shorter. Tokens at the ends of a document, and
+    of documents that are shorter than an example, are read less often than others.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.
@@ -179,7 +180,7 @@ class PretrainingData:
 
         # One key for each use of random numbers, so that the draws are independent.
         keys = np.random.SeedSequence((seed, phase)).generate_state(4, np.uint64)
-        self.walk_key, self.cut_key, self.mask_key, self.token_key = keys
+        self.walk_key, self.pair_key, self.mask_key, self.token_key = keys
 
     def shard(self, s):
         """Returns Shard s, which is opened when it is first needed."""
@@ -207,31 +208,30 @@ class PretrainingData:
     def pair(self, i, draws):
         """Returns the Spans of example i.
 
-        draws: three random numbers in [0, 1), for the length, for the place of the cut, and for B,
-        which is the true next one if the draw is 0.5 or more. Twice a draw below 0.5 is again a
-        random number in [0, 1), and says where another B comes from.
+        draws: five random numbers in [0, 1). They say whether the example is short, and how short;
+        where the text is cut; whether B is the true next one, and from where another B comes.
         """
-        length_draw, cut_draw, b_draw = draws
+        short_draw, length_draw, cut_draw, true_draw, place_draw = draws
         k, s = divmod(i, len(self.paths))
         shard = self.shard(s)
         size = len(shard.tokens)
         length = self.seq_len - self.specials
-        if length_draw < SHORT_FRACTION:
-            length = 2 + int(length_draw / SHORT_FRACTION * (length - 1))
+        if short_draw < SHORT_FRACTION:
+            length = 2 + int(length_draw * (length - 1))
 
         # The fraction of the shard, in units of 2^-64, in whole numbers: nothing is rounded.
         fraction = (k * GOLDEN + int(self.walk_key)) % 2 ** 64
         own = self.text(shard, fraction * size // 2 ** 64, length, cut_draw)
         if self.pairs == "none":
             return Spans(i, s, own.start, own.end, own.end, own.end, IGNORED)
-        if b_draw >= 0.5:
+        if true_draw < 0.5:
             return Spans(i, s, own.start, own.middle, own.middle, own.end, 0)
 
         # B from elsewhere begins as true ones do, with the second part of a text, and is about as
         # long: else a model could tell them apart without reading. The places outside of A's
         # document are counted from its end on, and after the shard's last token from 0.
         outside = size - (own.document_end - own.document)
-        place = (own.document_end + int(2 * b_draw * outside)) % size
+        place = (own.document_end + int(place_draw * outside)) % size
         other = self.text(shard, place, length, cut_draw)
         b_length = length - (own.middle - own.start)
         b_end = min(other.middle + b_length, other.document_end)
@@ -239,30 +239,27 @@ class PretrainingData:
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
-        # Example i has the draws number 3 i to 3 i + 2.
-        counters = np.array(indices)[:, None] * 3 + np.arange(3)
-        draws = uniform(counters, self.cut_key).tolist()
+        # Example i has the draws number 5 i to 5 i + 4.
+        counters = np.array(indices)[:, None] * 5 + np.arange(5)             # (B, 5)
+        draws = uniform(counters, self.pair_key).tolist()
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included: an array if the fields
-        of spans are arrays, as in `batch`."""
+        """Returns how many tokens an example has, special symbols included: an array (B,) if the
+        fields of spans are arrays, as in `batch`."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
-    def mask_draws(self, tokens, counters):
-        """Returns (N,) random numbers in [0, 1): a token is chosen if its number is below
-        mask_fraction. counters (N,): a number of its own for each token of each example."""
-        return uniform(counters, self.mask_key)
-
     def mask(self, tokens, counters):
-        """Masks `tokens` (N,) in place. Returns the rows that were chosen (m,), ascending, and what
-        stood there (m,).
+        """Masks `tokens` (N,) in place. Returns which rows were chosen, ascending, and what stood
+        there: two arrays (M,), with M before padding. counters (N,): a number of its own
+        for each token of each example.
 
-        A draw below mask_fraction, divided by it, is again a random number in [0, 1): below 0.8 the
-        token becomes [MASK], below 0.9 a random one of all but SPECIALS, else it stays. [CLS] and
-        [SEP] are never chosen; [UNK] is text like any other token.
+        A token is chosen if its draw is below mask_fraction. The draw divided by mask_fraction, its
+        fate, is then again a random number in [0, 1): below 0.8 the token becomes [MASK], below 0.9
+        a random one of all but SPECIALS, else it stays. [CLS] and [SEP] are never chosen; [UNK] is
+        text like any other token.
         """
-        draws = self.mask_draws(tokens, counters)
+        draws = uniform(counters, self.mask_key)
         is_text = (tokens != CLS) & (tokens != SEP)
         rows = np.flatnonzero(is_text & (draws < self.mask_fraction))
         labels = tokens[rows]
@@ -286,20 +283,20 @@ class PretrainingData:
                 parts += [tokens[spans.b:spans.b_end], [SEP]]
         tokens = np.concatenate(parts, dtype=np.int64)                 # (N,)
 
-        spans = Spans._make(np.array(examples).T)   # of all at once: each field is an array (B,)
-        lengths = self.length(spans)                                   # (B,)
+        columns = Spans._make(np.array(examples).T)       # of all at once: fields are arrays (B,)
+        lengths = self.length(columns)                                 # (B,)
         ends = np.cumsum(lengths)                                      # (B,)
         positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)     # (N,)
-        b_starts = spans.a_end - spans.a + 2                           # (B,) after [CLS] A [SEP]
+        b_starts = columns.a_end - columns.a + 2                       # (B,) after [CLS] A [SEP]
         segments = (positions >= np.repeat(b_starts, lengths)).astype(np.int64)     # (N,)
 
         # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
-        counters = np.repeat(spans.index, lengths) * self.seq_len + positions
+        counters = np.repeat(columns.index, lengths) * self.seq_len + positions
         rows, labels = self.mask(tokens, counters)
 
         bounds = np.concatenate([[0], ends, [len(tokens) + -len(tokens) % 64]])     # (B + 2,)
         return Batch(pad(tokens, 64), pad(segments, 64), pad(positions, 64), pad(rows, 16),
-                     pad(labels, 16, IGNORED), bounds.astype(np.int32), spans.pair_label,
+                     pad(labels, 16, IGNORED), bounds.astype(np.int32), columns.pair_label,
                      np.diff(bounds))
 
 
@@ -312,7 +309,7 @@ def uniform(counters, key):
     """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
     (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it. To make one
     of NumPy's generators for each example would take longer than all the rest."""
-    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's.
+    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's, GOLDEN is one of them.
     x = np.asarray(counters, np.uint64) * GOLDEN + key
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -367,8 +364,8 @@ def loader(dataset, step, global_batch, micro_batch, rank, size):
 
 BLOCK = 256                 # documents; text is encoded block by block
 LONGEST = 1 << 16           # characters; a longer document is cut into several
-PIECE = 1 << 10             # characters, or at most 4 KiB: SentencePiece leaves out longer ones
-SAMPLE = 1 << 15            # pieces of text, drawn at random, that train the tokenizer
+CHUNK = 1 << 10             # characters, at most 4 KiB: SentencePiece leaves out longer texts
+SAMPLE = 1 << 15            # chunks, drawn at random, that train the tokenizer
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
@@ -418,7 +415,8 @@ def blocks(corpus, total=None):
     """Yields lists of about BLOCK documents, and shows how many of `total` it has read. A document
     that is longer than LONGEST becomes several.
 
-    Text is put into Unicode's form NFKC, and INVISIBLE is dropped, as bert.py does it.
+    INVISIBLE is dropped, and text is put into Unicode's form NFKC (one way to write a character,
+    where there are several), as bert.py does it.
     """
     block = []
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
@@ -439,19 +437,19 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     """Returns a SentencePieceProcessor, a unigram model of at most `vocab_size` pieces.
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
-    has more different characters than that, or no word.
+    has more different characters than vocab_size, or no word.
     """
     texts = map("\n".join, blocks(corpus, documents))
-    pieces = (piece for text in texts for piece in cut_text(text, PIECE))
-    # Those with the smallest random numbers are a fair sample, and the same one in each process,
-    # which SentencePiece's own is not.
+    chunks = (chunk for text in texts for chunk in cut_text(text, CHUNK))
+    # Those with the smallest random numbers are a fair sample, and the same one each time. The
+    # sample that SentencePiece would draw is another one in each process.
     rng = random.Random(0)
-    sample = heapq.nsmallest(SAMPLE, pieces, key=lambda piece: rng.random())
+    sample = heapq.nsmallest(SAMPLE, chunks, key=lambda chunk: rng.random())
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
-            hard_vocab_limit=False, minloglevel=2, num_threads=4,   # another number finds others
+            hard_vocab_limit=False, minloglevel=2, num_threads=4,   # the pieces depend on it
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:])
@@ -478,7 +476,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     ends = np.zeros(len(names), np.int64)       # how many tokens each shard has so far
     unigrams = np.zeros(vocab_size)
 
-    # One of a hundred documents is held out, but about 100 to measure on, and a fifth at most.
+    # One of a hundred documents is held out; of few documents about 100, but a fifth at most.
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of each text that is
     for block in blocks(corpus, documents):
@@ -545,14 +543,17 @@ class TextFiles:
 def documents_in(path):
     """Yields the documents of a file. Raises DataError, with file and line, if it cannot."""
     document = ""
+    begun = False
     number = 0
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             # Lines of a BufferedReader come faster than gzip's, bz2's and lzma's own.
             for number, line in enumerate(io.BufferedReader(file), 1):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
-                if number == 1:
-                    is_json = re.match(r"{|\[({|$)", line)     # an array is refused below
+                if line and not begun:
+                    begun = True
+                    # "[{" and "[" begin an array, which line["text"] below refuses.
+                    is_json = re.match(r"{|\[({|$)", line)
                     if line.startswith("<"):
                         raise ValueError("HTML or XML, take the text out of it first")
                 if line and is_json:
@@ -618,9 +619,9 @@ def verify(folder, rank=0, size=1):
     manifest = load_manifest(folder)
     names = shard_names(manifest["shards"])[1:]
     # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
-    # reads every step-th shard: of 8 shards and 6 ranks every second one.
-    step = math.gcd(len(names), size)
-    elsewhere = set(names) - set(names[rank % step::step])
+    # reads every stride-th shard: of 8 shards and 6 ranks every second one.
+    stride = math.gcd(len(names), size)
+    elsewhere = set(names) - set(names[rank % stride::stride])
     for name, digest in manifest["files"].items():
         path = Path(folder, name)
         if path.stem not in elsewhere and sha256_of(path) != digest:

@@ -3,9 +3,9 @@
 A rank is one process of the training, a node a machine with some of them. Each rank has the whole
 model and computes the gradients of its own examples; all ranks then step with the mean of these.
 `average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
-arXiv 2006.15704, section 3.2). Of the compressors, `dense` is enough at first. The others are
-lossy: they send less, and what a rank did not send (the rest) it adds to what it sends in the next
-step (error feedback).
+arXiv 2006.15704, section 3.2). Of the compressors, `dense` (none, fp16, bf16) is enough at first.
+The others, int8 and onebit, send less. What a rank did not send, the residual, it adds to what it
+sends in the next step (error feedback); `lossy` is their word in the code.
 
 A collective is a call that all ranks of a process group make together, such as a sum over them; if
 there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
@@ -36,7 +36,7 @@ from torch import distributed, nn
 
 
 class DistError(Exception):
-    """Why ranks cannot train, or cannot train on; the message says what to do."""
+    """Ranks cannot train together, or not any longer; the message says why and what to do."""
 
 
 class RankLost(DistError):
@@ -57,7 +57,7 @@ class World:
     Numbers and objects go as CPU tensors, and so over Gloo, even where there are GPUs: a rank that
     died is then an exception in the training loop, while NCCL would abort the process.
     """
-    rank: int = 0            # among all processes
+    rank: int = 0            # among the processes of `group`
     size: int = 1
     local_rank: int = 0      # among those of this node
     local_size: int = 1
@@ -153,9 +153,9 @@ def differences(one, other):
 def init(timeout=600.0, init_method="env://"):
     """Returns this process's World from the environment that torchrun sets; without, of one rank.
 
-    timeout: seconds that a collective waits for a rank. Several ranks listen to signals from here
-    on, see `listen_to_signals`. Raises DistError if the nodes are unlike (numbers of ranks, GPUs)
-    or torchrun is missing, RankLost if the ranks do not meet.
+    timeout: seconds that a collective waits for a rank. If there are several ranks, they listen to
+    signals from here on, see `listen_to_signals`. Raises DistError if the nodes are unlike (numbers
+    of ranks, GPUs) or torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -198,29 +198,33 @@ def meet(world, init_method, limit):
     """Returns a store that all ranks share, and in which nothing is left of earlier processes.
     Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
-    When torchrun starts the ranks again, they get the store of the dead ones, with all that is in
-    it, and nothing tells how often the other nodes have started theirs. But each process that comes
-    adds 1 to a count. For each count there is a room: a prefix of keys. Whoever waits goes to the
-    room of the newest count and says that it is there. All ranks in one room have met:
+    Why not simply take torch's store? It lives as long as torchrun, which may start dead ranks
+    again: new processes would find the words of the dead ones in it.
 
-                                          count   who is where
-        rank 0 comes                      1       room 1: 0
-        rank 1 comes                      2       room 2: 1, and 0 follows: they have met
+    So the store has rooms, numbered 1, 2, 3 ... A room is a prefix of keys: what is written in one
+    is not seen in another. Each new process opens the next room, by adding 1 to a count. While it
+    waits it moves on to the newest room and signs there. A room that all ranks have signed is the
+    one they meet in:
+
+                                          newest room   who signed it
+        rank 0 comes                      1             0
+        rank 1 comes                      2             1, then 0: they have met
         both die and are started again
-        rank 1 comes                      3       room 3: 1
-        rank 1 dies, comes once more      4       room 4: 1
-        rank 0 comes                      5       room 5: 0, and 1 follows: they have met
+        rank 1 comes                      3             1
+        rank 1 dies, comes once more      4             1
+        rank 0 comes                      5             0, then 1: they have met
 
-    No process meets one that died: who comes after its death makes a newer room.
+    So the dead are left behind: the process that takes the place of one opens a newer room. (If a
+    rank dies in the moment in which all meet, their first collective fails.)
     """
     # torch's rendezvous yields (store, rank, size), here once.
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
-    root.add("processes", 1)
+    root.add("newest room", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
-        count = root.add("processes", 0)           # adding 0 reads the count
-        room = distributed.PrefixStore(str(count), root)
+        newest = root.add("newest room", 0)        # adding 0 reads the number
+        room = distributed.PrefixStore(str(newest), root)
         room.set(f"here/{world.rank}", "")
         absent = ranks_without(room, "here", world.size)
         if not absent:
@@ -238,9 +242,8 @@ def ranks_without(store, word, size):
 def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL; returns the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # When its time is up NCCL aborts the process, while Gloo raises an exception, which can say
-    # why. So Gloo shall have `limit`, and NCCL twice that. This call sets the same for both; below,
-    # Gloo's is set to `limit`.
+    # When its time is up, Gloo raises an exception, which can say why; NCCL aborts the process. So
+    # Gloo shall be first. This call gives both of them twice the limit; below, Gloo gets the limit.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -303,13 +306,14 @@ class Reducer:
     Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
 
     1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
-       bucket_mb MB, then to the next.
+       bucket_mb MB; then the next bucket begins. The embeddings have buckets of their own.
        Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
        All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
        and is cast afterwards.
     2. Ready. When autograd has made p.grad, `_ready` adds it to the view and drops it.
-    3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready goes to the
-       communication thread, which averages one bucket after another while backward goes on.
+    3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready is complete.
+       It goes to the communication thread, which averages one bucket after another while backward
+       goes on.
     4. Finish. Waits for the thread.
 
         reducer = Reducer(model, world)
@@ -365,7 +369,7 @@ class Reducer:
         """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
 
         Adds p.grad to its view, in fp32, and drops it. In the last micro-batch, launches the
-        buckets that are complete now. Raises KeyError if there is a second last micro-batch."""
+        buckets that are complete now. Raises KeyError if backward runs again after the last."""
         self.gradients[name].add_(p.grad)
         p.grad = None
         if self.last_micro_batch:
@@ -383,8 +387,8 @@ class Reducer:
         that is recorded now; without `self.stream`, on a CPU, None. Buckets start in the order of
         their numbers on every rank.
         """
-        # The first collective on one rank is matched with the first on the others, and so on. So
-        # buckets start in the order of their numbers, in whatever order they become complete.
+        # The first collective on one rank is matched with the first on the others, and so on. So a
+        # bucket that is complete waits for those before it.
         for bucket in self.buckets[len(self.jobs):]:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
@@ -403,8 +407,8 @@ class Reducer:
         torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
-            # its own, beside that of backward. The call also makes the stream's GPU the thread's:
-            # each thread begins with GPU 0, and even to wait there would take memory of it.
+            # its own, beside that of backward. The call also makes the stream's GPU that of the
+            # thread: each thread begins with GPU 0, and would take memory there even to wait.
             torch.cuda.set_stream(self.stream)
             gradients_done.synchronize()
         sent = bucket.average(self.scale)
@@ -453,9 +457,11 @@ class Reducer:
 
 
 def fill_buckets(tensors, world, compression, bucket_mb=5.0):
-    """Returns Buckets of {name: tensor}, the last one first: backward begins at the output. A
-    bucket is full when it has at least bucket_mb MB (4 bytes an element). (A BERT's mlm_bias is its
-    own, so torch names it first, and it comes last here, in a small bucket of its own.)"""
+    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
+    takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin.
+
+    (torch names what belongs to no part of a model first. In a BERT that is mlm_bias, which so
+    comes last here, in a small bucket of its own.)"""
     contents = []                                  # {name: shape} of each bucket
     room = 0.0                                     # in the last of them, MB
     in_embeddings = False
@@ -481,9 +487,9 @@ class Bucket:
     Lossy compression adds what a rank could not send to what it sends next (error feedback):
 
         v_r = g_r / scale + e_r                e_r: the residual of rank r, unscaled, 0 at first
-        q, rest_r = compress(v_r)              q: the same on every rank
-        g = scale * q
-        e_r = rest_r                           `commit`: only if the step is taken
+        q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
+        g = scale * q                          what the optimizer gets
+        e_r = e'_r                             `commit`: only if the step is taken
 
     If the step is skipped, after an overflow, the next one begins with the same e_r.
 
@@ -544,7 +550,7 @@ class Bucket:
         sent. What the next step needs waits in `uncommitted`."""
         value = torch.add(self.residual, self.padded, alpha=1 / scale)
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
-        # The compressor has taken out of `value` what it sent.
+        # The compressor has taken out of `value` what it sent: the residual is left.
         self.uncommitted = value, next_state
         torch.mul(mean[:len(self.flat)], scale, out=self.flat)
         return sent
@@ -560,22 +566,23 @@ class Bucket:
         """Drops all that earlier steps have left."""
         self.residual = torch.zeros(1, device=self.flat.device)      # e_r; at first 0 for all
         self.state = {"shapes": list(self.shapes.values())}
-        self.uncommitted = None                    # from `_send` to `commit`: rest_r, next state
+        self.uncommitted = None                    # from `_send` to `commit`: e'_r, next state
 
 
 # ----- Compressors: what crosses the network, from simple to hard -----
 #
 #     compressor(world, value, state) -> (mean, next state, bytes sent)
 #
-#     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. Afterwards it
-#                            is the rest: the compressor takes out of it, in place, what it sends
+#     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
+#                            takes out of it, in place, what it sends; what is left is the residual
 #     mean (n + padding,)    q, the mean over the ranks of what was sent, the same bits on all
 #     state                  a dict: the "shapes" of the tensors in `value`, and what the compressor
 #                            keeps from step to step. It is not changed: the next state is a new one
 #
-# Where an element of one rank is not finite, an element of the mean is not, on all ranks: all must
-# skip the same step. After it the same state comes again. `dense` is none of these: it has no rest,
-# and averages `value` in place.
+# Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
+# skip the same step. After that the next step begins with the same state.
+#
+# `dense` is called in the same way, but leaves no residual: `value` itself becomes the mean.
 
 def dense(dtype, world, value, state):
     """none, fp16 and bf16: averages by one all-reduce in the format `dtype`. It divides first, then
@@ -596,22 +603,25 @@ def dense(dtype, world, value, state):
 def compressed_mean(encode, decode, world, value, state):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
     value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
-    C(x) is x when it is encoded and decoded. With two ranks, whose values are (a0 a1) and (b0 b1):
+    C(x) is what x becomes when it is encoded and decoded. An example of two ranks, with a C that
+    rounds to whole numbers, in the first step:
 
                        rank 0                 rank 1
-        value          a0     a1              b0     b1
-        encode         C(a0)  C(a1)           C(b0)  C(b1)        a - C(a) stays in value
-        all_to_all     C(a0)  C(b0)           C(a1)  C(b1)        its own part, of all ranks
-        decode, mean   m0                     m1                  and what it kept of the last one
-        encode         C(m0)                  C(m1)               m - C(m) is kept for the next
-        all_gather     C(m0)  C(m1)           C(m0)  C(m1)        the mean, on both
+        value          3.4    1.0             2.0    5.2
+        encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
+        all_to_all     3      2               1      5            part 0 of both; part 1 of both
+        mean           2.5                    3                   plus s, which is 0 at first
+        encode         2                      3                   0.5 and 0 are the next s
+        all_gather     2      3               2      3            the mean, on both
 
-    Rank r compresses its value v_r, and each part's rank the mean, to which it adds its own rest s:
+    The same in letters. Rank r has the value v_r = g_r + e_r. The rank that averages a part keeps a
+    residual of its own, s:
 
-        c_r = C(v_r)              rest_r = v_r - c_r
-        m = mean_r c_r + s        q = C(m)                  s' = m - q
+        c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
+        m = mean_r c_r + s
+        q = C(m)                  s' = m - q                the mean that all get, and the next s
 
-    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r rest_r + s'.
+    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
     """
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
@@ -621,15 +631,16 @@ def compressed_mean(encode, decode, world, value, state):
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
-    part_mean = torch.zeros_like(parts[0]) + state.get("part_rest", 0)   # (blocks of a part, BLOCK)
+    # (blocks of a part, BLOCK)
+    part_mean = torch.zeros_like(parts[0]) + state.get("part_residual", 0)
     for codes_of_rank in received:
         part_mean.add_(decode(codes_of_rank), alpha=1 / world.size)
 
     # 3. Send the average to all.
     part_codes, part_decoded = encode(part_mean)
-    part_rest = part_mean - part_decoded
+    part_residual = part_mean - part_decoded
     mean = decode(world.all_gather(part_codes)).view(-1)
-    return mean, state | {"part_rest": part_rest}, 2 * (world.size - 1) * part_codes.numel()
+    return mean, state | {"part_residual": part_residual}, 2 * (world.size - 1) * part_codes.numel()
 
 
 def encode_int8(blocks):
@@ -641,7 +652,7 @@ def encode_int8(blocks):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
-    # Faster than abs(), which would write as much as it reads.
+    # The largest |x|, by two passes that write little: abs() would write as much as it reads.
     highest = blocks.amax(-1, keepdim=True)
     lowest = blocks.amin(-1, keepdim=True)
     scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
@@ -698,7 +709,7 @@ COMPRESSORS = {
 
 
 def is_lossy(compression):
-    """Returns True if a compressor, by its name, has a rest, which error feedback sends later."""
+    """Returns True if a compressor, by its name, leaves a residual, sent by error feedback."""
     return compression not in ("none", "fp16", "bf16")
 
 
@@ -715,8 +726,8 @@ def listen_to_signals():
     stop with a checkpoint: SIGTERM, Ctrl-C, a closed terminal, what schedulers send before the end.
     After the first, Ctrl-C ends the process at once. A second call returns the same list.
 
-    Without torchrun, signals that are ignored (by nohup) stay so. Torchrun passes its own signals
-    on to the ranks and kills those that ignore them, so there none stays so.
+    Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
+    to: it passes its own signals on to the ranks, and kills those that ignore them.
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
@@ -729,10 +740,11 @@ def listen_to_signals():
 
 
 def find_torchrun():
-    """Returns the process that started this one by torchrun, as its number; None without torchrun.
+    """Returns the process number of the torchrun that started this rank; None without torchrun.
 
-    There may be a wrapper between them (numactl, bash -c). But torchrun begins a session for each
-    rank, so it is the parent of that session's first process, whose number is the session's.
+    There may be a wrapper between them (numactl, bash -c). But torchrun starts each rank in a
+    session of its own (in Unix, a group of processes), whose number is that of its first process,
+    the wrapper or the rank. The parent of that process is torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -757,12 +769,14 @@ def torchrun_died():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. So any rank may simply raise: its program calls `leave`, and so do the others'.
-# They agree by keys in the store:
+# one that hangs. So a rank that fails only has to end, and all come to `leave`. One of them prints
+# why: the first, whose word stands in the store. It says what its own error says. But after an
+# error in a collective it only knows that some rank is gone, and asks which. Keys in the store:
 #
-#     "failed"          set once, by the first that fails: "0 True" is rank 0, and a restart helps
+#     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
+#                       restart helps
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
-#                       program is busy with
+#                       program is busy with. The ranks without it are those that are gone
 #
 # Rank 2 is killed:
 #
@@ -787,8 +801,8 @@ def watch(rank):
         store.wait(["failed"], datetime.timedelta(days=1000))
         if store.get("failed") != b"nobody":
             store.set(f"alive/{rank}", "")
-            # In 60 s, even if all threads hang. A program that is saving needs that time. One that
-            # waits for a dead rank in NCCL would wait longer.
+            # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
+            # that time. One that waits for a dead rank in NCCL would wait longer.
             faulthandler.dump_traceback_later(60, exit=True)
 
 
@@ -816,8 +830,10 @@ def leave(message, restart_helps, rank_lost=False):
 
 def agree(message, restart_helps, rank_lost):
     """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
-    Raises RuntimeError if the store is gone. It takes two seconds, if it is not by its own error
-    that this rank is the first: torchrun kills half a minute after its SIGTERM."""
+    Raises RuntimeError if the store is gone.
+
+    A rank that is the first, by an error of its own, returns at once. All others wait two seconds,
+    which torchrun allows: it kills half a minute after its SIGTERM."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()
@@ -825,7 +841,7 @@ def agree(message, restart_helps, rank_lost):
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
     if rank_lost or first != ours:
-        time.sleep(2)                              # until all have said that they are alive
+        time.sleep(2)          # the living say so now, and the first rank has to read the store
     if first != ours:
         return "", first.endswith("True")
     silent = ranks_without(store, "alive", distributed.get_world_size())

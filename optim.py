@@ -4,7 +4,8 @@ Each part needs nothing of those below it.
 
 In an update, w are weights, g gradients, m their running mean and v the running mean of their
 squares: lists of fp32 tensors, one for each parameter. t = 1, 2, ... counts the updates, b1 and b2
-are how slowly m and v forget ("betas"), lr is the learning rate, decay the weight decay.
+are how slowly m and v forget ("betas"), lr is the learning rate, eps keeps a divisor from being 0,
+decay is the weight decay.
 """
 import dataclasses
 import math
@@ -13,7 +14,7 @@ import torch
 
 
 class TrainingStopped(ArithmeticError):
-    """Training cannot begin or go on; the message says why."""
+    """Training cannot go on; the message says why and what to do."""
 
 
 # ----- Recipes: batches and learning rates over the training -----
@@ -42,15 +43,15 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. Three
-# more have no flag: `betas`; `drop_attention`, whether attention weights are dropped out as well
-# (without it bf16 GPUs take texts of all lengths at once, see bert.attention); and `phases`.
+# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. Two
+# settings have no flag: `betas`, and `drop_attention`, whether attention weights are dropped out as
+# well (without it bf16 GPUs take texts of all lengths at once, see bert.attention).
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes. Small models learn faster with more than 15 % of
     # the tokens masked (arXiv 2202.08005).
     "demo": {
         "optimizer": "lamb",
-        "betas": (0.9, 0.98),        # few steps: the second one must forget soon
+        "betas": (0.9, 0.98),        # so few steps need a v that forgets soon
         "dropout": 0.0,              # every text is seen a few times only
         "drop_attention": False,
         "mask_fraction": 0.3,
@@ -145,6 +146,7 @@ def cast_with_masters(model, dtype):
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
     parameters = [model.get_parameter(name) for name in masters]
+    # torch._foreach_* does the same to each tensor of a list, on a GPU by a few calls for all.
     torch._foreach_copy_(parameters, list(masters.values()))
 
 
@@ -203,7 +205,7 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 
 # ----- Optimizers -----
 
-LARGEST_RATIO = 0.3          # of the norms of weights and update, in LAMB
+LARGEST_RATIO = 0.3          # the most that LAMB takes for ||weights|| / ||update||
 
 
 def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
@@ -212,11 +214,12 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
 
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
-        w = w - lr min(||w|| / ||u||, 0.3) u    the ratio is 1 where a norm is 0
+        w = w - lr min(||w|| / ||u||, 0.3) u    0.3 as well where a norm is 0
 
-    The bound is ours; the paper's function phi may bound ||w||, and 1-bit LAMB bounds the ratio.
-    Without one the weights grow, and the steps with them: embeddings of `tiny` that begin with 0.04
-    (root mean square) have 1.0 after 6,500 steps, and the loss stays 0.3 nats higher.
+    The paper's own form has no 0.3. It lets a function phi bound ||w||; we bound the ratio, as
+    1-bit LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them:
+    embeddings of the model `tiny` that begin with 0.04 (root mean square) had 1.0 after 6,500
+    steps, and the loss stood 0.3 nats higher.
 
     Training does not call this: it is here to be read. The class LAMB computes the same, for
     tensors that decay, in fewer passes over memory, and a test compares the two.
@@ -231,10 +234,9 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
 
     # A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
     # is. That is what lets training take large batches, which need a large lr.
-    ratio = 1.0
+    ratio = LARGEST_RATIO
     if w.norm() > 0 and u.norm() > 0:
-        ratio = w.norm() / u.norm()
-    ratio = min(ratio, LARGEST_RATIO)
+        ratio = min(w.norm() / u.norm(), LARGEST_RATIO)
     w = w - lr * ratio * u
     return w, m, v
 
@@ -242,16 +244,16 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
 class Optimizer(torch.optim.Optimizer):
     """What our optimizers share; each of them only adds its `_update`.
 
-    An update computes on lists of tensors by `torch._foreach_*`: on a GPU a few kernels for a list,
-    not a few for each tensor. Parameters are fp32 (fp64 in tests), all with a gradient. m and v are
-    made at once, not in the first step, so that a checkpoint can be copied into them.
+    An update computes on lists of tensors by `torch._foreach_*`, see `copy_to_model`. Parameters
+    are fp32 (fp64 in tests), all with a gradient. m and v are made at once, not in the first step,
+    so that a checkpoint can be copied into them.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "step": 0,                     # t: no option, but saved with them
+        "step": 0,                     # t: stands here so that a checkpoint has it
     }
 
     def __init__(self, params, **options):
@@ -341,8 +343,8 @@ class LAMB(Optimizer):
         ratios = w[0].new_ones(len(w))
         if decay:
             ratios = safe_ratios(norms(w), norms(u)).clamp(max=LARGEST_RATIO)
-        # `unbind` makes a list of n tensors of one number each: for n numbers of Python the CPU
-        # would have to wait for the GPU.
+        # `unbind` makes a list of n tensors of one number each, which stay on the GPU: to know them
+        # as numbers of Python the CPU would have to wait.
         torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
         torch._foreach_add_(w, u)
 

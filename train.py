@@ -12,7 +12,8 @@ The same command again resumes from the last checkpoint. All results are in the 
 The file stands in the order in which it runs: flags, log, state, checkpoints, the parts of a step,
 evaluation, `training_loop`, and the program around it.
 
-Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples.
+Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples. A
+function whose docstring says "Collective" must be called by all ranks together.
 """
 import argparse
 import contextlib
@@ -149,32 +150,33 @@ def planned_phases(parser, args):
 
 # Flags that each node may set in its own way.
 LOCAL = {"data", "out", "timeout"}
-# Flags that may change when a run resumes.
+# Flags that all nodes set alike, and that may change when a run resumes.
 FREE = {"micro_tokens", "bucket_mb", "max_steps", "save_every"}
 
 
-def what_counts(args, manifest):
-    """Returns what the results of a run depend on, {name: text}: a run resumes only from a
-    checkpoint with the same ones. (The phases follow from the recipe and these flags.)
+def run_settings(args, manifest):
+    """Returns the flags that the results of a run depend on, and which shards, {name: text}. A run
+    resumes only from a checkpoint with the same ones.
 
-    The number of ranks is not among them. It changes only how sums are rounded, which activations
-    dropout drops, and what lossy compression leaves over.
+    The phases are left out, since they follow from the recipe and these flags. So is what changes
+    less: the number of ranks (how sums are rounded, which activations dropout drops) and, with
+    lossy compression, the steps of checkpoints (what is not sent yet is dropped there).
     """
     left_out = LOCAL | FREE | {"phases"}
-    counts = {name: str(value) for name, value in vars(args).items() if name not in left_out}
-    return counts | {"shards": manifest["sha256"][:16]}
+    settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
+    return settings | {"shards": manifest["sha256"][:16]}
 
 
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started with other flags or torch: then
     the ranks would call other collectives, or other results would be averaged."""
     told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
-    world.check_same(args.counts | told, "was started differently")
+    world.check_same(args.settings | told, "was started differently")
 
 
 def prepare_run(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
-    completes args: `precision`, `vocab_size` and `counts`, see `what_counts`. Collective."""
+    completes args: `precision`, `vocab_size` and `settings`, see `run_settings`. Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
         manifest = data.prepare(data.machine_documentation(), args.data)
         print(data.describe(manifest), flush=True)
@@ -183,7 +185,7 @@ def prepare_run(args, world):
     manifest = data.verify(args.data, world.rank, world.size)
     args.precision = optim.choose_precision(args.precision, world.device)
     args.vocab_size = manifest["vocab_size"]
-    args.counts = what_counts(args, manifest)
+    args.settings = run_settings(args, manifest)
     check_ranks(args, world)
     for phase in args.phases:
         if phase.global_batch < world.size:
@@ -256,7 +258,7 @@ def log_start(args, world, log, state):
     parameters = sum(p.numel() for p in state.model.parameters())
     folder = Path(__file__).parent
     commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty")
-    log.metric("run", flags=args.counts, commit=commit, python=sys.version, ranks=world.size,
+    log.metric("run", flags=args.settings, commit=commit, python=sys.version, ranks=world.size,
                torch=torch.__version__, parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
@@ -275,7 +277,7 @@ def log_start(args, world, log, state):
 
 @dataclasses.dataclass
 class State:
-    """All that training changes; a checkpoint holds it."""
+    """What steps change. A checkpoint holds what the next step depends on, see `save`."""
     model: bert.BertForPreTraining
     reducer: dist.Reducer            # holds the gradients, and averages them over the ranks
     masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
@@ -291,8 +293,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
     rarity = data.unigram_losses(shards)                           # (pieces,) nats
-    # Subtracting the mean changes no probability, and makes the numbers smaller. The variant LANS
-    # needs that: its steps are proportional to their norm, which is eight times as large otherwise.
+    # Subtracting the mean changes no probability. It makes the numbers, and so the steps of an
+    # optimizer that takes a fraction of their norm, eight times smaller.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -341,8 +343,8 @@ COUNTERS = ("step", "phase", "phase_step", "seconds")
 
 
 def tensors_of(state):
-    """Returns what training changes in tensors, {name: tensor}: master weights and the optimizer's
-    moments. Every rank has made the same ones, before the first step."""
+    """Returns what steps change in tensors, {name: tensor}: master weights and the optimizer's
+    moments. The names and shapes are the same on every rank, before the first step as well."""
     tensors = dict(state.masters)
     for name, master in state.masters.items():
         for moment, tensor in state.optimizer.state[master].items():
@@ -391,7 +393,7 @@ def save(args, world, log, state):
     state.reducer.forget()
     if not log.active:
         return
-    checkpoint = {"counts": args.counts, "tensors": tensors_of(state), **numbers_of(state)}
+    checkpoint = {"settings": args.settings, "tensors": tensors_of(state), **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     try:
@@ -406,7 +408,8 @@ def save(args, world, log, state):
                 "training goes on")
         return
 
-    # Later ones are damaged, or this run would have resumed from them: they go, too.
+    # All but this one and the one before go. If there are later ones, they are damaged: otherwise
+    # this run would have resumed from them.
     found = checkpoints_in(args.out)
     before = max((step for step in found if step < state.step), default=state.step)
     for step in found.keys() - {state.step, before}:
@@ -424,7 +427,7 @@ def newest_checkpoint(args, log):
                 damaged = archive.testzip()          # None if all checksums are right
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            differ = dist.differences(checkpoint["counts"], args.counts)
+            differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:                   # a damaged file can raise anything
             damaged = error
         if damaged:
@@ -463,7 +466,7 @@ def restore(args, world, log, state):
     if numbers is None:
         return
 
-    # Every rank has made the same tensors, so what rank 0 has read goes into them.
+    # Every rank has tensors of the same names and shapes: what rank 0 has read goes into them.
     for tensor in tensors_of(state).values():
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
@@ -476,46 +479,54 @@ def restore(args, world, log, state):
 
 # ----- The parts of a step -----
 
-def all_tokens(args):
-    """Returns the tokens of all steps of all phases."""
+def planned_tokens(args):
+    """Returns how many tokens all steps of all phases have."""
     return sum(phase.tokens for phase in args.phases)
 
 
-def tokens_over(args, state):
-    """Returns how many of the run's tokens are over: those of its finished steps. With --hours it
-    is the part whose time is over, by the seconds that the ranks have agreed on.
+def finished_tokens(args, state):
+    """Returns how many of the planned tokens are finished: those of all steps until now. With
+    --hours, half of them are finished when half of the time is over, by the seconds that the ranks
+    have agreed on, however many steps there were. (A rate by the clock: Izsak et al., arXiv
+    2104.07705.)
 
-    A hundredth of the hours is left to the end: the last evaluation and checkpoint, and the model's
-    folder. (A rate by the clock: Izsak et al., arXiv 2104.07705.)
+    A hundredth of the hours is kept for what comes after the last step: an evaluation, a checkpoint
+    and the model's folder.
     """
     if args.hours:
-        return all_tokens(args) * state.seconds / (0.99 * 3600 * args.hours)
-    over = state.phase_step * args.phases[state.phase].step_tokens
+        return planned_tokens(args) * state.seconds / (0.99 * 3600 * args.hours)
+    finished = state.phase_step * args.phases[state.phase].step_tokens
     for phase in args.phases[:state.phase]:
-        over += phase.tokens
-    return over
+        finished += phase.tokens
+    return finished
 
 
 def progress(args, state):
-    """Returns (the index of the phase that the next step is in, what part of the phase is over
-    then, in (0, 1)); (the number of phases, 0.0) if there is no next step."""
-    over = tokens_over(args, state)
+    """Returns (the index of the phase that the next step is in, the fraction of that phase that is
+    done by then, in (0, 1)). If there is no next step: (the number of phases, 0.0)."""
+    finished = finished_tokens(args, state)
     begin = 0
     for index, phase in enumerate(args.phases):
-        if begin <= over < begin + phase.tokens and state.step < args.max_steps:
+        if begin <= finished < begin + phase.tokens and state.step < args.max_steps:
             # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
-            done = (over - begin + phase.step_tokens) / (phase.tokens + phase.step_tokens)
+            # By the clock there is no number of steps.
+            step = phase.step_tokens
+            if args.hours:
+                step = 0
+            done = (finished - begin + step) / (phase.tokens + step)
             return index, done
         begin += phase.tokens
     return len(args.phases), 0.0
 
 
 def copy_positions(args, state):
-    """Gives the positions that only this phase trains the weights of those that earlier phases have
-    trained, such as those of 0 to 63 to 64 to 127: else longer texts begin among noise (Longformer,
-    arXiv 2004.05150, section 5). Google's and NVIDIA's BERT do without; so does a run in which
-    `begin_phase` does not call it."""
-    if state.step:
+    """Copies embeddings of positions that an earlier phase has trained to those that none has:
+    after a phase of 64 tokens, position 64 gets that of position 0, 65 that of 1.
+
+    Else longer texts would begin among noise (Longformer, arXiv 2004.05150, section 5). Google's
+    and NVIDIA's BERT do without. With --init nothing is copied: that model may know all positions.
+    """
+    if state.step and not args.init:
         trained = max(phase.seq_len for phase in args.phases[:state.phase])
         new = torch.arange(trained, args.phases[state.phase].seq_len)
         positions = state.masters["embeddings.positions.weight"]         # (max_positions, D)
@@ -548,8 +559,8 @@ def count_masked(world, micro_batches):
 
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
-    nats; a label that is data.IGNORED does not count. A sum, not a mean: only the counts of the
-    whole step divide it rightly."""
+    nats; a label that is data.IGNORED does not count. A sum, not a mean: it is
+    divided by the count of the whole step, over all ranks."""
     # A sum of so many exponentials needs fp32.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
@@ -558,7 +569,7 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
     """Returns the log's fields (dict) that follow from the State, from a step's sums over all ranks
     and from the time when it began."""
     batch = args.phases[state.phase].global_batch
-    over = tokens_over(args, state)
+    finished = finished_tokens(args, state)
     return {
         "step": state.step,
         "phase": state.phase + 1,
@@ -569,7 +580,7 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
         "examples_per_second": batch / (time.perf_counter() - began),
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
-        "minutes_left": state.seconds / 60 * max(0, all_tokens(args) - over) / over}
+        "minutes_left": state.seconds / 60 * max(0, planned_tokens(args) - finished) / finished}
 
 
 def reason_to_stop(state, signalled, orphans):
@@ -660,7 +671,7 @@ def training_loop(args, world, log, state, signals):
         masked = count_masked(world, micro_batches)
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
-        # 4. In the last micro-batch, each full bucket is averaged while backward goes on.
+        # 4. In the last micro-batch, each complete bucket is averaged while backward goes on.
         scale = state.scaler.scale
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         state.reducer.zero_grad(scale)
@@ -746,7 +757,8 @@ def train(args, world):
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
-    # From here on a signal does not end the program. It asks for a checkpoint and a stop.
+    # From here on, or since the ranks have met, a signal does not end the program. It asks for a
+    # checkpoint and a stop.
     signals = dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
@@ -791,7 +803,8 @@ def main():
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         rank_lost = isinstance(error, dist.RankLost)
-        # A restart may help after a bug of ours, not after what a user has to mend or has stopped.
+        # A restart may help after a bug of ours, which `explain` gives a traceback, but not after
+        # what a user has to mend or has stopped.
         restart_helps = "Traceback" in message
         if rank_lost or isinstance(error, dist.TorchrunLost):
             restart_helps = True

@@ -133,7 +133,7 @@ def damage(path, how):
         content.clear()
     path.write_bytes(content)
     if how == "evil":
-        torch.save({"counts": {}, "x": Evil()}, path)
+        torch.save({"settings": {}, "x": Evil()}, path)
     if how == "foreign":
         torch.save({"weights": torch.zeros(3)}, path)        # whole, but not of train.py
 
@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
     path = finished / "step-00000014.pt"
     content = path.read_bytes()
     expected = last_state(finished)
-    args = SimpleNamespace(out=finished, counts=expected["counts"])
+    args = SimpleNamespace(out=finished, settings=expected["settings"])
     found = []
     for position in range(7, len(content), len(content) // 40):
         flipped = bytearray(content)

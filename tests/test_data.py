@@ -482,7 +482,7 @@ FORMS = {
     "a.txt": lambda text, records: text.encode(),
     "windows.txt": lambda text, records: b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
     "spaces.txt": lambda text, records: (" \n\t\n" + text.replace("\n", " \n")).encode(),
-    "a.jsonl": lambda text, records: records.encode(),
+    "a.jsonl": lambda text, records: b"\n" + records.encode(),
     "a.jsonl.gz": lambda text, records: gzip.compress(records.encode()),
     "a.txt.bz2": lambda text, records: bz2.compress(text.encode()),
     "a.txt.xz": lambda text, records: lzma.compress(text.encode())}

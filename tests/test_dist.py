@@ -285,8 +285,8 @@ def kept(world, bucket):
     if bucket.inner.rank == 0:
         rest = bucket.residual[:COUNT].clone()
         bucket.outer.all_reduce(rest.div_(bucket.outer.size))
-        if "part_rest" in bucket.state:                        # lost after the average
-            parts = bucket.outer.all_gather(bucket.state["part_rest"])
+        if "part_residual" in bucket.state:                        # lost after the average
+            parts = bucket.outer.all_gather(bucket.state["part_residual"])
             rest += parts.view(-1)[:COUNT]
     bucket.inner.broadcast(rest)
     return rest
@@ -452,7 +452,7 @@ def dies(world):
 
 def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)      # as torchrun keeps it
-    store.add("processes", 1)                                  # rank 1 came and died, ...
+    store.add("newest room", 1)                                # rank 1 came and died, ...
     store.set("1/here/1", "")
     assert run_ranks(dies, 2, tmp_path, store="store", check=False) == [None, None]
     for _ in range(2):                                         # ... then both, and both again

@@ -238,6 +238,10 @@ def test_new_positions_begin_as_copies(train_here, tmp_path, monkeypatch):
     def noted_copy(args, state):
         weight = state.masters["embeddings.positions.weight"]
         before = weight.clone()
+        args.init = tmp_path                     # a model that may know all positions
+        copy_positions(args, state)
+        assert torch.equal(weight, before)
+        args.init = None
         copy_positions(args, state)
         copies.append((before, weight.clone()))
 

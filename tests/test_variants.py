@@ -642,7 +642,7 @@ def test_no_program_takes_up_a_run_of_another(shards):
     counts = []
     for variant in (SimpleNamespace(install=list), *ALL):
         with installed(variant):
-            counts.append(train.what_counts(args_of(), manifest))
+            counts.append(train.run_settings(args_of(), manifest))
     assert all(counts.count(each) == 1 for each in counts)
 
 

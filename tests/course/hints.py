@@ -3,8 +3,8 @@ shows one more each time; whoever reads on here has them all."""
 
 HINTS = {
     "masking": [
-        "`mask_draws(tokens, counters)` gives one number a row. Which rows are text, and which of "
-        "these have a number below mask_fraction? np.flatnonzero makes rows of that, in order.",
+        "`uniform(counters, self.mask_key)` gives one number a row. Which rows are text, and which "
+        "of these have a number below mask_fraction? np.flatnonzero makes rows of that, in order.",
         "Keep what stood there before you overwrite it: tokens[rows] is a copy. Then draw / "
         "mask_fraction of these rows decides: below 0.8, below 0.9, or neither.",
         "The random tokens need a draw of their own, `uniform(counters[rows], self.token_key)`. "
@@ -33,8 +33,8 @@ HINTS = {
         "With x of the phase done and the decay from d on, the decay is lr times "
         "((1 - x) / (1 - d))^power. In the hold, before d, that would be above lr.",
         "`progress`: go through the phases and add up where each begins, in tokens. The next step "
-        "is in the one whose tokens hold `tokens_over`. `phase.tokens` and `phase.step_tokens` are "
-        "all that you need; one step more in both, so that x is never 0 or 1.",
+        "is in the one whose tokens hold `finished_tokens`. Then x is from `phase.tokens` and, "
+        "without --hours, `phase.step_tokens`: one step more in both, so that x is never 0 or 1.",
     ],
     "precision": [
         "`update`: an overflow resets the count of good steps; each growth_interval of them in a "
@@ -96,7 +96,7 @@ HINTS = {
     ],
     "resume": [
         "`save`: first `check_weights`, on all ranks, then `forget`. The rank with an active log "
-        "writes: args.counts as \"counts\", `tensors_of`, `numbers_of`. If that fails by an "
+        "writes: args.settings as \"settings\", `tensors_of`, `numbers_of`. If that fails by an "
         "OSError, or torch's RuntimeError, remove what is half written and say so.",
         "`save` at last removes all checkpoints but the new one and the latest before it. "
         "`restore`: first let each rank compare the latest step in its folder with rank 0's.",

@@ -230,7 +230,7 @@ def test_schedule_rates(warmup, decay_from, power, rates):
 # (--hours, --max-steps, hours that are over, phase, its steps that are over): what comes next
 NEXT = {(None, 99, 0, 0, 0): (0, 0.1), (None, 99, 0, 0, 9): (2, 0.25),
         (None, 99, 0, 2, 3): (3, 0), (None, 5, 0, 0, 5): (3, 0), (None, 5, 0, 0, 6): (3, 0),
-        (1, 99, 0.5, 0, 1): (0, 0.7), (1, 99, 0.9, 0, 6): (2, 0.7)}
+        (1, 99, 0.5, 0, 1): (0, 6 / 9), (1, 99, 0.9, 0, 6): (2, 0.6)}
 
 
 @pytest.mark.parametrize("case", NEXT)
@@ -596,7 +596,7 @@ def send(bucket, gradient, scale=1.0):
 
 def kept(bucket):
     """Returns all that has not been sent yet, (1500,)."""
-    return (bucket.residual + bucket.state["part_rest"].view(-1))[:1500]
+    return (bucket.residual + bucket.state["part_residual"].view(-1))[:1500]
 
 
 def test_feedback_loses_nothing(bucket):

@@ -100,10 +100,10 @@ class OrderedPairs(data.PretrainingData):
         return text._replace(start=int(cuts[0]), middle=int(middle), end=int(cuts[-1]))
 
     def pair(self, i, draws):
-        """Returns the Spans of example i; the third draw says whether A and B are swapped."""
-        length_draw, cut_draw, swap_draw = draws
-        true = super().pair(i, [length_draw, cut_draw, 1.0])
-        if swap_draw >= 0.5 or self.pairs == "none":
+        """Returns the Spans of example i; the fourth draw says whether A and B are swapped."""
+        short_draw, length_draw, cut_draw, true_draw, place_draw = draws
+        true = super().pair(i, [short_draw, length_draw, cut_draw, 0.0, place_draw])
+        if true_draw < 0.5 or self.pairs == "none":
             return true
         return true._replace(a=true.b, a_end=true.b_end, b=true.a, b_end=true.a_end, pair_label=1)
 

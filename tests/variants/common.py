@@ -38,15 +38,15 @@ def use_compression(name, compressor):
 def name_run(name, flag=None):
     """Adds a variant's name to what a checkpoint is compared by, and a flag of train.py which is
     free there, but changes the results of the variant."""
-    what_counts = train.what_counts
+    run_settings = train.run_settings
 
-    def what_counts_here(args, manifest):
-        counts = what_counts(args, manifest) | {"variant": name}
+    def run_settings_here(args, manifest):
+        settings = run_settings(args, manifest) | {"variant": name}
         if flag:
-            counts[flag] = str(getattr(args, flag))
-        return counts
+            settings[flag] = str(getattr(args, flag))
+        return settings
 
-    train.what_counts = what_counts_here
+    train.run_settings = run_settings_here
 
 
 def after_build(prepare):

@@ -6,10 +6,10 @@ google-research/bert of 2019 (its README, "Whole Word Masking"). The rest of a w
 away: who reads "philam" and "on" needs no text to see what stood between them. A word is what
 stands between spaces, with its punctuation, which BERT's tokenizer splits off. As many tokens are
 masked as in train.py. In Google's code each token of a chosen word draws for itself whether it
-becomes [MASK], a random token or stays; here they share that, too.
+becomes [MASK], a random token or stays, and which random one; here they share that, too.
 
-What is changed: data.PretrainingData, by a subclass that gives all tokens of a word the draw of its
-first one.
+What is changed: data.PretrainingData, by a subclass that gives all tokens of a word the random
+numbers of its first one.
 """
 import sys
 from pathlib import Path
@@ -34,9 +34,9 @@ class WholeWords(data.PretrainingData):
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
         self.begins_word = np.char.startswith(pieces, "▁")               # (V,)
 
-    def mask_draws(self, tokens, counters):
-        """Returns (N,) random numbers in [0, 1), one for each word: that of its first token."""
-        return super().mask_draws(tokens, counters)[self.word_starts(tokens)]
+    def mask(self, tokens, counters):
+        """Masks words as train.py's data does tokens: all tokens of one have one counter."""
+        return super().mask(tokens, counters[self.word_starts(tokens)])
 
     def word_starts(self, tokens):
         """Returns (N,) the row in which the word of each row begins. A segment begins a word. For
