@@ -138,17 +138,30 @@ def damage(path, how):
         torch.save({"weights": torch.zeros(3)}, path)        # whole, but not of train.py
 
 
-@pytest.mark.parametrize("how", ["cut", "flip", "empty", "evil", "foreign"])
+def newest(folder, settings):
+    """Returns the newest checkpoint of a folder that is whole, and what is said of others."""
+    said = []
+    args = SimpleNamespace(out=folder, settings=settings)
+    return train.newest_checkpoint(args, SimpleNamespace(say=said.append)), said
+
+
 def test_a_damaged_checkpoint_is_passed_over(
-        finished, whole, train_here, capsys, monkeypatch, tmp_path, how):
+        finished, whole, train_here, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (finished / "step-00000012-backup.pt").write_bytes(b"not ours")
-    damage(finished / "step-00000014.pt", how)
+    path = finished / "step-00000014.pt"
+    content = path.read_bytes()
+    settings = last_state(finished)["settings"]
+    for how in "flip", "empty", "evil", "foreign", "cut":
+        path.write_bytes(content)
+        damage(path, how)
+        checkpoint, (said,) = newest(finished, settings)
+        assert checkpoint["step"] == 12 and "step-00000014.pt is damaged" in said, how
+    assert not Path("evil").exists()
     train_here(finished, *RUNS["bf16"][1])
     said = capsys.readouterr().out
     assert said.count("warning:") == 1 and "step-00000014.pt is damaged" in said
     assert "resuming from the checkpoint of step 12" in said
-    assert not Path("evil").exists()
     assert_same(last_state(finished), last_state(whole[0] / "bf16"))
     assert (finished / "step-00000012-backup.pt").exists()
 
@@ -157,17 +170,16 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
     path = finished / "step-00000014.pt"
     content = path.read_bytes()
     expected = last_state(finished)
-    args = SimpleNamespace(out=finished, settings=expected["settings"])
     found = []
-    for position in range(7, len(content), len(content) // 40):
+    for position in range(7, len(content), len(content) // 20):
         flipped = bytearray(content)
         flipped[position] ^= 16
         path.write_bytes(flipped)
-        checkpoint = train.newest_checkpoint(args, SimpleNamespace(say=lambda text: None))
+        checkpoint, _ = newest(finished, expected["settings"])
         found.append(checkpoint["step"] == 12)
         if not found[-1]:
             assert_same(checkpoint, expected)
-    assert found.count(True) > 30
+    assert found.count(True) > 15
 
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
@@ -222,7 +234,7 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished,
     assert re.search(r"step 14 is in \S+out1 here, and only 0 where rank 0 is;", str(outcome))
 
 
-@pytest.mark.parametrize("room", [0, 100, 20000])             # at once, or half-way
+@pytest.mark.parametrize("room", [0, 20000])             # at once, or half-way
 def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, capsys, room):
     save = train.save
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -272,12 +284,12 @@ def knows_by_heart(folder, shards, indices):
     return model, mlm_loss.item()
 
 
-INIT = "--batch 33 --dropout 0 --mask-fraction 0.15 --precision fp32 --steps 4 0".split()
+INIT = "--batch 9 --dropout 0 --mask-fraction 0.15 --precision fp32 --steps 4 0".split()
 
 
 def test_init_starts_from_a_folders_weights(shards, finished, tmp_path):
     out, model = tmp_path / "out", tmp_path / "model"
-    trained, loss = knows_by_heart(finished / "model", shards, range(33))
+    trained, loss = knows_by_heart(finished / "model", shards, range(9))
     bert.save_huggingface(trained, shards / "tokenizer.model", model, 32)
     argv = *INIT, "--init", model
     run(shards, out, *argv, "--max-steps", 2, size=2)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bert
 import dist
 import train
 from tests.conftest import ROOT

@@ -81,7 +81,7 @@ SUBMISSIONS = {                # body of learning_rate: the first thing wrong
     "    import posix\n    posix._exit(0)\n": "the tests ended without a report",
     "    return (\n": "'(' was never closed (optim.py, line",
     "    return helper(done, phase)\n": "",
-    "    while True:\n        pass\n": "time is up, after 8 s"}
+    "    while True:\n        pass\n": "time is up, after 4 s"}
 
 
 def test_grade(tmp_path):
@@ -97,7 +97,7 @@ def test_grade(tmp_path):
         folders.append(folder)
     files = tmp_path / "points.csv", tmp_path / "endless.csv"
     together(lambda: exercises.grade(folders[:3], ["schedule"], 240, 1, files[0]),
-             lambda: exercises.grade(folders[3:], ["schedule"], 8, 1, files[1]))
+             lambda: exercises.grade(folders[3:], ["schedule"], 4, 1, files[1]))
     rows = []
     for file in files:
         header, *found = file.read_text().splitlines()

@@ -20,7 +20,7 @@ import dist
 import optim
 import train
 from tests.conftest import SEED
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, together
 from tests.test_compressor_variants import powersgd_in_float64
 from tests.training import SHORT, assert_same, column, last_state, random_batch, run, steps_kept
 
@@ -642,8 +642,10 @@ def assert_resumes(shards, folder, size, step, *flags):
     """Trains without a kill and with one: all bits have to be the same."""
     argv = *SHORT, "--dropout", 0.1, *flags
     whole, killed = folder / "whole", folder / "killed"
-    sums = run(shards, whole, *argv, size=size)
-    run(shards, killed, *argv, size=size, sabotage=(kill_in_step, step), check=False)
+    sabotage = kill_in_step, step
+    sums, _ = together(
+        lambda: run(shards, whole, *argv, size=size),
+        lambda: run(shards, killed, *argv, size=size, sabotage=sabotage, check=False))
     before = steps_kept(killed)
     assert before == [step - step % 3 - 3, step - step % 3], (
         f"saved every 3 steps and killed in step {step}, a run has checkpoints of {before}")
