@@ -715,8 +715,8 @@ def is_lossy(compression):
 
 # ----- Requests to stop -----
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
-                signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+                signal.SIGXCPU, signal.SIGQUIT)
 # The names of the signals that have come.
 stop_requests = []
 

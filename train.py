@@ -803,11 +803,10 @@ def main():
     except (Exception, KeyboardInterrupt) as error:
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         rank_lost = isinstance(error, dist.RankLost)
-        # A restart may help after a bug of ours, which `explain` gives a traceback, but not after
-        # what a user has to mend or has stopped.
-        restart_helps = "Traceback" in message
-        if rank_lost or isinstance(error, dist.TorchrunLost):
-            restart_helps = True
+        # A restart may help after a bug of ours, which `explain` gives a traceback, and where a
+        # process was lost, but not after what a user has to mend or has stopped.
+        restart_helps = ("Traceback" in message or rank_lost
+                         or isinstance(error, dist.TorchrunLost))
         dist.leave(f"train.py: {message}", restart_helps, rank_lost)
 
 

@@ -43,13 +43,18 @@ def lines_of(out, kind):
     return [line for line in lines if line["kind"] == kind]
 
 
-def shards_of(*corpus):
-    """Returns a folder with the shards that these five files make of a corpus, by default of this
-    machine's documentation. They are kept: remove it when data.py has changed."""
-    name = "-".join([*CODE.parts[1:], *(Path(path).name for path in corpus)])
-    folder = ROOT / "shards" / f"bench-{name}"
+def shards_of():
+    """Returns a folder with the shards that these five files make of this machine's documentation,
+    as this checkout selects it. It is kept: remove it when data.py has changed."""
+    text = ROOT / "shards" / "documentation.txt"
+    folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}"
+    if not text.exists():
+        text.parent.mkdir(exist_ok=True)
+        script = r"import data; print(*data.machine_documentation(), sep='\n\n')"
+        words = [sys.executable, "-c", script]
+        text.write_bytes(subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
     if not folder.exists():
-        program("data.py", *corpus, "--out", folder)
+        program("data.py", text, "--out", folder)
     return folder
 
 
