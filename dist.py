@@ -813,14 +813,11 @@ def leave(message, restart_helps, rank_lost=False):
     rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
     puts their numbers in place of the "?" in its message.
     """
-    # A request to a host that is stopped or cut off never returns, so a thread makes it.
-    agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
-    try:
+    # If the store is gone with node 0, or no memory is left for a thread, each rank prints.
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        # A request to a host that is stopped or cut off never returns, so a thread makes it.
+        agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
-    except (RuntimeError, TimeoutError):
-        # Node 0 is gone, and the store with it: one rank of each node prints.
-        if os.environ["LOCAL_RANK"] != "0":
-            message = ""
     if message:
         print(message, file=sys.stderr, flush=True)
     if TORCHRUN and not restart_helps and not torchrun_died():
