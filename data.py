@@ -32,6 +32,7 @@ import os
 import random
 import re
 import shutil
+import string
 import sys
 import unicodedata
 import zlib
@@ -451,6 +452,8 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
             sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
             hard_vocab_limit=False, minloglevel=2, num_threads=4,   # the pieces depend on it
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
+            # Rare characters are [UNK], a ten-thousandth of the text, but never "?" and the like.
+            character_coverage=0.9999, required_chars=string.punctuation,
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:])
     except RuntimeError:

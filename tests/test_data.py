@@ -535,6 +535,11 @@ def test_the_tokenizer_knows_a_language_that_stands_together(tmp_path, monkeypat
     assert tokens.count(data.UNK) < 0.2 * len(tokens)                    # its rarest letters
 
 
+def test_the_tokenizer_knows_marks_that_the_text_hardly_has(documents):
+    tokenizer = data.train_tokenizer(documents, len(documents), 500)
+    assert data.UNK not in tokenizer.encode('"20 %", (he) said? & no! [x] = {y} @ ~1')
+
+
 def test_much_unknown_is_said(shards, tmp_path, monkeypatch, capsys):
     for words, warned in (1, True), (400, False):
         corpus = [f"Number {k}" + " and more" * words + " ქ" for k in range(300)]
