@@ -40,12 +40,9 @@ class DistError(Exception):
 
 
 class RankLost(DistError):
-    """A rank died, did not answer in time or never came. After it call `leave`, at the end of this
-    file, not sys.exit: a clean exit can wait for the lost rank."""
-
-
-class TorchrunLost(DistError):
-    """The torchrun of a node is gone, and its ranks must not go on alone. A restart helps."""
+    """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
+    After it call `leave`, at the end of this file, not sys.exit, which can wait for the lost rank.
+    """
 
 
 # ----- Ranks and collectives -----
@@ -813,11 +810,15 @@ def leave(message, restart_helps, rank_lost=False):
     rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
     puts their numbers in place of the "?" in its message.
     """
-    # If the store is gone with node 0, or no memory is left for a thread, each rank prints.
-    with contextlib.suppress(RuntimeError, TimeoutError):
+    try:
         # A request to a host that is stopped or cut off never returns, so a thread makes it.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
+    except (RuntimeError, TimeoutError):
+        # The store is gone with node 0, or no memory is left for a thread. An error of its own each
+        # rank prints, the loss of others one rank of each node.
+        if rank_lost and os.environ["LOCAL_RANK"] != "0":
+            message = ""
     if message:
         print(message, file=sys.stderr, flush=True)
     if TORCHRUN and not restart_helps and not torchrun_died():

@@ -510,10 +510,10 @@ def progress(args, state):
         if begin <= finished < begin + phase.tokens and state.step < args.max_steps:
             # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
             # By the clock there is no number of steps.
-            step = phase.step_tokens
+            step_tokens = phase.step_tokens
             if args.hours:
-                step = 0
-            done = (finished - begin + step) / (phase.tokens + step)
+                step_tokens = 0
+            done = (finished - begin + step_tokens) / (phase.tokens + step_tokens)
             return index, done
         begin += phase.tokens
     return len(args.phases), 0.0
@@ -559,8 +559,8 @@ def count_masked(world, micro_batches):
 
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
-    nats; a label that is data.IGNORED does not count. A sum, not a mean: it is
-    divided by the count of the whole step, over all ranks."""
+    nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
+    of the whole step, over all ranks."""
     # A sum of so many exponentials needs fp32.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
@@ -590,7 +590,7 @@ def reason_to_stop(state, signalled, orphans):
     if signalled:
         return dist.DistError(message)
     if orphans:
-        return dist.TorchrunLost(f"{message} (a torchrun has died)")
+        return dist.RankLost(f"{message} (a torchrun has died)")
     return None
 
 
@@ -804,9 +804,8 @@ def main():
         message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
         rank_lost = isinstance(error, dist.RankLost)
         # A restart may help after a bug of ours, which `explain` gives a traceback, and where a
-        # process was lost, but not after what a user has to mend or has stopped.
-        restart_helps = ("Traceback" in message or rank_lost
-                         or isinstance(error, dist.TorchrunLost))
+        # rank was lost, but not after what a user has to mend or has stopped.
+        restart_helps = "Traceback" in message or rank_lost
         dist.leave(f"train.py: {message}", restart_helps, rank_lost)
 
 
