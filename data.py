@@ -385,7 +385,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     With 300 documents in 8 shards the largest has about twice the text of the smallest, with 60
     documents four times.
 
-    Raises DataError if the folder holds something already or the text is of no use.
+    Raises DataError if the folder holds something already or the text is of no use, OSError if it
+    cannot be written.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
@@ -399,6 +400,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
 
     folder.mkdir(parents=True, exist_ok=True)
+    # Raises FileExistsError if another data.py has begun to write here meanwhile.
+    (folder / "tokenizer.model").touch(exist_ok=False)
     try:
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)

@@ -65,7 +65,7 @@ class World:
     watcher: object = None   # the thread that waits for a failure, see `watch`
 
     def sum(self, values):
-        """Returns the sums over all ranks of a list of numbers, as floats: integers are exact below
+        """Returns the sums over all ranks of numbers, as a list of floats: integers are exact below
         2^53, NaN and inf survive, and the answer is the same on every rank."""
         total = torch.tensor(values, dtype=torch.float64)
         self.all_reduce(total)
@@ -649,10 +649,7 @@ def encode_int8(blocks):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
-    # The largest |x|, by two passes that write little: abs() would write as much as it reads.
-    highest = blocks.amax(-1, keepdim=True)
-    lowest = blocks.amin(-1, keepdim=True)
-    scales = torch.maximum(highest, -lowest).div_(127).clamp_(min=1e-30)
+    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)

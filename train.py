@@ -211,7 +211,7 @@ class Log:
 
     def __init__(self, folder, active):
         self.active = active
-        self.said_at = 0.0                   # when the last line of a step was printed, seconds
+        self.said_at = time.monotonic()      # when the last line of a step was printed, seconds
         self.lowest = math.inf               # the lowest held-out loss until now
         if not active:
             return
@@ -627,7 +627,7 @@ def evaluate(args, world, log, state):
     state.model.train()
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
-    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums.tolist())
+    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums)
     result = {
         "step": state.step,
         "phase": state.phase + 1,
@@ -737,6 +737,7 @@ def keep_freed_memory():
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)                          # M_MMAP_MAX: no block is mapped by itself
         libc.mallopt(-1, 2 ** 31 - 1)                # M_TRIM_THRESHOLD: the heap does not shrink
+        libc.mallopt(-8, 1)                          # M_ARENA_MAX: all threads share the heap
 
 
 def report(args, log, state):
