@@ -266,10 +266,11 @@ def test_what_cannot_be_planned_is_one_line(refused, argv, message):
 def test_shards_are_shown_as_words(monkeypatch, shards):
     text = run_script("tests/tools/show.py", shards).stdout
     assert "documents held out" in text
-    assert len(re.findall(r"B follows A: (?:True|False)\n +\[CLS\]", text)) == 3
+    answers = re.findall(r"B follows A: (\w+)\n +\[CLS\]", text)
+    assert sorted(answers) == ["False", "False", "True"]
 
     # Each token that was chosen is followed by what stood there.
-    batch = data.PretrainingData(shards, 64, held_out=True).batch([0, 1, 2])
+    batch = data.PretrainingData(shards, 64, held_out=True).batch([2, 3, 4])
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     for label in set(batch.labels.tolist()) - {data.IGNORED}:
         stood_there = tokenizer.id_to_piece(label).replace("▁", " ")

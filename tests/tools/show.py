@@ -2,7 +2,8 @@
 
     python tests/tools/show.py shards/wiki
 
-After each token that was chosen to be predicted stands, in brackets, what was there before.
+After each token that was chosen to be predicted stands, in brackets, what was there before. Which
+B follow A is the same in every folder: it is drawn from the numbers of the examples.
 """
 import sys
 from pathlib import Path
@@ -12,16 +13,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import data  # noqa: E402
 
 SEQ_LEN = 64
-EXAMPLES = 3
+EXAMPLES = range(2, 5)         # one whose B follows A, and two whose B does not
 
 
 def show(folder):
     """Returns the report of data.describe and examples that training never reads, lines of text.
     Raises data.DataError or OSError if the folder holds no shards."""
     report = data.describe(data.load_manifest(folder))
+    report += "\nin brackets: what stood there, to be predicted"
     tokenizer = data.load_tokenizer(Path(folder) / "tokenizer.model")
     dataset = data.PretrainingData(folder, SEQ_LEN, held_out=True)
-    batch = dataset.batch(range(EXAMPLES))
+    batch = dataset.batch(EXAMPLES)
 
     # The rows of all examples stand one after another; see data.Batch.
     words = tokenizer.id_to_piece(batch.tokens.tolist())
@@ -40,6 +42,7 @@ def main():
     parser = data.Parser(description="Look into a folder of shards.")
     parser.add_argument("folder", type=data.path, help="a folder that data.py has made")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")        # for terminals without UTF-8
     try:
         print(show(args.folder))
     except (data.DataError, OSError) as error:
