@@ -574,7 +574,7 @@ def documents_in(path):
                     document = ""
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                        "UTF-8 text or has JSON with a `text` a line (wikiextractor --json)")
+                        "UTF-8 (see iconv) or has JSON with a `text` a line (wikiextractor --json)")
     if document:
         yield document
 

@@ -30,7 +30,7 @@ class Phase:
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
     decay_from: float        # the fraction of the phase after which the rate decays
-    power: float = 1.0       # 1: the rate decays along a straight line; 0.5: slowly at first
+    power: float = 0.5       # 1: the rate decays along a straight line; 0.5: slowly at first
 
     @property
     def step_tokens(self):
@@ -72,7 +72,7 @@ RECIPES = {
         "drop_attention": False,
         "mask_fraction": 0.3,
         "pairs": "none",
-        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06)]},
+        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06, power=1)]},
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
     "nvidia-64k": {
         "optimizer": "lamb",
@@ -82,8 +82,8 @@ RECIPES = {
         "mask_fraction": 0.15,
         "pairs": "nsp",
         "phases": [
-            Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0, power=0.5),
-            Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0, power=0.5),
+            Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0),
+            Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0),
         ]},
 }
 

@@ -130,7 +130,7 @@ def test_folders_give_the_same_logits_in_transformers_and_back(saved):
     assert all(torch.equal(*pair) for pair in zip(back.parameters(), model.parameters()))
     with pytest.raises(bert.ModelError, match="pooler"):             # which MaskedLM does not have
         bert.load_huggingface(folder.parent / "MaskedLM")
-    with pytest.raises(bert.ModelError, match="copy it from the run"):
+    with pytest.raises(bert.ModelError, match="copy it from runs"):
         bert.init_from(folder.parent / "PreTraining", model, folder / "tokenizer.model")
 
 

@@ -33,8 +33,8 @@ from tests.variants import common  # noqa: E402
 RECIPE = optim.RECIPES["nvidia-64k"] | {
     "optimizer": "lans",
     "phases": [
-        optim.Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
-        optim.Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
+        optim.Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7, power=1),
+        optim.Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3, power=1),
     ]}
 
 
