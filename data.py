@@ -715,7 +715,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def number(kind, low, high=math.inf):
+def number_in(kind, low, high=math.inf):
     """Returns a function for argparse's `type`: text -> a number, int or float, in [low, high)."""
     def parse(text):
         value = kind(text)
@@ -726,7 +726,7 @@ def number(kind, low, high=math.inf):
     return parse
 
 
-def path(text):
+def path_of(text):
     """Returns the Path of a flag's text, for argparse's `type`; refuses an empty one."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (a variable that is not set?)")
@@ -737,14 +737,14 @@ def parse_arguments():
     """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
     parser = Parser(description="Prepare text for BERT.")
     add = parser.add_argument
-    add("corpus", type=path, nargs="+", help="read these files and folders")
-    add("--out", type=path, required=True, help="write this folder")
-    add("--shards", type=number(int, 1), default=8,
+    add("corpus", type=path_of, nargs="+", help="read these files and folders")
+    add("--out", type=path_of, required=True, help="write this folder")
+    add("--shards", type=number_in(int, 1), default=8,
         help="deal the documents to so many shards (default: %(default)s)")
-    add("--vocab-size", type=number(int, 16, 1 << 16), default=8192,
+    add("--vocab-size", type=number_in(int, 16, 1 << 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
-    add("--tokenizer", type=path, help="take this tokenizer.model instead")
+    add("--tokenizer", type=path_of, help="take this tokenizer.model instead")
     return parser.parse_args()
 
 

@@ -218,7 +218,7 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
 
     The paper's own form has no 0.3. It lets a function phi bound ||w||; we bound the ratio, as
     1-bit LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them:
-    embeddings of the model `tiny` that begin with 0.04 (root mean square) had 1.0 after 6,500
+    embeddings of the model `tiny` that began with 0.04 (root mean square) had 1.0 after 6,500
     steps, and the loss stood 0.3 nats higher.
 
     Training does not call this: it is here to be read. The class LAMB computes the same, for

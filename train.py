@@ -68,9 +68,9 @@ EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.
 # ----- Flags: args.x is what the user gave, or else what the recipe says -----
 
 # The kinds of numbers that flags take.
-COUNT = data.number(int, 1, 10 ** 9)         # 1, 2, 3 ...
-COUNT_OR_0 = data.number(int, 0, 10 ** 9)
-FRACTION = data.number(float, 0, 1)
+COUNT = data.number_in(int, 1, 10 ** 9)         # 1, 2, 3 ...
+COUNT_OR_0 = data.number_in(int, 0, 10 ** 9)
+FRACTION = data.number_in(float, 0, 1)
 
 
 def parse_arguments(argv=None):
@@ -80,10 +80,10 @@ def parse_arguments(argv=None):
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
-    add("--data", type=data.path, default=DEMO_SHARDS,
+    add("--data", type=data.path_of, default=DEMO_SHARDS,
         help="train on the shards in this folder (default: this machine's documentation)")
-    add("--out", type=data.path, help="write all results here (default: a folder below runs/)")
-    add("--init", type=data.path, help="begin with the weights in this model folder")
+    add("--out", type=data.path_of, help="write all results here (default: a folder below runs/)")
+    add("--init", type=data.path_of, help="begin with the weights in this model folder")
 
     # The model and the recipe.
     add("--model", choices=bert.PRESETS, default="tiny", help="(default: %(default)s)")
@@ -93,15 +93,15 @@ def parse_arguments(argv=None):
         help="replace the recipe's steps: one number for all phases, or one for each")
     add("--batch", type=COUNT, nargs="+",
         help="replace the recipe's examples in a step, of all ranks: likewise")
-    add("--lr-scale", type=data.number(float, 0), default=1.0,
+    add("--lr-scale", type=data.number_in(float, 0), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
     add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")
     add("--pairs", choices=["nsp", "none"],
         help="replace the recipe's pairs: learn whether B follows A, or masked tokens only")
-    add("--seed", type=data.number(int, 0, 1 << 63), default=0,
+    add("--seed", type=data.number_in(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
-    add("--hours", type=data.number(float, 1e-4, 1e5),
+    add("--hours", type=data.number_in(float, 1e-4, 1e5),
         help="end when this time is over; the recipe's steps say only how it is shared")
 
     # How the machines do it.
@@ -111,9 +111,9 @@ def parse_arguments(argv=None):
         help="compute about this many tokens at a time on a rank (default: %(default)s)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    add("--bucket-mb", type=data.number(float, 1e-6), default=5.0,
+    add("--bucket-mb", type=data.number_in(float, 1e-6), default=5.0,
         help="average this many MB of gradients at a time (default: %(default)s)")
-    add("--timeout", type=data.number(float, 1e-3, 1e6), default=600.0,
+    add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
     add("--max-steps", type=COUNT, default=1e9, help="stop after this step of the same schedule")
     add("--save-every", type=COUNT, default=300,
@@ -462,6 +462,7 @@ def restore(args, world, log, state):
         saved = numbers.pop("tensors")
         for name, tensor in tensors_of(state).items():
             tensor.copy_(saved[name])
+    # All ranks get what each of them has, in order of rank; what counts is the first.
     numbers = world.all_gather_object(numbers)[0]
     if numbers is None:
         return

@@ -36,8 +36,8 @@ def column(out, *names):
 
 def shrink(patch=setattr):
     """Makes all of this process's training so small that a CPU without bf16 instructions does not
-    notice: a model of 2 x 64, half the lengths, few held-out examples. Its weights begin as those of
-    a wider one, so that gradients of few examples fit in fp16."""
+    notice: a model of 2 x 64, half the lengths, few held-out examples. Its weights begin as those
+    of a wider one, so that gradients of few examples fit in fp16."""
     recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe["phases"]]
     patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe | {"phases": short}})

@@ -40,7 +40,7 @@ def show(folder):
 def main():
     """Prints what `show` returns; one line on stderr and status 1 if it cannot."""
     parser = data.Parser(description="Look into a folder of shards.")
-    parser.add_argument("folder", type=data.path, help="a folder that data.py has made")
+    parser.add_argument("folder", type=data.path_of, help="a folder that data.py has made")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")        # for terminals without UTF-8
     try:
