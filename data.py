@@ -3,8 +3,8 @@
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
-Read first `Batch`, what the model gets; then `PretrainingData`, how an example is found, cut in two
-and masked; `uniform`, the random numbers; `micro_batches`, how examples are dealt to ranks, and
+Read first `Batch`, what the model gets; then, of `PretrainingData`, the docstring, `mask` and
+`batch`; `uniform`, the random numbers; `micro_batches`, how examples are dealt to ranks, and
 `loader`, which makes them ahead. The rest can wait: from `prepare` on, how text becomes shards.
 
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
@@ -558,7 +558,7 @@ def documents_in(path):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
                 if line and not begun:
                     begun = True
-                    # "[{" and "[" begin an array, which line["text"] below refuses.
+                    # "[{" and "[" begin an array, which is refused below.
                     is_json = re.match(r"{|\[({|$)", line)
                     if line.startswith("<"):
                         raise ValueError("HTML or XML, take the text out of it first")

@@ -314,8 +314,8 @@ class Reducer:
     4. Finish. Waits for the thread.
 
         reducer = Reducer(model, world)
-        for name, p in model.named_parameters():
-            masters[name].grad = reducer.gradients[name]         # for the optimizer, once
+        for name, view in reducer.gradients.items():
+            masters[name].grad = view              # the weights that the optimizer steps; once
 
         reducer.zero_grad()
         for k, batch in enumerate(micro_batches):
@@ -579,7 +579,8 @@ class Bucket:
 # Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
 # skip the same step. After that the next step begins with the same state.
 #
-# `dense` is called in the same way, but leaves no residual: `value` itself becomes the mean.
+# `dense` is called with a bucket without padding and without any state. It leaves no residual:
+# `value` itself becomes the mean.
 
 def dense(dtype, world, value, state):
     """none, fp16 and bf16: averages by one all-reduce in the format `dtype`. It divides first, then
@@ -611,8 +612,8 @@ def compressed_mean(encode, decode, world, value, state):
         encode         2                      3                   0.5 and 0 are the next s
         all_gather     2      3               2      3            the mean, on both
 
-    The same in letters. Rank r has the value v_r = g_r + e_r. The rank that averages a part keeps a
-    residual of its own, s:
+    The same in letters. Rank r has the value v_r, see `Bucket`. The rank that averages a part keeps
+    a residual of its own, s:
 
         c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
         m = mean_r c_r + s

@@ -29,7 +29,7 @@ class Phase:
     steps: int
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
-    decay_from: float        # the fraction of the phase after which the rate decays
+    decay_from: float        # the fraction after which the rate decays; 0: see learning_rate
     power: float = 0.5       # 1: the rate decays along a straight line; 0.5: slowly at first
 
     @property
@@ -89,7 +89,7 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate; done is the finished fraction of a phase, in (0, 1). It grows,
+    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows,
     holds and decays to 0 (Zheng et al., arXiv 2006.13484, section 3.3):
 
         lr |       _________
@@ -98,7 +98,7 @@ def learning_rate(done, phase):
          0 | /___________________\    done
             0   warmup  decay_from 1
 
-    In the decay the rate is lr (what is left of the decay, 1 to 0)^power.
+    In the decay the rate is lr left^power, where `left` falls from 1 to 0. The picture has power 1.
 
     With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
     So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase

@@ -159,8 +159,9 @@ def run_settings(args, manifest):
     resumes only from a checkpoint with the same ones.
 
     The phases are left out, since they follow from the recipe and these flags. So is what changes
-    less: the number of ranks (how sums are rounded, which activations dropout drops) and, with
-    lossy compression, the steps of checkpoints (what is not sent yet is dropped there).
+    them less: the number of ranks and micro_tokens (how sums are rounded, which activations dropout
+    drops); bucket_mb and, with lossy compression, the steps of checkpoints (what is not sent yet is
+    dropped there).
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
@@ -293,8 +294,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
     the demo some 300 steps."""
     rarity = data.unigram_losses(shards)                           # (pieces,) nats
-    # Subtracting the mean changes no probability. It makes the numbers, and so the steps of an
-    # optimizer that takes a fraction of their norm, eight times smaller.
+    # Subtracting the mean changes no probability. It makes the numbers smaller, so that 16 bits
+    # round them less.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -308,7 +309,8 @@ def build_model(args, world):
     attention_dropout = args.dropout * args.drop_attention
     model = bert.BertForPreTraining(bert.BertConfig.preset(
         args.model, args.vocab_size, dropout=args.dropout, attention_dropout=attention_dropout))
-    # Without pairs these two have no gradient, and weight decay alone would wear them away.
+    # Without pairs the gradients of the pooler and of the NSP head are 0, and weight decay alone
+    # would wear them away.
     for head in (model.pooler, model.nsp):
         head.requires_grad_(args.pairs != "none")
     set_bias_to_frequencies(model, args.data)
@@ -504,13 +506,13 @@ def finished_tokens(args, state):
 
 def progress(args, state):
     """Returns (the index of the phase that the next step is in, the fraction of that phase that is
-    done by then, in (0, 1)). If there is no next step: (the number of phases, 0.0)."""
+    done by then, in [0, 1)). If there is no next step: (the number of phases, 0.0)."""
     finished = finished_tokens(args, state)
     begin = 0
     for index, phase in enumerate(args.phases):
         if begin <= finished < begin + phase.tokens and state.step < args.max_steps:
             # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
-            # By the clock there is no number of steps.
+            # By the clock there is no number of steps, and the first one has a rate of 0.
             step_tokens = phase.step_tokens
             if args.hours:
                 step_tokens = 0
@@ -530,7 +532,7 @@ def copy_positions(args, state):
     if state.step and not args.init:
         trained = max(phase.seq_len for phase in args.phases[:state.phase])
         new = torch.arange(trained, args.phases[state.phase].seq_len)
-        positions = state.masters["embeddings.positions.weight"]         # (max_positions, D)
+        positions = state.masters["embeddings.positions.weight"]         # (max_positions, width)
         positions[new] = positions[new % trained]
         optim.copy_to_model(state.masters, state.model)
 
@@ -640,7 +642,7 @@ def evaluate(args, world, log, state):
     log.metric("eval", **result)
     log.say(EVAL_LINE.format(**result))
     log.lowest = min(log.lowest, result["mlm_loss"])
-    # What rises by half a nat is no noise.
+    # Noise is smaller than half a nat.
     if result["mlm_loss"] > log.lowest + 0.5:
         log.say(f"warning: this loss was {log.lowest:.3f} before; if it does not fall again, begin "
                 "anew at a lower --lr-scale")
