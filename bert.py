@@ -243,7 +243,7 @@ class BertForPreTraining(nn.Module):
     def forward(self, batch):
         """Returns the logits (M, V) of the masked tokens and (B, 2) of the pairs.
 
-        batch: a data.Batch. Beside the arguments of `encode` it has masked_positions (M,), rows of
+        batch: a data.Batch. Beside the arguments of `encode` it has masked_rows (M,), rows of
         the batch, and pair_labels (B,). The cross-entropy of the logits with its labels (M,) and
         its pair_labels is the loss; train.py sums it, since it divides by the counts of all ranks.
         """
@@ -251,7 +251,7 @@ class BertForPreTraining(nn.Module):
         # exist, which is most of what makes small models fast.
         examples = len(batch.pair_labels)
         # (R,), where R = B + M: the rows of [CLS], then those of masked tokens
-        rows = torch.cat([batch.bounds[:examples], batch.masked_positions])
+        rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
 
@@ -503,10 +503,10 @@ def fill_mask(model, tokenizer, text, count=5):
     model.eval()
     with torch.no_grad(), model.mlm_bias.device:                     # New tensors are made there.
         tokens = torch.tensor(ids)                                   # (T,)
-        masked_positions = torch.where(tokens == MASK)[0]            # (M,)
+        masked_rows = torch.where(tokens == MASK)[0]            # (M,)
         bounds = torch.tensor([0, T, T], dtype=torch.int32)
         lengths = torch.tensor([T, 0], device="cpu")
-        hidden = model.encode(masked_positions, tokens, torch.zeros_like(tokens), torch.arange(T),
+        hidden = model.encode(masked_rows, tokens, torch.zeros_like(tokens), torch.arange(T),
                               bounds, lengths)                       # (M, D)
         # The last columns only pad the vocabulary to a multiple of 64: no pieces belong to them.
         logits = model.mlm_logits(hidden)[:, :len(tokenizer)]
@@ -531,7 +531,7 @@ def main():
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
-    except (ModelError, OSError, RuntimeError) as error:     # SentencePiece raises the last two.
+    except (ValueError, OSError, RuntimeError) as error:     # also of a terminal without UTF-8
         sys.exit(f"bert.py: {error}")
 
 

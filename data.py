@@ -83,12 +83,12 @@ class Batch(NamedTuple):
     tokens: np.ndarray              # (N,) int64; the examples are sorted by length
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
     positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
-    masked_positions: np.ndarray    # (M,) int64, the rows that are to be predicted, then zeros
+    masked_rows: np.ndarray    # (M,) int64, the rows that are to be predicted, then zeros
     labels: np.ndarray              # (M,) int64, the tokens that stood there, then IGNORED
     bounds: np.ndarray              # (B + 2,) int32, the first row of each example and of the
                                     # padding, then N
-    pair_labels: np.ndarray         # (B,) int64, 0 if B is the true next of A, 1 if not; IGNORED
-                                    # without pairs
+    pair_labels: np.ndarray         # (B,) int64, 0 if the second text is the true next of
+                                    # the first, 1 if not; IGNORED without pairs
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
@@ -266,9 +266,9 @@ class PretrainingData:
         labels = tokens[rows]
         fates = draws[rows] / self.mask_fraction
 
-        words = self.vocab_size - len(SPECIALS)
-        random_words = uniform(counters[rows], self.token_key) * words
-        random_tokens = len(SPECIALS) + random_words.astype(np.int64)
+        pieces = self.vocab_size - len(SPECIALS)
+        random_pieces = uniform(counters[rows], self.token_key) * pieces
+        random_tokens = len(SPECIALS) + random_pieces.astype(np.int64)
         not_masked = np.where(fates < 0.9, random_tokens, labels)
         tokens[rows] = np.where(fates < 0.8, MASK, not_masked)
         return rows, labels
@@ -331,9 +331,9 @@ SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17
 
 # ----- Batches: dealt to the ranks, made ahead in a thread -----
 
-def micro_batches(step, global_batch, micro_batch, rank, size):
+def micro_batches(step, global_batch, micro_size, rank, size):
     """Returns the micro-batches of rank `rank` of `size` in a step, each a list of at most
-    micro_batch indices.
+    micro_size indices.
 
     The step has the examples step * global_batch up to (step + 1) * global_batch; a rank takes
     those that are `rank` modulo `size`. Nothing has to divide: a rank may have one example more
@@ -341,15 +341,15 @@ def micro_batches(step, global_batch, micro_batch, rank, size):
     """
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
-    count = math.ceil(len(mine) / micro_batch)
+    count = math.ceil(len(mine) / micro_size)
     return [mine[k::count] for k in range(count)]
 
 
-def loader(dataset, step, global_batch, micro_batch, rank, size):
+def loader(dataset, step, global_batch, micro_size, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
     works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
     def make(number):
-        dealt = micro_batches(number, global_batch, micro_batch, rank, size)
+        dealt = micro_batches(number, global_batch, micro_size, rank, size)
         return [dataset.batch(indices) for indices in dealt]
 
     with ThreadPoolExecutor(1) as thread:
@@ -363,7 +363,7 @@ def loader(dataset, step, global_batch, micro_batch, rank, size):
 
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
-BLOCK = 256                 # documents; text is encoded block by block
+DOCUMENTS = 256             # text is encoded in blocks of so many documents
 LONGEST = 1 << 16           # characters; a longer document is cut into several
 CHUNK = 1 << 10             # characters, at most 4 KiB: SentencePiece leaves out longer texts
 SAMPLE = 1 << 15            # chunks, drawn at random, that train the tokenizer
@@ -416,7 +416,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
 
 def blocks(corpus, total=None):
-    """Yields lists of about BLOCK documents, and shows how many of `total` it has read. A document
+    """Yields lists of about 256 documents, and shows how many of `total` it has read. A document
     that is longer than LONGEST becomes several.
 
     INVISIBLE is dropped, and text is put into Unicode's form NFKC (one way to write a character,
@@ -426,7 +426,7 @@ def blocks(corpus, total=None):
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
         document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
         block += cut_text(document, LONGEST)
-        if len(block) >= BLOCK:
+        if len(block) >= DOCUMENTS:
             yield block
             block = []
     yield block

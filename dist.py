@@ -5,7 +5,7 @@ model and computes the gradients of its own examples; all ranks then step with t
 `average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
 arXiv 2006.15704, section 3.2). Of the compressors, `dense` (none, fp16, bf16) is enough at first.
 The others, int8 and onebit, send less. What a rank did not send, the residual, it adds to what it
-sends in the next step (error feedback); `lossy` is their word in the code.
+sends in the next step (error feedback).
 
 A collective is a call that all ranks of a process group make together, such as a sum over them; if
 there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
@@ -322,7 +322,7 @@ class Reducer:
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
         reducer.finish()                           # now reducer.gradients are equal on all ranks
-        reducer.commit(step_taken=True)            # needed by lossy compression
+        reducer.commit(step_taken=True)            # for residuals
         optimizer.step()
 
     compression: a name in COMPRESSORS. `gradients`: {name: view}. `buckets`: the Buckets; `flats`:
@@ -352,8 +352,7 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step, whose loss is multiplied by `scale`. Only lossy compression needs to know
-        it: its residuals are unscaled."""
+        """Begins a step, whose loss is multiplied by `scale`, which the residuals are not."""
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
@@ -447,8 +446,8 @@ class Reducer:
             bucket.commit(step_taken)
 
     def forget(self):
-        """Drops what lossy compression has not sent yet and all that it keeps. Done at each save:
-        so the run that goes on equals the one that resumes there, on any number of ranks."""
+        """Drops the residuals and all else that compressors keep. Done at each save: so the run
+        that goes on equals the one that resumes there, on any number of ranks."""
         for bucket in self.buckets:
             bucket.forget()
 
@@ -504,13 +503,13 @@ class Bucket:
 
     def __init__(self, shapes, world, compression):
         self.compressor = COMPRESSORS[compression]
-        self.lossy = is_lossy(compression)
+        self.has_residual = has_residual(compression)
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
         # The ranks of `inner` add up first, then those of `outer` exchange. With one level, `inner`
         # is this rank alone.
         self.inner = World()
         self.outer = world
-        if world.levels and (self.lossy or world.device.type == "cpu"):
+        if world.levels and (self.has_residual or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
         self.sizes = [math.prod(shape) for shape in shapes.values()]
         n = sum(self.sizes)
@@ -535,7 +534,7 @@ class Bucket:
             self.inner.reduce(self.flat)
         sent = 0
         if self.inner.rank == 0:
-            if self.lossy:
+            if self.has_residual:
                 sent = self._send(scale)
             else:
                 _, _, sent = self.compressor(self.outer, self.flat, {})
@@ -703,7 +702,7 @@ COMPRESSORS = {
 }
 
 
-def is_lossy(compression):
+def has_residual(compression):
     """Returns True if a compressor, by its name, leaves a residual, sent by error feedback."""
     return compression not in ("none", "fp16", "bf16")
 

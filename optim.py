@@ -99,6 +99,7 @@ def learning_rate(done, phase):
             0   warmup  decay_from 1
 
     In the decay the rate is lr left^power, where `left` falls from 1 to 0. The picture has power 1.
+    The recipes here do not hold; one of tests/variants/lans.py does.
 
     With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
     So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase

@@ -160,7 +160,7 @@ def run_settings(args, manifest):
 
     The phases are left out, since they follow from the recipe and these flags. So is what changes
     them less: the number of ranks and micro_tokens (how sums are rounded, which activations dropout
-    drops); bucket_mb and, with lossy compression, the steps of checkpoints (what is not sent yet is
+    drops); bucket_mb and, with int8 and onebit, the steps of checkpoints (what is not sent yet is
     dropped there).
     """
     left_out = LOCAL | FREE | {"phases"}
@@ -388,7 +388,7 @@ def save(args, world, log, state):
     """Saves all that the next step depends on, in a file that is whole or not there; removes all
     others but the one before. Collective; raises what check_weights raises.
 
-    What lossy compression has not sent yet is dropped: so the run that goes on is the run that
+    What int8 and onebit have not sent yet is dropped: so the run that goes on is the run that
     resumes, on any number of ranks. A full disk is a warning: the older checkpoints are whole.
     """
     check_weights(world, state)
@@ -548,8 +548,8 @@ def begin_phase(args, world, state, phase_index):
     examples = data.PretrainingData(
         args.data, phase.seq_len, phase_index, args.seed, pairs=args.pairs,
         mask_fraction=args.mask_fraction)
-    micro_batch = max(1, args.micro_tokens // phase.seq_len)
-    return data.loader(examples, state.phase_step, phase.global_batch, micro_batch, world.rank,
+    micro_size = max(1, args.micro_tokens // phase.seq_len)
+    return data.loader(examples, state.phase_step, phase.global_batch, micro_size, world.rank,
                        world.size)
 
 
@@ -612,10 +612,10 @@ def evaluate(args, world, log, state):
     seq_len = args.phases[state.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
-    micro_batch = max(1, args.micro_tokens // seq_len)
+    micro_size = max(1, args.micro_tokens // seq_len)
     sums = np.zeros(6)
     state.model.eval()
-    for indices in data.micro_batches(0, EVAL_EXAMPLES, micro_batch, world.rank, world.size):
+    for indices in data.micro_batches(0, EVAL_EXAMPLES, micro_size, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
         counted = batch.labels != data.IGNORED
         mlm_logits, nsp_logits = state.model(batch)
@@ -699,7 +699,7 @@ def training_loop(args, world, log, state, signals):
 
         # 6. An inf or NaN skips the step, on all ranks, since all have the same norm.
         step_taken = state.scaler.update(not math.isfinite(norm), state.step + 1)
-        state.reducer.commit(step_taken)             # for lossy compression
+        state.reducer.commit(step_taken)             # for int8 and onebit
 
         # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
         lr = optim.learning_rate(done, phase)

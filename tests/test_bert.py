@@ -46,9 +46,9 @@ def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     fill = -sum(lengths) % 64
     all_lengths = torch.tensor([*lengths, fill])
     bounds = F.pad(all_lengths.cumsum(0), (1, 0)).int()
-    masked_positions = []
+    masked_rows = []
     for b in range(len(lengths)):
-        masked_positions.append(bounds[b] + 1 + 2 * torch.arange(masked))
+        masked_rows.append(bounds[b] + 1 + 2 * torch.arange(masked))
 
     def in_line(parts):
         return F.pad(torch.cat(parts), (0, fill))
@@ -56,7 +56,7 @@ def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return SimpleNamespace(
         tokens=in_line(tokens), segments=in_line(segments), positions=in_line(positions),
-        bounds=bounds, lengths=all_lengths, masked_positions=torch.cat(masked_positions).long(),
+        bounds=bounds, lengths=all_lengths, masked_rows=torch.cat(masked_rows).long(),
         labels=labels, pair_labels=torch.arange(len(lengths)) % 2,
         padded=dict(input_ids=pad(tokens), token_type_ids=pad(segments), attention_mask=pad(full)),
         mask=pad(full).bool())
@@ -86,7 +86,7 @@ def padded_logits(model, batch):
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = block.attention_norm(x + block.attention_out(mixed))
         x = block.norm(x + block.down(F.gelu(block.up(x))))
-    mlm_logits = model.mlm_logits(x[mask][batch.masked_positions])
+    mlm_logits = model.mlm_logits(x[mask][batch.masked_rows])
     return mlm_logits, model.nsp(torch.tanh(model.pooler(x[:, 0])))
 
 
@@ -105,7 +105,7 @@ def test_gradients_are_transformers(saved):
     ours, theirs, batch = model.double(), theirs.double().eval(), make_batch()
     sum(sums_of(ours(batch), batch)).backward()
     output = theirs(**batch.padded)
-    mlm_logits = output.prediction_logits[batch.mask][batch.masked_positions]
+    mlm_logits = output.prediction_logits[batch.mask][batch.masked_rows]
     logits = mlm_logits, output.seq_relationship_logits
     sum(sums_of(logits, batch)).backward()
     named = dict(theirs.named_parameters())
@@ -215,12 +215,12 @@ def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
         assert (gpu - cpu).norm() < tolerance * cpu.norm()
 
 
-def test_masked_positions_can_be_padded_or_none():
+def test_masked_rows_can_be_padded_or_none():
     model, batch = make_model().eval(), make_batch()
     logits = model(batch)[0]
-    batch.masked_positions = F.pad(batch.masked_positions, (0, 5))
+    batch.masked_rows = F.pad(batch.masked_rows, (0, 5))
     torch.testing.assert_close(model(batch)[0][:6], logits)
-    batch.masked_positions = batch.masked_positions[:0]
+    batch.masked_rows = batch.masked_rows[:0]
     assert model(batch)[0].shape == (0, 192)
 
 

@@ -48,7 +48,7 @@ def test_a_batch_has_the_texts_of_its_spans(shards):
     batch = dataset.batch(range(500))
     tokens = batch.tokens.copy()
     chosen = batch.labels != data.IGNORED
-    tokens[batch.masked_positions[chosen]] = batch.labels[chosen]        # before they were masked
+    tokens[batch.masked_rows[chosen]] = batch.labels[chosen]        # before they were masked
     for b, spans in enumerate(sorted(dataset.spans(range(500)), key=dataset.length)):
         text = dataset.shard(spans.shard).tokens
         a, b_text = text[spans.a:spans.a_end], text[spans.b:spans.b_end]
@@ -84,12 +84,12 @@ def test_masks_are_spread_over_a_text_and_can_be_none(shards):
     dataset = data.PretrainingData(shards, 64, mask_fraction=0.2)
     batch = dataset.batch(range(4000))
     chosen = batch.labels != data.IGNORED
-    where = np.bincount(batch.positions[batch.masked_positions[chosen]], minlength=64)
+    where = np.bincount(batch.positions[batch.masked_rows[chosen]], minlength=64)
     have = np.bincount(batch.positions[:batch.bounds[-2]], minlength=64)
     rates = where[1:60] / have[1:60]
     assert where[0] == 0 and 0.15 < rates.min() and rates.max() < 0.25
     batch = data.PretrainingData(shards, 64, mask_fraction=1e-9).batch(range(3))
-    assert batch.labels.shape == batch.masked_positions.shape == (0,)
+    assert batch.labels.shape == batch.masked_rows.shape == (0,)
 
 
 @pytest.mark.parametrize("pairs", ["nsp", "none"])
@@ -123,13 +123,13 @@ def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
             assert same(batch.segments[rows], batch.positions[rows] >= b_start)
             count = (one.labels != data.IGNORED).sum()
             span = slice(at, at := at + count)
-            masked = batch.masked_positions[span] - batch.bounds[b]
-            assert same(masked, one.masked_positions[:count])
+            masked = batch.masked_rows[span] - batch.bounds[b]
+            assert same(masked, one.masked_rows[:count])
             assert same(batch.labels[span], one.labels[:count])
             assert batch.pair_labels[b] == one.pair_labels[0]
         assert len(batch.tokens) % 64 == 0 and 0 <= batch.lengths[-1] < 64
         assert len(batch.labels) % 16 == 0 and 0 <= len(batch.labels) - at < 16
-        assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_positions[at:].any()
+        assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_rows[at:].any()
         padding = batch.tokens[ends[-1]:], batch.segments[ends[-1]:], batch.positions[ends[-1]:]
         assert not np.concatenate(padding).any()
         kinds = {name: str(field.dtype) for name, field in batch._asdict().items()}

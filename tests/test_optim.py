@@ -115,7 +115,7 @@ def test_no_step_waits_for_a_gpu(name):
         model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
     masters = optim.cast_with_masters(model, torch.bfloat16)
     batch = data.Batch(
-        tokens=zeros(64), segments=zeros(64), positions=zeros(64), masked_positions=zeros(4),
+        tokens=zeros(64), segments=zeros(64), positions=zeros(64), masked_rows=zeros(4),
         labels=zeros(4), bounds=zeros(5), pair_labels=zeros(3),
         lengths=torch.tensor([12, 16, 31, 5]))
     mlm_logits, nsp_logits = model(batch)

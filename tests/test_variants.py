@@ -345,7 +345,7 @@ def test_whole_words_are_masked(shards):
     tokens = batch.tokens.copy()
     chosen = np.zeros(len(tokens), bool)
     labels = batch.labels[batch.labels != data.IGNORED]
-    rows = batch.masked_positions[:len(labels)]
+    rows = batch.masked_rows[:len(labels)]
     tokens[rows] = labels                                  # what stood there
     chosen[rows] = True
     special = np.isin(tokens, [data.PAD, data.CLS, data.SEP])

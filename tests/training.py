@@ -101,14 +101,14 @@ def random_batch(vocabulary, examples=8, length=128):
     rows = examples * length
     tokens = generator.integers(5, vocabulary, rows)
     positions = np.tile(np.arange(length), examples)
-    masked_positions = np.sort(generator.permutation(rows)[:rows * 3 // 20])
+    masked_rows = np.sort(generator.permutation(rows)[:rows * 3 // 20])
     bounds = np.array([*range(0, rows + 1, length), rows], dtype=np.int32)
     batch = data.Batch(
         tokens=tokens,
         segments=(positions >= length // 2).astype(np.int64),
         positions=positions,
-        masked_positions=masked_positions,
-        labels=tokens[masked_positions],
+        masked_rows=masked_rows,
+        labels=tokens[masked_rows],
         bounds=bounds,
         pair_labels=generator.integers(0, 2, examples),
         lengths=np.diff(bounds).astype(np.int64))

@@ -48,7 +48,7 @@ class Loss(torch.nn.Module):
     def forward(self, batch):
         model = self.model
         examples = len(batch.pair_labels)
-        rows = torch.cat([batch.bounds[:examples], batch.masked_positions])
+        rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = model.encode(rows, batch.tokens, batch.segments, batch.positions, batch.bounds,
                               batch.lengths)
         pairs = model.nsp(torch.tanh(model.pooler(hidden[:examples])))

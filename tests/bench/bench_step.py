@@ -47,7 +47,7 @@ def padded(batch):
     """Returns a Batch as the keyword arguments of a Hugging Face model."""
     labels = torch.full_like(batch.tokens, data.IGNORED)
     kept = batch.labels != data.IGNORED
-    labels[batch.masked_positions[kept]] = batch.labels[kept]
+    labels[batch.masked_rows[kept]] = batch.labels[kept]
 
     def rows(values, fill=0):
         return pad_sequence(values.split(batch.lengths.tolist())[:-1], True, fill)

@@ -53,7 +53,7 @@ HINTS = {
     ],
     "dealing": [
         "Nothing has to divide: a rank may have one example more, a micro-batch may be short. With "
-        "as few micro-batches as micro_batch allows, deal a rank's examples out to them in turn.",
+        "as few micro-batches as micro_size allows, deal a rank's examples out to them in turn.",
         "`loader`: submit a step to a thread; when its result is there, submit the next one before "
         "you yield it. job.result() raises what the thread raised.",
         "`count_masked`: count on this rank, and let `world.sum` add up. data.Batch says which "
@@ -64,7 +64,7 @@ HINTS = {
         "embeddings begin. What goes to Bucket is {name: shape}.",
         "`dense`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
         "`average`: `inner` are the ranks of this node, or this one alone; `outer` are those that "
-        "exchange. The leader of the node alone sends: by `_send` where lossy, else by its "
+        "exchange. The leader of the node alone sends: by `_send` with residuals, else by its "
         "compressor, in place. What is summed inside the node is divided before.",
     ],
     "overlap": [

@@ -665,7 +665,7 @@ def test_resume_has_the_same_bits(shards, tmp_path):
 
 
 def test_resume_of_lossy_compression(shards, tmp_path):
-    """3 points: with lossy compression, too."""
+    """3 points: with a compression that keeps residuals, too."""
     assert_resumes(shards, tmp_path, 1, 13, "--precision", "fp32", "--compression", "onebit")
 
 

@@ -192,8 +192,8 @@ def step_seconds(args, phase):
     flops = share * flops_per_example(args.config, phase.seq_len, masked)
     compute = 1e-12 * flops / args.tflops
     # Gradients are exchanged during the last micro-batch only, which takes what the others left.
-    micro_batch = max(1, args.micro_tokens // phase.seq_len)
-    last = (share - 1) % micro_batch + 1
+    micro_size = max(1, args.micro_tokens // phase.seq_len)
+    last = (share - 1) % micro_size + 1
     backward = 2 / 3 * compute * last / share
 
     # Dense sums go in a ring through all ranks. What is lossy, one rank of each node exchanges.

@@ -27,7 +27,7 @@ def show(folder):
 
     # The rows of all examples stand one after another; see data.Batch.
     words = tokenizer.id_to_piece(batch.tokens.tolist())
-    for row, label in zip(batch.masked_positions.tolist(), batch.labels.tolist()):
+    for row, label in zip(batch.masked_rows.tolist(), batch.labels.tolist()):
         if label != data.IGNORED:
             words[row] += f"({tokenizer.id_to_piece(label)})"
     for example, pair_label in enumerate(batch.pair_labels):

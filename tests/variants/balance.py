@@ -43,13 +43,13 @@ class Share(NamedTuple):
                              # longest
 
 
-def shares(step, global_batch, micro_batch, rank, size):
+def shares(step, global_batch, micro_size, rank, size):
     """Returns the micro-batches of a rank in a step, each a Share."""
     from_longest = np.arange(global_batch)[::-1]
     turn, place = np.divmod(from_longest, size)
     owner = np.where(turn % 2 == 1, size - 1 - place, place)
     mine = np.flatnonzero(owner == rank)
-    count = math.ceil(len(mine) / micro_batch)
+    count = math.ceil(len(mine) / micro_size)
     return [Share(step, global_batch, places) for places in np.array_split(mine, count)]
 
 
