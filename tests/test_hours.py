@@ -57,7 +57,8 @@ def test_phases_share_the_time_and_a_resume_goes_on(train_here, monkeypatch, tmp
                 assert line["lr"] == pytest.approx(optim.learning_rate(done, phase), abs=5e-4)
                 last = line
                 before = line["seconds"]
-        assert end <= last["seconds"] < end + 160 and 0 < last["lr"] < 0.4 * phase.lr
+        left = (last["lr"] / phase.lr) ** (1 / phase.power)
+        assert end <= last["seconds"] < end + 160 and 0 < left < 0.2
     for line in lines[:-1]:
         assert 60 * line["minutes_left"] + line["seconds"] == pytest.approx(3564)
 

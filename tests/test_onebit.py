@@ -383,18 +383,22 @@ def test_an_overflow_in_the_second_stage_skips_the_step_on_all(shards, tmp_path)
 @pytest.mark.parametrize("variant", ONE_BIT)
 def test_16_bits_follow_fp32(shards, tmp_path, variant):
     """With accumulation, through both stages of two phases; fp16 with its loss scale."""
-    losses = {}
-    norms = {}
-    for precision in ("fp32", "bf16", "fp16"):
-        out = tmp_path / precision
-        with installed(variant):
-            train_here(dist.World(), shards, out, "--precision", precision,
-                       *"--steps 4 2 --batch 12 --micro-tokens 192 --lr-scale 0.002".split())
-        losses[precision] = column(out, "mlm_loss")
-        norms[precision] = column(out, "grad_norm")
-        scale = 65536 if precision == "fp16" else 1
-        assert column(out, "skipped", "loss_scale") == 6 * [0, scale]
-    for precision, tolerance in ("bf16", 1e-2), ("fp16", 3e-3):
-        assert losses[precision] == pytest.approx(losses["fp32"], rel=tolerance)
-        assert losses[precision] != losses["fp32"]
-        assert norms[precision] == pytest.approx(norms["fp32"], rel=0.1)
+    in_fp16 = "--batch 4 --micro-tokens 64 --lr-scale 0.03"
+    in_bf16 = "--batch 12 --micro-tokens 192 --lr-scale 0.03"
+    if variant is zeroone_adam:                      # bf16 turns signs, which large steps show
+        in_bf16 = "--batch 12 --micro-tokens 192 --lr-scale 0.002"
+    for low, flags, tolerance in ("fp16", in_fp16, 3e-3), ("bf16", in_bf16, 1e-2):
+        losses = {}
+        norms = {}
+        for precision in "fp32", low:
+            out = tmp_path / f"{low}-{precision}"
+            with installed(variant):
+                train_here(dist.World(), shards, out, "--precision", precision,
+                           *f"--steps 4 2 {flags}".split())
+            losses[precision] = column(out, "mlm_loss")
+            norms[precision] = column(out, "grad_norm")
+            scale = 65536 if precision == "fp16" else 1
+            assert column(out, "skipped", "loss_scale") == 6 * [0, scale]
+        assert losses[low] == pytest.approx(losses["fp32"], rel=tolerance)
+        assert losses[low] != losses["fp32"]
+        assert norms[low] == pytest.approx(norms["fp32"], rel=0.1)

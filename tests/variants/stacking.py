@@ -110,8 +110,8 @@ def begin_stage(args, state, stage, grow):
 def prepare(args, world, state):
     """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
     if state.model.config.layers % STAGES or dist.has_residual(args.compression):
-        raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and no lossy "
-                                "compression")
+        raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and "
+                                "--compression none, fp16 or bf16")
     state.groups = [group["params"] for group in state.optimizer.param_groups]
 
 
