@@ -196,7 +196,7 @@ def step_seconds(args, phase):
     last = (share - 1) % micro_size + 1
     backward = 2 / 3 * compute * last / share
 
-    # Dense sums go in a ring through all ranks. What leaves residuals, one rank of each node exchanges.
+    # Dense sums go in a ring through all ranks, others between one rank of each node.
     ring = args.nodes
     if args.nodes > 1 and args.compression in ELEMENT_BYTES:
         ring = args.ranks
