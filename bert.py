@@ -65,8 +65,8 @@ class BertConfig:
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
     vocab_size: int                     # V, the rows of the embedding, a multiple of 64
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the part of all activations that is set to 0 in training
-    attention_dropout: float = 0.0      # the same of attention weights; 0.1 in the original
+    dropout: float = 0.1                # the part of all activations, and of attention weights,
+                                        # that is set to 0 in training
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
     init_std: float = 0.02              # the standard deviation of initial matrices; embeddings
                                         # have 0.02
@@ -136,13 +136,14 @@ def attention(qkv, bounds, lengths, dropout):
     lengths is always on the CPU, since it decides shapes; bounds is on the model's device, for
     functions of a GPU that take all lengths at once. dropout is that of the attention weights.
     """
-    if qkv.is_cuda and qkv.dtype == torch.bfloat16 and dropout == 0:
-        # This kernel takes examples of all lengths at once. It has no dropout, and old GPUs, which
-        # need fp16, do not have it. Its import takes a second, so it stands here.
-        from torch.nn.attention.varlen import varlen_attn
+    if qkv.is_cuda and qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
+        # FlashAttention (Dao, arXiv 2307.08691) takes examples of all lengths at once, in 16 bits;
+        # GPUs before Ampere (V100, T4) do not have it.
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         longest = int(lengths.max())
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        causal = debug = False
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
 
     dtype = qkv.dtype
     if dtype.itemsize == 2 and not qkv.is_cuda:
@@ -179,7 +180,6 @@ class Block(nn.Module):
         self.down = nn.Linear(config.feed_forward, width)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
-        self.attention_dropout = config.attention_dropout
 
     def forward(self, x, bounds, lengths, rows=None):
         """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
@@ -187,7 +187,7 @@ class Block(nn.Module):
         lengths: as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
         # Torch's function for attention does not know whether the model is in training.
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
             x = x.index_select(0, rows)                          # (R, D)
@@ -285,7 +285,6 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
     "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
@@ -395,7 +394,8 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     weights_file = io.BytesIO()
     torch.save(weights, weights_file)
 
-    config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD}
+    config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD,
+              "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():
         config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()
@@ -428,9 +428,7 @@ def load_huggingface(folder):
     model.state_dict(), ...) does, of a BertForPreTraining of theirs.)
     """
     try:
-        # Where nothing is said about dropout of attention, the original has 0.1.
-        described = {"attention_probs_dropout_prob": 0.1}
-        described |= json.loads(Path(folder, "config.json").read_text())
+        described = json.loads(Path(folder, "config.json").read_text())
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
         # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
         with torch.device("meta"):

@@ -560,7 +560,7 @@ def documents_in(path):
                     begun = True
                     # "[{" and "[" begin an array, which is refused below.
                     is_json = re.match(r"{|\[({|$)", line)
-                    if line.startswith("<"):
+                    if re.match(r"<([!?]|html|doc |mediawiki)", line.lower()):
                         raise ValueError("HTML or XML, take the text out of it first")
                 if line and is_json:
                     # "replace": half of a surrogate pair cannot be written as UTF-8.
@@ -702,6 +702,9 @@ def describe(manifest):
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
+    if mean < 20:
+        report += ("\nwarning: documents are very short; if blank lines part sentences or "
+                   "paragraphs, remove those within a document")
     return report
 
 
@@ -744,7 +747,7 @@ def parse_arguments():
     add("--vocab-size", type=number_in(int, 16, 1 << 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
-    add("--tokenizer", type=path_of, help="take this tokenizer.model instead")
+    add("--tokenizer", type=path_of, help="take this tokenizer.model instead, whatever its size and case")
     return parser.parse_args()
 
 
@@ -754,7 +757,8 @@ def main():
     try:
         manifest = prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards,
                            args.cased, args.tokenizer)
-        print(f"{describe(manifest)}\n{args.out} is ready")
+        # Without the folder's name, which a terminal without UTF-8 might not take.
+        print(f"{describe(manifest)}\nThe folder is ready")
     except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
 

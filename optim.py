@@ -29,8 +29,7 @@ class Phase:
     steps: int
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
-    decay_from: float        # the fraction after which the rate decays; 0: see learning_rate
-    power: float = 0.5       # 1: the rate decays along a straight line; 0.5: slowly at first
+    power: float = 0.5       # 1: then it decays along a straight line; 0.5: slowly at first
 
     @property
     def step_tokens(self):
@@ -43,9 +42,8 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. Two
-# settings have no flag: `betas`, and `drop_attention`, whether attention weights are dropped out as
-# well (without it bf16 GPUs take texts of all lengths at once, see bert.attention).
+# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. One
+# setting has no flag: `betas`.
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes. Small models learn faster with more than 15 % of
     # the tokens masked (arXiv 2202.08005).
@@ -53,12 +51,11 @@ RECIPES = {
         "optimizer": "lamb",
         "betas": (0.9, 0.98),        # so few steps need a v that forgets soon
         "dropout": 0.0,              # every text is seen a few times only
-        "drop_attention": False,
         "mask_fraction": 0.3,
         "pairs": "nsp",
         "phases": [
-            Phase(seq_len=64, global_batch=32, steps=2300, lr=1e-2, warmup=0.05, decay_from=0.05),
-            Phase(seq_len=128, global_batch=32, steps=400, lr=6e-3, warmup=0.1, decay_from=0.1),
+            Phase(seq_len=64, global_batch=32, steps=2300, lr=8e-3, warmup=0.05),
+            Phase(seq_len=128, global_batch=32, steps=400, lr=4.8e-3, warmup=0.1),
         ]},
     # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; not yet run. Optimizer,
     # masks, batch and rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
@@ -69,45 +66,40 @@ RECIPES = {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
         "dropout": 0.1,
-        "drop_attention": False,
         "mask_fraction": 0.3,
         "pairs": "none",
-        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, decay_from=0.06, power=1)]},
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh.
+        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, power=1)]},
+    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. There the
+    # rate grows to 6e-3 and drops at once to 5.076e-3, 6e-3 sqrt(1 - 0.2843), since the decay is
+    # counted from the start of the phase (PolyWarmUp); likewise in phase 2, from 4e-3. Here it grows
+    # to the lower rate. The decay is the same.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
         "dropout": 0.1,
-        "drop_attention": True,
         "mask_fraction": 0.15,
         "pairs": "nsp",
         "phases": [
-            Phase(128, 65536, 7038, lr=6e-3, warmup=0.2843, decay_from=0.0),
-            Phase(512, 32768, 1563, lr=4e-3, warmup=0.128, decay_from=0.0),
+            Phase(128, 65536, 7038, lr=5.076e-3, warmup=0.2843),
+            Phase(512, 32768, 1563, lr=3.735e-3, warmup=0.128),
         ]},
 }
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows,
-    holds and decays to 0 (Zheng et al., arXiv 2006.13484, section 3.3):
+    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows from
+    0 to lr, and decays to 0:
 
-        lr |       _________
-           |     /           \
-           |   /               \
-         0 | /___________________\    done
-            0   warmup  decay_from 1
+        lr |     /\
+           |   /     \
+         0 | /_________\    done
+            0  warmup   1
 
     In the decay the rate is lr left^power, where `left` falls from 1 to 0. The picture has power 1.
-    The recipes here do not hold; one of tests/variants/lans.py does.
-
-    With decay_from = 0 it is NVIDIA's PolyWarmUp: the decay is counted from the start of the phase.
-    So at the end of the warm-up the rate drops at once, from lr to lr (1 - warmup)^power: in phase
-    1 of "nvidia-64k" from 6e-3 to 5.1e-3.
     """
     if done < phase.warmup:
         return phase.lr * done / phase.warmup
-    left = min(1.0, (1 - done) / (1 - phase.decay_from))     # 1 before the decay begins
+    left = (1 - done) / (1 - phase.warmup)
     return phase.lr * left ** phase.power
 
 

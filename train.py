@@ -75,8 +75,7 @@ FRACTION = data.number_in(float, 0, 1)
 
 def parse_arguments(argv=None):
     """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
-    with the flags' numbers, `betas` and `drop_attention`. Wrong flags end the program with one line
-    and status 2."""
+    with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2."""
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
@@ -306,9 +305,8 @@ def build_model(args, world):
     """Returns the fp32 model before the first step, on this rank's device. --init is read on rank 0
     alone, whose weights dist.Reducer sends to all."""
     torch.manual_seed(args.seed)
-    attention_dropout = args.dropout * args.drop_attention
-    model = bert.BertForPreTraining(bert.BertConfig.preset(
-        args.model, args.vocab_size, dropout=args.dropout, attention_dropout=attention_dropout))
+    config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
+    model = bert.BertForPreTraining(config)
     # Without pairs the gradients of the pooler and of the NSP head are 0, and weight decay alone
     # would wear them away.
     for head in (model.pooler, model.nsp):

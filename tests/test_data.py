@@ -3,6 +3,7 @@ dealing is here what course/test_graders.py does not check."""
 import bz2
 import contextlib
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -392,7 +393,7 @@ def test_a_folder_of_files_as_a_user_prepares_it(documents, tmp_path, monkeypatc
         monkeypatch, capsys, "text", "--out", "shards/text", "--vocab-size", 320, "--cased")
     assert status is None and said.startswith("400 documents of ")
     assert re.search(r" 320 pieces, 0...% \[UNK\]; 8 shards, \d+ different documents held out\n"
-                     "shards/text is ready\n$", said)
+                     "The folder is ready\n$", said)
     data.prepare(expected, tmp_path / "alone", 320, cased=True)
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "shards" / "text")
     encode = data.load_tokenizer(tmp_path / "alone" / "tokenizer.model").encode
@@ -456,6 +457,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, monkeypatch, c
     assert re.match(f"data.py: .*{message}", said) and "\n" not in said
     assert "line" not in message or f"{tmp_path / name}, line" in said
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_chat_of_short_messages_on_a_terminal_without_utf_8(tmp_path, monkeypatch, capsys):
+    (tmp_path / "chat.txt").write_text("\n\n".join(f"<tf> Number {k}." for k in range(300)))
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii", write_through=True))
+    assert main(monkeypatch, capsys, tmp_path / "chat.txt", "--out", tmp_path / "ü",
+                "--vocab-size", 320)[1] is None
+    assert b"documents are very short" in out.getvalue() and data.verify(tmp_path / "ü")
 
 
 def test_a_pipe_is_refused_by_name_and_passed_over_in_a_folder(tmp_path):

@@ -431,11 +431,12 @@ def test_one_rank_says_who_failed(tmp_path):
 
 def waits_in_nccl(world):
     """Rank 1 does not notice that rank 0 fails."""
-    if world.rank == 0:
-        dist.leave("a bug", True)
     later = dist.faulthandler.dump_traceback_later
     dist.faulthandler = types.SimpleNamespace(
         dump_traceback_later=lambda limit, exit: later(limit / 200, exit=exit))
+    world.barrier()
+    if world.rank == 0:
+        dist.leave("a bug", True)
     time.sleep(30)
 
 

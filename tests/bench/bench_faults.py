@@ -417,19 +417,20 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         data.prepare(make_documents(), folder, vocab_size=320, shards=shards)
 
-    def train(self, out, shards, ranks, more):
+    def train(self, out, shards, ranks, more, gpus=0):
         """Trains without a fault, to the end or as the flags `more` say."""
-        run = Run(out, [*BASE, *more.split(), "--data", shards, "--out", out], ranks)
+        run = Run(out, [*BASE, *more.split(), "--data", shards, "--out", out], ranks, gpus=gpus)
         if run.wait_for_end(300) or any(run.codes()):
             sys.exit(f"the undisturbed run failed:\n{run.text()}")
 
-    def reference(self, ranks=2, more=""):
+    def reference(self, ranks=2, more="", gpus=0):
         """Returns the folder of an undisturbed run."""
-        if (ranks, more) not in self.references:
+        key = ranks, more, gpus
+        if key not in self.references:
             number = len(self.references) or ""
-            self.references[ranks, more] = self.folder / f"reference{number}"
-            self.train(self.references[ranks, more], self.shards, ranks, more)
-        return self.references[ranks, more]
+            self.references[key] = self.folder / f"reference{number}"
+            self.train(self.references[key], self.shards, *key)
+        return self.references[key]
 
     def take_port(self):
         self.sockets.append(socket.create_server(("127.0.0.1", PORT)))
@@ -563,8 +564,9 @@ class Bench:
     def difference(self, case, out):
         """Returns the largest difference of a weight or moment at the end from those of the
         undisturbed run."""
+        reference = self.reference(min(case.ranks, 2), case.argv, case.gpus)
         ours, theirs = (torch.load(folder / "step-00000024.pt", weights_only=True)["tensors"]
-                        for folder in (out, self.reference(min(case.ranks, 2), case.argv)))
+                        for folder in (out, reference))
         return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 

@@ -75,7 +75,7 @@ EXERCISES = {
         90, "attention over examples that stand one after another, without padding or a mask"),
     "schedule": Exercise(
         "optim.learning_rate train.progress",
-        40, "warm-up, hold, decay, and how a run knows where it is: by steps or by the clock"),
+        40, "warm-up, decay, and how a run knows where it is: by steps or by the clock"),
     "precision": Exercise(
         "optim.cast_with_masters optim.copy_to_model optim.LossScaler.update "
         "optim.unscale_and_clip_",

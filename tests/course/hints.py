@@ -30,8 +30,8 @@ HINTS = {
     "schedule": [
         "Draw the rates of the recipe nvidia-64k by hand: as the phase begins, near the end of "
         "the warm-up, as the phase ends.",
-        "With x of the phase done and the decay from d on, the decay is lr times "
-        "((1 - x) / (1 - d))^power. In the hold, before d, that would be above lr.",
+        "With x of the phase done and a warm-up of w, the decay is lr times "
+        "((1 - x) / (1 - w))^power: 1 where the warm-up ends, 0 where the phase does.",
         "`progress`: go through the phases and add up where each begins, in tokens. The next step "
         "is in the one whose tokens hold `finished_tokens`. Then x is from `phase.tokens` and, "
         "without --hours, `phase.step_tokens`: one step more in both, so that x is never 0 or 1.",

@@ -17,7 +17,7 @@ import optim
 import train
 from tests.course.test_graders import measure
 from tests.tools import show
-from tests.variants import lans, topk
+from tests.variants import topk
 
 STEPS = 200              # of the trainings that `lamb` compares
 
@@ -70,9 +70,8 @@ def attention():
 
 def schedule():
     """The rates of three recipes."""
-    recipes = optim.RECIPES | {"lans-96k": lans.RECIPE}
-    for name in "demo", "nvidia-64k", "lans-96k":
-        phase = recipes[name]["phases"][0]
+    for name, recipe in optim.RECIPES.items():
+        phase = recipe["phases"][0]
         print(f"{name}, phase 1:")
         bars({f"{part}/25": optim.learning_rate(part / 25, phase) for part in range(1, 25)}, "")
 

@@ -74,7 +74,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
     status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
-    assert "lans-96k, phase 1" in said and "still blank in this folder: lamb" in said
+    assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
 SUBMISSIONS = {                # body of learning_rate: the first thing wrong

@@ -213,18 +213,18 @@ def test_attention_drops_weights():
 
 # ----- schedule -----
 
-@pytest.mark.parametrize("warmup, decay_from, power, rates", [
-    (0.4, 0.7, 1, {0.1: 0.5, 0.3: 1.5, 0.4: 2, 0.55: 2, 0.7: 2, 0.85: 1, 0.97: 0.2}),
-    (0.1, 0.6, 0.5, {0.4: 2, 0.8: 2 * 0.5 ** 0.5}),
-    (0.3, 0, 0.5, {0.1: 2 / 3, 0.3: 2 * 0.7 ** 0.5, 0.64: 1.2})])
-def test_schedule_rates(warmup, decay_from, power, rates):
-    """5 points: warm-up, hold and decay by a power."""
-    phase = optim.Phase(128, 8, 99, 2.0, warmup, decay_from, power)
+@pytest.mark.parametrize("warmup, power, rates", [
+    (0.4, 1, {0.1: 0.5, 0.3: 1.5, 0.4: 2, 0.7: 1, 0.85: 0.5, 0.97: 0.1}),
+    (0.2, 0.5, {0.1: 1, 0.2: 2, 0.8: 1, 0.95: 0.5}),
+    (0, 0.5, {0: 2, 0.64: 1.2})])
+def test_schedule_rates(warmup, power, rates):
+    """5 points: warm-up, and decay by a power."""
+    phase = optim.Phase(128, 8, 99, 2.0, warmup, power)
     for done, rate in rates.items():
         found = optim.learning_rate(done, phase)
         assert found == pytest.approx(rate), (
-            f"at {done} of a phase with lr 2, warmup {warmup}, decay_from {decay_from} and power "
-            f"{power} the rate is {rate:.4g}, not {found:.4g}")
+            f"at {done} of a phase with lr 2, warmup {warmup} and power {power} the "
+            f"rate is {rate:.4g}, not {found:.4g}")
 
 
 # (--hours, --max-steps, hours that are over, phase, its steps that are over): what comes next
@@ -236,7 +236,7 @@ NEXT = {(None, 99, 0, 0, 0): (0, 0.1), (None, 99, 0, 0, 9): (2, 0.25),
 @pytest.mark.parametrize("case", NEXT)
 def test_schedule_progress(case):
     """5 points: phases go by steps or by the clock."""
-    phases = [optim.Phase(64, 16, steps, lr=1, warmup=0, decay_from=0) for steps in (9, 0, 3)]
+    phases = [optim.Phase(64, 16, steps, lr=1, warmup=0) for steps in (9, 0, 3)]
     hours, max_steps, over, phase, phase_step = case
     args = SimpleNamespace(phases=phases, hours=hours, max_steps=max_steps)
     state = SimpleNamespace(phase=phase, phase_step=phase_step, seconds=over * 0.99 * 3600,

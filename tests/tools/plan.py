@@ -98,9 +98,7 @@ def parse_arguments(argv=None):
     args.itemsize = 2
     if args.precision == "fp32":
         args.itemsize = 4
-    attention_dropout = args.dropout * args.drop_attention
-    args.config = bert.BertConfig.preset(
-        args.model, args.vocab_size, dropout=args.dropout, attention_dropout=attention_dropout)
+    args.config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     with torch.device("meta"):               # tensors without memory
         model = bert.BertForPreTraining(args.config)
     args.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -131,11 +129,10 @@ def token_gigabytes(args):
     """
     config = args.config
     layer_bytes = args.itemsize * (9 * config.width + 2 * config.feed_forward)
-    # The masks of dropout have a byte an element: two of D in the block, about D in attention.
+    # The masks of dropout have a byte an element: two of D in the block. That of attention weights
+    # is not kept where FlashAttention draws it anew; elsewhere it is about D.
     if config.dropout > 0:
-        layer_bytes += 2 * config.width
-    if config.attention_dropout > 0:
-        layer_bytes += config.width
+        layer_bytes += 3 * config.width
 
     logit_bytes = 4                          # The loss keeps fp32.
     if args.itemsize < 4:

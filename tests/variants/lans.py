@@ -15,8 +15,9 @@ those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0.
     w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
 
 What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it; in optim.RECIPES one
-recipe more, "lans-96k".
+recipe more, "lans-96k", and optim.learning_rate, since its rate holds between growth and decay.
 """
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -28,14 +29,24 @@ import optim  # noqa: E402
 import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
+
+@dataclasses.dataclass
+class HoldingPhase(optim.Phase):
+    """A phase whose rate grows, holds and decays along a straight line (section 3.3)."""
+    decay_from: float = 0.0        # the rate holds from warmup to this fraction of the phase
+
+
 # BERT-large in 54 minutes. The batches and the shape of the schedule were read in the paper; the
 # steps, rates and fractions are from memory, not checked.
 RECIPE = optim.RECIPES["nvidia-64k"] | {
     "optimizer": "lans",
     "phases": [
-        optim.Phase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7, power=1),
-        optim.Phase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3, power=1),
+        HoldingPhase(128, 98304, 3519, lr=6.75e-3, warmup=0.4265, decay_from=0.7),
+        HoldingPhase(512, 33792, 782, lr=5e-3, warmup=0.192, decay_from=0.3),
     ]}
+
+
+of_other_phases = optim.learning_rate
 
 
 class LANS(optim.Optimizer):
@@ -66,8 +77,16 @@ class LANS(optim.Optimizer):
             torch._foreach_add_(w, direction)
 
 
+def learning_rate(done, phase):
+    """Returns the learning rate as optim.learning_rate does, and with a hold for a HoldingPhase."""
+    if not isinstance(phase, HoldingPhase):
+        return of_other_phases(done, phase)
+    return phase.lr * min(done / phase.warmup, 1, (1 - done) / (1 - phase.decay_from))
+
+
 def install():
     """Makes LANS the optimizer of every recipe, and adds its own."""
+    optim.learning_rate = learning_rate
     common.use_optimizer("lans", LANS)
     optim.RECIPES = optim.RECIPES | {"lans-96k": RECIPE}
 

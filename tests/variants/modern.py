@@ -74,7 +74,7 @@ class Block(bert.Block):
     def forward(self, x, turns, bounds, lengths, rows=None):
         """Returns the next hidden states; turns: of `cos_sin`, all else as in bert.Block."""
         qkv = self.qkv(self.attention_norm(x)).view(len(x), 3, self.heads, -1)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.dropout.p if self.training else 0.0
         attended = bert.attention(turned(qkv, turns), bounds, lengths, dropout).flatten(1)
         if rows is not None:
             x = x.index_select(0, rows)

@@ -1,7 +1,7 @@
 """Both together: the encoder of modern.py, the matrices of its blocks by the optimizer of muon.py.
 
-    python tests/variants/modern_muon.py --lr-scale 0.5      # and any other flag but --init
-    torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.5 --out runs/both
+    python tests/variants/modern_muon.py --lr-scale 0.6      # and any other flag but --init
+    torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.6 --out runs/both
 
 Gate and input of feed-forward are two matrices to Muon, as Q, K and V are three. After as many
 steps it is ahead of modern.py. In the race, see tests/course/race.py, two cores are sooner at the

@@ -1,7 +1,7 @@
 """Muon: matrices of the blocks step along the nearest orthogonal matrix, the rest by AdamW.
 
-    python tests/variants/muon.py --lr-scale 0.5             # and any other flag of train.py
-    torchrun --nproc_per_node=2 tests/variants/muon.py --lr-scale 0.5 --out runs/muon
+    python tests/variants/muon.py --lr-scale 0.6             # and any other flag of train.py
+    torchrun --nproc_per_node=2 tests/variants/muon.py --lr-scale 0.6 --out runs/muon
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. If G = U S V^T is a
 singular value decomposition, U V^T is the orthogonal matrix nearest to G: in it all directions
