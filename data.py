@@ -747,7 +747,7 @@ def parse_arguments():
     add("--vocab-size", type=number_in(int, 16, 1 << 16), default=8192,
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
-    add("--tokenizer", type=path_of, help="take this tokenizer.model instead, whatever its size and case")
+    add("--tokenizer", type=path_of, help="take this tokenizer.model, whatever its size and case")
     return parser.parse_args()
 
 

@@ -70,9 +70,9 @@ RECIPES = {
         "pairs": "none",
         "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, power=1)]},
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. There the
-    # rate grows to 6e-3 and drops at once to 5.076e-3, 6e-3 sqrt(1 - 0.2843), since the decay is
-    # counted from the start of the phase (PolyWarmUp); likewise in phase 2, from 4e-3. Here it grows
-    # to the lower rate. The decay is the same.
+    # rate grows to 6e-3 and then drops at once to 5.076e-3, which is 6e-3 sqrt(1 - 0.2843), since
+    # the decay is counted from the start of the phase; likewise in phase 2, from 4e-3. Here it
+    # grows to the lower rate, and the decay is the same.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
@@ -87,8 +87,8 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows from
-    0 to lr, and decays to 0:
+    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows
+    from 0 to lr, and decays to 0:
 
         lr |     /\
            |   /     \

@@ -327,16 +327,6 @@ def test_wikiextractor_makes_files_that_are_read(tmp_path, documents):
     assert "Page 7 is a page of the" in text and "[[" not in text and "written in 1907" in text
 
 
-def test_datasets_make_json_that_is_read(tmp_path, documents):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    columns = {"id": [str(i) for i in range(len(documents))], "text": documents}
-    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "train.parquet")
-    read = datasets.load_dataset("parquet", data_files=str(tmp_path / "train.parquet"),
-                                 split="train", cache_dir=str(tmp_path / "cache"))
-    read.to_json(tmp_path / "wiki.jsonl")
-    assert list(data.TextFiles([tmp_path / "wiki.jsonl"])) == documents
-
-
 def test_the_default_corpus_is_english_prose(monkeypatch):
     monkeypatch.setattr(data, "torch", json)                 # which takes less time to read
     documents = data.machine_documentation()
