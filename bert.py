@@ -68,8 +68,8 @@ class BertConfig:
     dropout: float = 0.1                # the part of all activations, and of attention weights,
                                         # that is set to 0 in training
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
-    init_std: float = 0.02              # the standard deviation of initial matrices; embeddings
-                                        # have 0.02
+    init_std: float = 0.02              # the standard deviation of initial matrices, embeddings
+                                        # excepted
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
@@ -82,8 +82,8 @@ class BertConfig:
             heads=width // 64,
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768. Narrow matrices that begin so small
-            # learn nothing for some hundred steps longer.
+            # The original's 0.02 is made for a width of 768. With it narrow matrices begin to
+            # learn some hundred steps later.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -501,7 +501,7 @@ def fill_mask(model, tokenizer, text, count=5):
     model.eval()
     with torch.no_grad(), model.mlm_bias.device:                     # New tensors are made there.
         tokens = torch.tensor(ids)                                   # (T,)
-        masked_rows = torch.where(tokens == MASK)[0]            # (M,)
+        masked_rows = torch.where(tokens == MASK)[0]                 # (M,)
         bounds = torch.tensor([0, T, T], dtype=torch.int32)
         lengths = torch.tensor([T, 0], device="cpu")
         hidden = model.encode(masked_rows, tokens, torch.zeros_like(tokens), torch.arange(T),

@@ -3,7 +3,7 @@
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
-Read first `Batch`, what the model gets; then, of `PretrainingData`, the docstring, `mask` and
+Read first `Batch`, what the model gets, and `Spans`; of `PretrainingData` the docstring, `mask` and
 `batch`; `uniform`, the random numbers; `micro_batches`, how examples are dealt to ranks, and
 `loader`, which makes them ahead. The rest can wait: from `prepare` on, how text becomes shards.
 
@@ -11,11 +11,11 @@ A shard is a part of the documents. A folder of shards holds `tokenizer.model`, 
 (settings, counts and digests), `unigrams` (float64, how often the training text has each token)
 and, for each shard, two arrays without any header:
 
-    NAME.tokens      uint16, every token of the shard, no special symbols
+    NAME.tokens      uint16, every token of the shard, no [CLS] and [SEP]
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
 Masks and pairs are made on the fly, so all phases, at any length, read the same shards.
-Shapes: B examples, N rows (tokens) of a batch, M masked tokens, V pieces of the vocabulary.
+Shapes: B examples, N rows (tokens) of a batch, M masked tokens; n, m are N, M before padding.
 """
 import argparse
 import bz2
@@ -48,7 +48,7 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # so many texts are short: pre-training shall see short inputs, too
+SHORT_FRACTION = 0.10       # of the texts are cut shorter: training shall see short inputs, too
 GOLDEN = 0x9E3779B97F4A7C15     # 2^64 times 0.618 ..., the fraction of the golden ratio
 
 
@@ -83,7 +83,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray              # (N,) int64; the examples are sorted by length
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
     positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
-    masked_rows: np.ndarray    # (M,) int64, the rows that are to be predicted, then zeros
+    masked_rows: np.ndarray         # (M,) int64, the rows that are to be predicted, then zeros
     labels: np.ndarray              # (M,) int64, the tokens that stood there, then IGNORED
     bounds: np.ndarray              # (B + 2,) int32, the first row of each example and of the
                                     # padding, then N
@@ -175,7 +175,7 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(self.folder / "tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        # (V,) bool: a piece that is found is true, one that is not (None) false.
+        # (pieces,) bool: true where the expression is found in the piece.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
@@ -251,9 +251,8 @@ class PretrainingData:
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
-        """Masks `tokens` (N,) in place. Returns which rows were chosen, ascending, and what stood
-        there: two arrays (M,), with M before padding. counters (N,): a number of its own
-        for each token of each example.
+        """Masks `tokens` (n,) in place. Returns which rows were chosen, ascending, and what stood
+        there: two arrays (m,). counters (n,): a number of its own for each token of each example.
 
         A token is chosen if its draw is below mask_fraction. The draw divided by mask_fraction, its
         fate, is then again a random number in [0, 1): below 0.8 the token becomes [MASK], below 0.9
@@ -282,14 +281,14 @@ class PretrainingData:
             parts += [[CLS], tokens[spans.a:spans.a_end], [SEP]]
             if self.pairs != "none":
                 parts += [tokens[spans.b:spans.b_end], [SEP]]
-        tokens = np.concatenate(parts, dtype=np.int64)                 # (N,)
+        tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
         columns = Spans._make(np.array(examples).T)       # of all at once: fields are arrays (B,)
         lengths = self.length(columns)                                 # (B,)
         ends = np.cumsum(lengths)                                      # (B,)
-        positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)     # (N,)
+        positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)     # (n,)
         b_starts = columns.a_end - columns.a + 2                       # (B,) after [CLS] A [SEP]
-        segments = (positions >= np.repeat(b_starts, lengths)).astype(np.int64)     # (N,)
+        segments = (positions >= np.repeat(b_starts, lengths)).astype(np.int64)     # (n,)
 
         # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
         counters = np.repeat(columns.index, lengths) * self.seq_len + positions
@@ -608,7 +607,7 @@ def load_tokenizer(path):
 
 
 def unigram_losses(folder):
-    """Returns a tensor (V,), float64: the loss, in nats, of each token for a predictor that
+    """Returns a tensor (pieces,), float64: the loss, in nats, of each token for a predictor that
     knows nothing but how often the training text has it (one added, so that none is infinite)."""
     counts = torch.from_numpy(np.fromfile(Path(folder) / "unigrams")) + 1
     return -torch.log(counts / counts.sum())

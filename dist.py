@@ -130,7 +130,7 @@ class World:
         if self.watcher:
             self.barrier()
             # Python aborts if it exits while a thread waits in the store, or with open groups.
-            with contextlib.suppress(RuntimeError):      # the process that kept it may be gone
+            with contextlib.suppress(RuntimeError):      # the process with the store may be gone
                 open_store().compare_set("failed", "", "nobody")
             self.watcher.join()
             distributed.destroy_process_group()
@@ -271,7 +271,8 @@ def two_levels(world, limit):
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
     for teams in (ranks, ranks.T):
-        # Every rank must create all groups, in the same order; it gets back the one it is in.
+        # torch wants every rank to create all groups, in the same order, the unused (1 3) as well.
+        # A rank gets back the one it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
@@ -352,7 +353,7 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step, whose loss is multiplied by `scale`, which the residuals are not."""
+        """Begins a step whose loss is multiplied by `scale`; the residuals are kept without it."""
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
@@ -381,7 +382,7 @@ class Reducer:
 
         gradients_done marks what the GPU has to finish first: a torch.cuda.Event(blocking=True)
         that is recorded now; without `self.stream`, on a CPU, None. Buckets start in the order of
-        their numbers on every rank.
+        `self.buckets`, on every rank.
         """
         # The first collective on one rank is matched with the first on the others, and so on. So a
         # bucket that is complete waits for those before it.
@@ -456,8 +457,8 @@ def fill_buckets(tensors, world, compression, bucket_mb=5.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
     takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin.
 
-    (torch names what belongs to no part of a model first. In a BERT that is mlm_bias, which so
-    comes last here, in a small bucket of its own.)"""
+    (torch names a model's own parameters before those of its modules. In a BERT that is mlm_bias:
+    it comes last here, in a small bucket of its own.)"""
     contents = []                                  # {name: shape} of each bucket
     room = 0.0                                     # in the last of them, MB
     in_embeddings = False
@@ -482,7 +483,8 @@ class Bucket:
 
     Lossy compression adds what a rank could not send to what it sends next (error feedback):
 
-        v_r = g_r / scale + e_r                e_r: the residual of rank r, unscaled, 0 at first
+        v_r = g_r / scale + e_r                e_r: the residual of rank r, unscaled, 0 at first;
+                                               on two levels r is a leader
         q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
         g = scale * q                          what the optimizer gets
         e_r = e'_r                             `commit`: only if the step is taken
@@ -641,8 +643,8 @@ def compressed_mean(encode, decode, world, value, state):
 
 
 def encode_int8(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 516), a level an element and an fp32 scale,
-    and C(blocks), what they stand for.
+    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and an fp32
+    scale, and C(blocks), what they stand for.
 
     The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
     2110.02861, section 2.1, here linear):
@@ -718,7 +720,7 @@ stop_requests = []
 def listen_to_signals():
     """Returns a list to which each signal that asks for a stop adds its name, so that training can
     stop with a checkpoint: SIGTERM, Ctrl-C, a closed terminal, what schedulers send before the end.
-    After the first, Ctrl-C ends the process at once. A second call returns the same list.
+    After the first signal, Ctrl-C ends the process at once. A second call returns the same list.
 
     Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
     to: it passes its own signals on to the ranks, and kills those that ignore them.
@@ -812,8 +814,8 @@ def leave(message, restart_helps, rank_lost=False):
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
-        # The store is gone with node 0, or no memory is left for a thread. An error of its own each
-        # rank prints, the loss of others one rank of each node.
+        # The store is gone with node 0, or no memory is left for a thread. Each rank prints an
+        # error of its own; that others are lost is printed by one rank of each node.
         if rank_lost and os.environ["LOCAL_RANK"] != "0":
             message = ""
     if message:

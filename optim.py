@@ -29,7 +29,7 @@ class Phase:
     steps: int
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
-    power: float = 0.5       # 1: then it decays along a straight line; 0.5: slowly at first
+    power: float = 0.5       # of the decay, see learning_rate
 
     @property
     def step_tokens(self):
@@ -42,8 +42,8 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe has the phases, and defaults for flags of train.py: `dropout` is that of --dropout. One
-# setting has no flag: `betas`.
+# A recipe has the phases, the optimizer's betas, and defaults for flags of train.py: `dropout` is
+# that of --dropout.
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes. Small models learn faster with more than 15 % of
     # the tokens masked (arXiv 2202.08005).
@@ -95,7 +95,8 @@ def learning_rate(done, phase):
          0 | /_________\    done
             0  warmup   1
 
-    In the decay the rate is lr left^power, where `left` falls from 1 to 0. The picture has power 1.
+    In the decay the rate is lr * left^power, where `left` falls from 1 to 0. The picture has power
+    1; with 0.5 the rate decays slowly at first.
     """
     if done < phase.warmup:
         return phase.lr * done / phase.warmup
@@ -211,8 +212,8 @@ def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
 
     The paper's own form has no 0.3. It lets a function phi bound ||w||; we bound the ratio, as
     1-bit LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them:
-    embeddings of the model `tiny` that began with 0.04 (root mean square) had 1.0 after 6,500
-    steps, and the loss stood 0.3 nats higher.
+    embeddings of the model `tiny` grew from 0.04 (root mean square) to 1.0 in 6,500 steps, and the
+    loss stood 0.3 nats higher.
 
     Training does not call this: it is here to be read. The class LAMB computes the same, for
     tensors that decay, in fewer passes over memory, and a test compares the two.

@@ -9,8 +9,8 @@ r"""BERT pre-training, on one process or on many.
 
 The same command again resumes from the last checkpoint. All results are in the folder --out.
 
-The file stands in the order in which it runs: flags, log, state, checkpoints, the parts of a step,
-evaluation, `training_loop`, and the program around it.
+The file goes from the parts to the whole: flags, log, state, checkpoints, the parts of a step,
+evaluation, `training_loop`, and last `train` and `main`, where the program begins.
 
 Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples. A
 function whose docstring says "Collective" must be called by all ranks together.
@@ -59,8 +59,7 @@ class ConfigError(ValueError):
     """Flags or files that training cannot start with; the message says what to change."""
 
 
-# Errors that a user can mend. They and a lack of memory are told in one line, all others with a
-# traceback.
+# Errors that a user can mend, told in one line.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError, KeyboardInterrupt)
 
@@ -157,10 +156,10 @@ def run_settings(args, manifest):
     """Returns the flags that the results of a run depend on, and which shards, {name: text}. A run
     resumes only from a checkpoint with the same ones.
 
-    The phases are left out, since they follow from the recipe and these flags. So is what changes
-    them less: the number of ranks and micro_tokens (how sums are rounded, which activations dropout
-    drops); bucket_mb and, with int8 and onebit, the steps of checkpoints (what is not sent yet is
-    dropped there).
+    The phases are left out, since they follow from the recipe and these flags. What changes results
+    a little is left out, too: the number of ranks and micro_tokens (how sums are rounded, which
+    activations dropout drops); bucket_mb and, with int8 and onebit, the steps of checkpoints (what
+    is not sent yet is dropped there).
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
@@ -240,7 +239,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()                # what a full disk does not take is tried again
+            self.file.flush()                # after a full disk the next line brings this one
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -503,8 +502,8 @@ def finished_tokens(args, state):
 
 
 def progress(args, state):
-    """Returns (the index of the phase that the next step is in, the fraction of that phase that is
-    done by then, in [0, 1)). If there is no next step: (the number of phases, 0.0)."""
+    """Returns (the index of the phase that the next step is in, `done` in [0, 1), how far in that
+    phase it is). If there is no next step: (the number of phases, 0.0)."""
     finished = finished_tokens(args, state)
     begin = 0
     for index, phase in enumerate(args.phases):
@@ -640,7 +639,7 @@ def evaluate(args, world, log, state):
     log.metric("eval", **result)
     log.say(EVAL_LINE.format(**result))
     log.lowest = min(log.lowest, result["mlm_loss"])
-    # Noise is smaller than half a nat.
+    # A rise of half a nat is no noise.
     if result["mlm_loss"] > log.lowest + 0.5:
         log.say(f"warning: this loss was {log.lowest:.3f} before; if it does not fall again, begin "
                 "anew at a lower --lr-scale")
@@ -759,8 +758,8 @@ def train(args, world):
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
-    # From here on, or since the ranks have met, a signal does not end the program. It asks for a
-    # checkpoint and a stop.
+    # From here on (with several ranks, since they have met) a signal does not end the program. It
+    # asks for a checkpoint and a stop.
     signals = dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
@@ -768,21 +767,22 @@ def train(args, world):
     stop = training_loop(args, world, log, state, signals)
 
     if log.active:
-        # The folder gets the masters: in 16 bits the model's weights are rounded.
+        # The folder gets the masters, since in 16 bits the model's weights are rounded.
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
                               longest)
+        if not stop:
+            report(args, log, state)
     # When a rank ends by an error torchrun kills the others, so all wait until rank 0 has written.
     world.barrier()
     if stop:
         raise stop
-    report(args, log, state)
 
 
 def explain(error):
-    """Returns what an exception says to a user: one line, or the traceback of an error of ours."""
+    """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
     # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate", cuBLAS "ALLOC_F".
     if re.search("MemoryError|out of memory|allocate|ALLOC_F", repr(error)):
         return f"out of memory; lower --micro-tokens ({str(error):.160})"
@@ -790,7 +790,7 @@ def explain(error):
         return "stopped before training began; the same command starts again"
     if isinstance(error, EXPECTED):
         return str(error) or repr(error)
-    return traceback.format_exc()
+    return None
 
 
 def main():
@@ -803,12 +803,13 @@ def main():
         train(args, world)
         world.close()
     except (Exception, KeyboardInterrupt) as error:
-        message = f"rank {world.rank}: {explain(error)}" if world.size > 1 else explain(error)
+        line = explain(error)
+        rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
-        # A restart may help after a bug of ours, which `explain` gives a traceback, and where a
-        # rank was lost, but not after what a user has to mend or has stopped.
-        restart_helps = "Traceback" in message or rank_lost
-        dist.leave(f"train.py: {message}", restart_helps, rank_lost)
+        # A restart may help after a bug and where a rank was lost, but not after what a user has to
+        # mend or has stopped.
+        restart_helps = line is None or rank_lost
+        dist.leave(f"train.py: {rank}{line or traceback.format_exc()}", restart_helps, rank_lost)
 
 
 if __name__ == "__main__":
