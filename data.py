@@ -516,6 +516,8 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
 
 # ----- Corpora: files -> documents, each one string -----
 
+# How a file of HTML or XML begins; "<name> says" of a chat is text.
+MARKUP = re.compile(r"(?i)<([!?]|(html|head|body|div|p|doc|page|mediawiki|tei|rss)\b)")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -559,7 +561,7 @@ def documents_in(path):
                     begun = True
                     # "[{" and "[" begin an array, which is refused below.
                     is_json = re.match(r"{|\[({|$)", line)
-                    if re.match(r"<([!?]|html|doc |mediawiki)", line.lower()):
+                    if MARKUP.match(line):
                         raise ValueError("HTML or XML, take the text out of it first")
                 if line and is_json:
                     # "replace": half of a surrogate pair cannot be written as UTF-8.
@@ -756,8 +758,8 @@ def main():
     try:
         manifest = prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards,
                            args.cased, args.tokenizer)
-        # Without the folder's name, which a terminal without UTF-8 might not take.
-        print(f"{describe(manifest)}\nThe folder is ready")
+        # "!a" writes "ü" as "\xfc": a terminal without UTF-8 might not take it.
+        print(f"{describe(manifest)}\n{str(args.out)!a} is ready")
     except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
 

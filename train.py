@@ -257,8 +257,9 @@ def log_start(args, world, log, state):
     parameters = sum(p.numel() for p in state.model.parameters())
     folder = Path(__file__).parent
     commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty")
-    log.metric("run", flags=args.settings, commit=commit, python=sys.version, ranks=world.size,
-               torch=torch.__version__, parameters=parameters)
+    log.metric("run", flags=args.settings, phases=[vars(phase) for phase in args.phases],
+               commit=commit, python=sys.version, torch=torch.__version__, ranks=world.size,
+               device=world.device.type, parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"

@@ -93,7 +93,7 @@ def padded_logits(model, batch):
 @pytest.fixture
 def saved(tmp_path, shards):
     """(our model, the folder that it was saved to, its config.json)"""
-    model, folder = make_model(), tmp_path / "folder"
+    model, folder = make_model(config=replace(CONFIG, dropout=0.25)), tmp_path / "folder"
     bert.save_huggingface(model, shards / "tokenizer.model", folder, 64)
     return model, folder, json.loads((folder / "config.json").read_text())
 
@@ -102,7 +102,7 @@ def test_gradients_are_transformers(saved):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model, folder, _ = saved
     theirs = transformers.BertForPreTraining.from_pretrained(folder, attn_implementation="eager")
-    ours, theirs, batch = model.double(), theirs.double().eval(), make_batch()
+    ours, theirs, batch = model.double().eval(), theirs.double().eval(), make_batch()
     sum(sums_of(ours(batch), batch)).backward()
     output = theirs(**batch.padded)
     mlm_logits = output.prediction_logits[batch.mask][batch.masked_rows]
@@ -215,6 +215,10 @@ def test_attention_on_a_gpu_is_that_of_the_cpu(dtype, tolerance):
         results.append([part.detach().float().cpu() for part in (mixed, qkv.grad)])
     for cpu, gpu in zip(*results):
         assert (gpu - cpu).norm() < tolerance * cpu.norm()
+    with torch.no_grad():
+        values[:, 2] = 1.0               # then an output is the sum of the weights that are left
+    sums = bert.attention(values.cuda(), batch.bounds.cuda(), batch.lengths, 0.5)
+    assert sums.std() > 0.05 and 0.9 < sums.mean() < 1.1
 
 
 def test_masked_rows_can_be_padded_or_none():
@@ -260,7 +264,7 @@ def test_saved_weights_come_back_bit_for_bit(saved, shards):
         assert torch.equal(p, q) and q.requires_grad, name
     assert (folder / "tokenizer.model").read_bytes() == (shards / "tokenizer.model").read_bytes()
     assert not list(folder.glob("*.tmp"))
-    assert config["attention_probs_dropout_prob"] == model.config.dropout == 0
+    assert config["attention_probs_dropout_prob"] == model.config.dropout == 0.25
 
 
 CONFIGS = ["", "{}", "[]", "[" * 10 ** 5, {"num_hidden_layers": 3},

@@ -18,13 +18,14 @@ import torch
 import dist
 import train
 from tests.conftest import ROOT
+from tests.course import race
 from tests.ranks import run_script
 from tests.training import SHORT, column, metrics, run
 
 # ----- A whole program -----
 
 FIELDS = {
-    "run": "flags commit python torch ranks parameters",
+    "run": "flags phases commit python torch ranks device parameters",
     "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
              "examples_per_second data_share wait_seconds bytes_sent minutes_left",
     "eval": "step phase mlm_loss mlm_accuracy unigram_entropy nsp_loss nsp_accuracy"}
@@ -61,6 +62,9 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     config = json.loads((out / "model" / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 128
 
+    base = race.read(out)
+    race.check(base, base, base.points[-1])
+    assert (base.points[-1].examples, base.points[-1].seq_len) == (16, 128)
     before = metrics(out)
     again = run_script(*argv, cwd=tmp_path)               # the same command again
     assert again.returncode == 0 and metrics(out) == before

@@ -134,11 +134,13 @@ def test_lans_is_its_equations_at_any_scale_of_the_gradients(factor):
 def test_the_recipe_of_lans():
     with installed(lans):
         args = args_of("--recipe", "lans-96k", "--dropout", "0", "--lr-scale", "2")
+        rates = [optim.learning_rate(done, args.phases[0]) for done in (0.4265 / 2, 0.5, 0.7, 0.85)]
+        assert optim.learning_rate(0.99, optim.Phase(64, 8, 9, 1, warmup=0)) == pytest.approx(0.1)
     short, long = args.phases
-    assert (short.lr, long.lr, args.optimizer, args.dropout) == (13.5e-3, 10e-3, "lans", 0)
-    for done, part in (0.4265 / 2, 0.5), (0.5, 1), (0.7, 1), (0.85, 0.5):
-        assert lans.learning_rate(done, short) == pytest.approx(part * 13.5e-3)
-    assert lans.learning_rate(0.99, optim.Phase(64, 32, 9, lr=1, warmup=0)) == pytest.approx(0.1)
+    assert rates == pytest.approx([6.75e-3, 13.5e-3, 13.5e-3, 6.75e-3])
+    assert short.steps + long.steps == 4301
+    assert (short.global_batch, long.global_batch, long.lr) == (98304, 33792, 10e-3)
+    assert args.optimizer == "lans"
 
 
 def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():

@@ -32,7 +32,7 @@ RUNS = {         # name: (its baseline, program, flags)
     "fp16": ("fp32", "train.py", "--precision fp16"),
     "int8": ("lamb", "train.py", "--compression int8"),
     "onebit": ("lamb", "train.py", "--compression onebit"),
-    "came": ("adamw", "came", "--lr-scale 0.1"),
+    "came": ("adamw", "came", "--lr-scale 0.125"),
     "merit": ("lamb", "merit", ""),
     "muon": ("lamb", "muon", "--lr-scale 0.6"),
     "modern": ("lamb", "modern", ""),
@@ -47,9 +47,9 @@ RUNS = {         # name: (its baseline, program, flags)
     "gradientflow": ("lamb", "gradientflow", ""),
     "powersgd": ("lamb", "powersgd", ""),
     "topk": ("lamb", "topk", ""),
-    "onebit_adam": ("adamw", "onebit_adam", "--lr-scale 0.1"),
+    "onebit_adam": ("adamw", "onebit_adam", "--lr-scale 0.125"),
     "onebit_lamb": ("lamb", "onebit_lamb", ""),
-    "zeroone_adam": ("adamw", "zeroone_adam", "--lr-scale 0.05"),
+    "zeroone_adam": ("adamw", "zeroone_adam", "--lr-scale 0.06"),
 }
 COLUMNS = ("run", "baseline", "loss", "spread", "steps", "MB sent", "of base", "ms", "of base",
            "state MB")

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # only where the solutions are, too
 COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md"
 NOT_FOR_STUDENTS = (
-    "tests/bench/", "tests/test_dictionaries.py", "tests/RESULTS.md", "tests/course/answers.md",
+    "tests/bench/", "tests/RESULTS.md", "tests/course/answers.md",
     "tests/course/test_exercises.py", "tests/course/verify.py", "tests/course/wrong_solutions.md")
 GRADERS = "tests/course/test_graders.py"
 LIMIT = 240                                           # seconds for the tests of an exercise

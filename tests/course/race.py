@@ -64,7 +64,7 @@ class Run(NamedTuple):
 def points_of(lines):
     """Returns the Points of the lines (dicts) of a metrics.jsonl. A loss that is not finite is left
     out. Raises KeyError for a field that is missing."""
-    flags = lines[0]["flags"]
+    phases = lines[0]["phases"]
     points = []
     examples = 0
     latest = {"step": 0}         # the line of the last step
@@ -72,9 +72,9 @@ def points_of(lines):
         # After a restart steps stand there twice.
         if line["kind"] == "train" and line["step"] > latest["step"]:
             latest = line
-            examples += int(flags[f"phase{line['phase']}.global_batch"])
+            examples += phases[line["phase"] - 1]["global_batch"]
         elif line["kind"] == "eval" and line["mlm_loss"] is not None:
-            length = int(flags[f"phase{line['phase']}.seq_len"])
+            length = phases[line["phase"] - 1]["seq_len"]
             points.append(Point(latest["step"], latest["seconds"], examples, length,
                                 line["mlm_loss"], line["unigram_entropy"]))
     return points

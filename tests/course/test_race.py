@@ -6,9 +6,9 @@ import pytest
 
 from tests.course import race
 
-START = {"kind": "run", "device": "cpu", "ranks": 1, "torch": "2.13", "python": "3.11"}
-FLAGS = {"shards": "20e7", "pairs": "nsp", "init": "None", "phase1.seq_len": "64",
-         "phase2.seq_len": "128", "phase1.global_batch": "32", "phase2.global_batch": "16"}
+START = {"kind": "run", "device": "cpu", "ranks": 1, "torch": "2.13", "python": "3.11",
+         "phases": [{"seq_len": 64, "global_batch": 32}, {"seq_len": 128, "global_batch": 16}]}
+FLAGS = {"shards": "20e7", "pairs": "nsp", "init": "None"}
 BASE = [(100, 1, 5.0), (200, 1, 4.0), (300, 2, 4.5), (400, 2, 4.2)]
 
 
@@ -56,7 +56,7 @@ def test_runs_that_may_not_race(tmp_path, words, changes):
 
 
 @pytest.mark.parametrize("words, content", [
-    ("is damaged", '{"kind": "ru'), ("is damaged", ""), ("lacks 'flags'", '{"kind": "run"}\n'),
+    ("is damaged", '{"kind": "ru'), ("is damaged", ""), ("lacks 'phases'", '{"kind": "run"}\n'),
     ("was never evaluated", json.dumps(START | {"flags": FLAGS}))])
 def test_files_that_are_no_runs(tmp_path, words, content):
     (tmp_path / "metrics.jsonl").write_text(content)

@@ -129,8 +129,8 @@ def token_gigabytes(args):
     """
     config = args.config
     layer_bytes = args.itemsize * (9 * config.width + 2 * config.feed_forward)
-    # The masks of dropout have a byte an element: two of D in the block. That of attention weights
-    # is not kept where FlashAttention draws it anew; elsewhere it is about D.
+    # The masks of dropout have a byte an element: two of D in the block. That of attention weights,
+    # which a CPU keeps and a GPU draws anew, is counted as another D.
     if config.dropout > 0:
         layer_bytes += 3 * config.width
 

@@ -1,6 +1,6 @@
 """Slow momentum: each rank steps alone, and a momentum that forgets slowly keeps them together.
 
-    torchrun --nproc_per_node=2 tests/variants/slow_momentum.py --lr-scale 0.2 --out runs/slow
+    torchrun --nproc_per_node=2 tests/variants/slow_momentum.py --lr-scale 0.25 --out runs/slow
 
 Iacob et al., MT-DAO, arXiv 2510.05361: in K local steps Adam's momentum forgets what the ranks last
 agreed on (0.9^32 = 0.03), so each follows its own noise. A second momentum with a longer memory

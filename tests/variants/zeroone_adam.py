@@ -1,6 +1,6 @@
 """0/1 Adam: the variance moves rarely, and the ranks agree rarely, in one bit an element.
 
-    torchrun --nproc_per_node=2 tests/variants/zeroone_adam.py --lr-scale 0.1 --out runs/zeroone
+    torchrun --nproc_per_node=2 tests/variants/zeroone_adam.py --lr-scale 0.125 --out runs/zeroone
 
 Lu et al., arXiv 2202.06009, algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py. Its two stages are
 those of onebit_adam.py.
