@@ -65,8 +65,8 @@ class BertConfig:
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
     vocab_size: int                     # V, the rows of the embedding, a multiple of 64
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the part of all activations, and of attention weights,
-                                        # that is set to 0 in training
+    dropout: float = 0.1                # the part set to 0 in training: of the embeddings, of
+                                        # attention weights, of what attention and feed-forward add
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
     init_std: float = 0.02              # the standard deviation of initial matrices, embeddings
                                         # excepted
@@ -423,9 +423,9 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
-    It reads what `save_huggingface` wrote. Raises ModelError for any other folder, and for a
-    damaged one. (transformers' save_pretrained writes no pytorch_model.bin; torch.save(
-    model.state_dict(), ...) does, of a BertForPreTraining of theirs.)
+    It reads config.json and pytorch_model.bin, as `save_huggingface` writes them, or of a
+    BertForPreTraining of transformers. (Their save_pretrained writes no pytorch_model.bin;
+    torch.save(model.state_dict(), ...) does.) Raises ModelError if it cannot, or one is damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
