@@ -2,7 +2,7 @@
 
     python train.py --max-steps 1 --out runs/text            # the shards, once, for all runs
     python train.py --out runs/base
-    python tests/variants/modern.py --steps 950 200 --save-every 50 --out runs/mine
+    python tests/variants/modern.py --steps 1400 300 --save-every 50 --out runs/mine
     python tests/course/race.py runs/base runs/mine          # and any number of runs more
 
 For each run it prints the time and the examples after which the run had a held-out MLM loss at most
