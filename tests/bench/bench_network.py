@@ -47,13 +47,14 @@ class Loss(torch.nn.Module):
 
     def forward(self, batch):
         model = self.model
-        examples = len(batch.pair_labels)
-        rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
-        hidden = model.encode(rows, batch.tokens, batch.segments, batch.positions, batch.bounds,
-                              batch.lengths)
+        # By their places, since the checkout beside may have other names.
+        tokens, segments, positions, masked, labels, bounds, pair_labels, lengths = batch
+        examples = len(pair_labels)
+        rows = torch.cat([bounds[:examples], masked])
+        hidden = model.encode(rows, tokens, segments, positions, bounds, lengths)
         pairs = model.nsp(torch.tanh(model.pooler(hidden[:examples])))
-        mlm_loss = F.cross_entropy(model.mlm_logits(hidden[examples:]), batch.labels)
-        return mlm_loss + F.cross_entropy(pairs, batch.pair_labels)
+        mlm_loss = F.cross_entropy(model.mlm_logits(hidden[examples:]), labels)
+        return mlm_loss + F.cross_entropy(pairs, pair_labels)
 
 
 class Method:
