@@ -333,7 +333,7 @@ class Reducer:
 
     # 1. Pack
 
-    def __init__(self, module, world, compression="none", bucket_mb=5.0):
+    def __init__(self, module, world, compression="none", bucket_mb=2.0):
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
         self.world = world
@@ -453,7 +453,7 @@ class Reducer:
             bucket.forget()
 
 
-def fill_buckets(tensors, world, compression, bucket_mb=5.0):
+def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
     takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin.
 

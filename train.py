@@ -109,7 +109,7 @@ def parse_arguments(argv=None):
         help="compute about this many tokens at a time on a rank (default: %(default)s)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    add("--bucket-mb", type=data.number_in(float, 1e-6), default=5.0,
+    add("--bucket-mb", type=data.number_in(float, 1e-6), default=2.0,
         help="average this many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
