@@ -96,7 +96,7 @@ def learning_rate(done, phase):
             0  warmup   1
 
     In the decay the rate is lr * left^power, where `left` falls from 1 to 0. The picture has power
-    1; with 0.5 the rate decays slowly at first.
+    1, as in BERT (arXiv 1810.04805, appendix A.2); with 0.5, NVIDIA's, it decays slowly at first.
     """
     if done < phase.warmup:
         return phase.lr * done / phase.warmup

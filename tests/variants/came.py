@@ -1,6 +1,6 @@
 """CAME: factored second moments with a confidence, in place of LAMB.
 
-    python tests/variants/came.py --lr-scale 0.125             # and any other flag of train.py
+    python tests/variants/came.py --lr-scale 0.125           # and any other flag of train.py
     torchrun --nproc_per_node=2 tests/variants/came.py --lr-scale 0.125 --out runs/came
 
 Luo et al., arXiv 2307.02047, algorithm 2, as in the authors' code (yangluo7/CAME, CAME.py). Of a

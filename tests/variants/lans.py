@@ -46,9 +46,6 @@ RECIPE = optim.RECIPES["nvidia-64k"] | {
     ]}
 
 
-of_other_phases = optim.learning_rate
-
-
 class LANS(optim.Optimizer):
     """The equations above."""
 
@@ -75,6 +72,9 @@ class LANS(optim.Optimizer):
             ratios = optim.safe_ratios(w_norms, optim.norms(direction))
             torch._foreach_mul_(direction, (-group["lr"] * fraction * ratios).unbind())
             torch._foreach_add_(w, direction)
+
+
+of_other_phases = optim.learning_rate
 
 
 def learning_rate(done, phase):

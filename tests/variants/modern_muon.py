@@ -3,9 +3,7 @@
     python tests/variants/modern_muon.py --lr-scale 0.6      # and any other flag but --init
     torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.6 --out runs/both
 
-Gate and input of feed-forward are two matrices to Muon, as Q, K and V are three. After as many
-steps it is ahead of modern.py. In the race, see tests/course/race.py, two cores are sooner at the
-goal with modern.py alone, whose steps are cheaper.
+Gate and input of feed-forward are two matrices to Muon, as Q, K and V are three.
 """
 import sys
 from pathlib import Path
