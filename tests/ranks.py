@@ -29,6 +29,8 @@ import dist
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
+# Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning
+tqdm.set_lock(threading.RLock())
 
 
 def start_server():
@@ -57,7 +59,6 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     )
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is in its log.txt
-    tqdm.set_lock(threading.RLock())  # its own outlives a killed rank
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
     try:
