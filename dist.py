@@ -358,7 +358,8 @@ class Reducer:
         self.scale = scale
         self.last_micro_batch = True
         self.missing = set(self.gradients)         # names of those that are not ready
-        torch._foreach_zero_(self.flats)
+        for flat in self.flats:
+            flat.zero_()
 
     # 2. Ready
 

@@ -1,11 +1,10 @@
-"""Recipes and learning rates, master weights, loss scaling, clipping, LAMB and AdamW.
+"""Recipes and learning rates, master weights, loss scaling, clipping, AdamW and LAMB.
 
 Each part needs nothing of those below it.
 
-In an update, w are weights, g gradients, m their running mean and v the running mean of their
-squares: lists of fp32 tensors, one for each parameter. t = 1, 2, ... counts the updates, b1 and b2
-are how slowly m and v forget ("betas"), lr is the learning rate, eps keeps a divisor from being 0,
-decay is the weight decay.
+In an optimizer, w is a parameter, an fp32 tensor; g is its gradient, m the running mean of g and v
+that of g^2. b1 and b2 ("betas") are how slowly m and v forget. t = 1, 2, ... counts the updates. lr
+is the learning rate, eps keeps a divisor from being 0, decay is the weight decay.
 """
 import dataclasses
 import math
@@ -68,7 +67,9 @@ RECIPES = {
         "dropout": 0.1,
         "mask_fraction": 0.3,
         "pairs": "none",
-        "phases": [Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, power=1)]},
+        "phases": [
+            Phase(seq_len=128, global_batch=4096, steps=20900, lr=5e-4, warmup=0.06, power=1),
+        ]},
     # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. There the
     # rate grows to 6e-3 and then drops at once to 5.076e-3, which is 6e-3 sqrt(1 - 0.2843), since
     # the decay is counted from the start of the phase; likewise in phase 2, from 4e-3. Here it
@@ -80,15 +81,15 @@ RECIPES = {
         "mask_fraction": 0.15,
         "pairs": "nsp",
         "phases": [
-            Phase(128, 65536, 7038, lr=5.076e-3, warmup=0.2843),
-            Phase(512, 32768, 1563, lr=3.735e-3, warmup=0.128),
+            Phase(seq_len=128, global_batch=65536, steps=7038, lr=5.076e-3, warmup=0.2843),
+            Phase(seq_len=512, global_batch=32768, steps=1563, lr=3.735e-3, warmup=0.128),
         ]},
 }
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate; done is the finished fraction of a phase, in [0, 1). It grows
-    from 0 to lr, and decays to 0:
+    r"""Returns the learning rate; `done`, in [0, 1), is how far a step is in its phase. The rate
+    grows from 0 to lr, and decays to 0:
 
         lr |     /\
            |   /     \
@@ -139,9 +140,8 @@ def cast_with_masters(model, dtype):
 @torch.no_grad()
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
-    parameters = [model.get_parameter(name) for name in masters]
-    # torch._foreach_* does the same to each tensor of a list, on a GPU by a few calls for all.
-    torch._foreach_copy_(parameters, list(masters.values()))
+    for name, master in masters.items():
+        model.get_parameter(name).copy_(master)
 
 
 # ----- Loss scaling and clipping -----
@@ -194,53 +194,21 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
         factor = max_norm / norm       # norm has the scale in it, so this divides by it as well
     # With scale 1 and a small norm there is nothing to do: save the pass over memory.
     if factor != 1:
-        torch._foreach_mul_(tensors, factor)
+        for tensor in tensors:
+            tensor.mul_(factor)
 
 
 # ----- Optimizers -----
 
-LARGEST_RATIO = 0.3          # the most that LAMB takes for ||weights|| / ||update||
-
-
-def lamb_equations(w, g, m, v, t, lr, b1, b2, eps, decay):
-    """Returns the new (w, m, v) of one tensor after step t = 1, 2, ... of LAMB (You et al., arXiv
-    1904.00962, algorithm 2).
-
-        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
-        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
-        w = w - lr min(||w|| / ||u||, 0.3) u    0.3 as well where a norm is 0
-
-    The paper's own form has no 0.3. It lets a function phi bound ||w||; we bound the ratio, as
-    1-bit LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them:
-    embeddings of the model `tiny` grew from 0.04 (root mean square) to 1.0 in 6,500 steps, and the
-    loss stood 0.3 nats higher.
-
-    Training does not call this: it is here to be read. The class LAMB computes the same, for
-    tensors that decay, in fewer passes over memory, and a test compares the two.
-    """
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * g ** 2
-
-    # m and v began at 0, and so are too small at first: this corrects them.
-    corrected_m = m / (1 - b1 ** t)
-    corrected_v = v / (1 - b2 ** t)
-    u = corrected_m / (corrected_v.sqrt() + eps) + decay * w
-
-    # A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
-    # is. That is what lets training take large batches, which need a large lr.
-    ratio = LARGEST_RATIO
-    if w.norm() > 0 and u.norm() > 0:
-        ratio = min(w.norm() / u.norm(), LARGEST_RATIO)
-    w = w - lr * ratio * u
-    return w, m, v
+LARGEST_RATIO = 0.3          # the most that LAMB takes for ||w|| / ||u||
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What our optimizers share; each of them only adds its `_update`.
+    """What our optimizers share. Each of them only adds `_update(group, w, g, m, v)`, which changes
+    w, m and v of one parameter in place.
 
-    An update computes on lists of tensors by `torch._foreach_*`, see `copy_to_model`. Parameters
-    are fp32 (fp64 in tests), all with a gradient. m and v are made at once, not in the first step,
-    so that a checkpoint can be copied into them.
+    Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
+    that a checkpoint can be copied into them.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -253,10 +221,10 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, **options):
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {
-                    "exp_avg": torch.zeros_like(p),              # m
-                    "exp_avg_sq": torch.zeros_like(p),           # v
+            for w in group["params"]:
+                self.state[w] = {
+                    "exp_avg": torch.zeros_like(w),              # m
+                    "exp_avg_sq": torch.zeros_like(w),           # v
                 }
 
     @torch.no_grad()
@@ -264,83 +232,66 @@ class Optimizer(torch.optim.Optimizer):
         """Applies one update to all parameters, in place."""
         for group in self.param_groups:
             group["step"] += 1
-            w = group["params"]
-            g = [p.grad for p in w]
-            m = [self.state[p]["exp_avg"] for p in w]
-            v = [self.state[p]["exp_avg_sq"] for p in w]
-            self._update(group, w, g, m, v)
+            for w in group["params"]:
+                state = self.state[w]
+                self._update(group, w, w.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
 def move_moments(m, v, g, b1, b2):
-    """Moves m towards the gradients and v towards their squares, in place."""
-    torch._foreach_lerp_(m, g, 1 - b1)                       # lerp(a, b, x) = a + x (b - a)
-    torch._foreach_mul_(v, b2)
-    torch._foreach_addcmul_(v, g, g, value=1 - b2)
+    """Moves m towards a gradient and v towards its square, in place."""
+    m.lerp_(g, 1 - b1)                                           # lerp(a, b, x) = a + x (b - a)
+    v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
 
-def corrected_roots(v, t, b2, eps):
-    """Returns sqrt(v / (1 - b2^t)) + eps, as new tensors."""
-    roots = torch._foreach_sqrt(v)
-    torch._foreach_div_(roots, math.sqrt(1 - b2 ** t))
-    torch._foreach_add_(roots, eps)
-    return roots
+def adam_update(group, w, g, m, v):
+    """Returns u, a new tensor of w's shape, and moves m and v, in place:
 
+        m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
 
-def norms(tensors):
-    """Returns the 2-norms of n tensors, (n,)."""
-    return torch.stack(torch._foreach_norm(tensors))
-
-
-def safe_ratios(a, b):
-    """Returns a / b, elementwise, and 1 where one of them is 0."""
-    return torch.where((a > 0) & (b > 0), a / b, 1.0)
+    m and v began at 0, and so are too small at first: the divisors correct them.
+    """
+    b1, b2 = group["betas"]
+    t = group["step"]
+    move_moments(m, v, g, b1, b2)
+    # The functions with an underscore work in place, and save a tensor each.
+    root = (v / (1 - b2 ** t)).sqrt_().add_(group["eps"])
+    u = (m / (1 - b1 ** t)).div_(root)
+    return u.add_(w, alpha=group["weight_decay"])
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): LAMB without the ratio.
-
-        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
-        w = w - lr u
-    """
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u."""
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group: w, m and v change in place. The step in
-        group["step"] is already counted."""
-        b1, b2 = group["betas"]
-        t = group["step"]
-        move_moments(m, v, g, b1, b2)
-        roots = corrected_roots(v, t, b2, group["eps"])
-        torch._foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(w, m, roots, value=-group["lr"] / (1 - b1 ** t))
+        u = adam_update(group, w, g, m, v)
+        w.sub_(u, alpha=group["lr"])
 
 
 class LAMB(Optimizer):
-    """LAMB as in `lamb_equations`, on lists of tensors; but the ratio of tensors without decay
-    (biases, LayerNorm) is 1, as in the code of the paper's authors and in NVIDIA's.
+    """LAMB (You et al., arXiv 1904.00962, algorithm 2), with u of `adam_update`:
 
-    NVIDIA's also clips gradients to a global norm of 1, as train.py does before every optimizer. Q,
-    K and V are one tensor in our model, so they share a ratio; in theirs they are three.
+        w = w - lr ratio u
+        ratio = min(||w|| / ||u||, 0.3), also 0.3 if a norm is 0; of a tensor without decay 1
+
+    A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
+    is. That is what lets training take large batches, which need a large lr.
+
+    The paper's own form has no 0.3. It lets a function bound ||w||; we bound the ratio, as 1-bit
+    LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them: after
+    6,500 steps the embeddings of `tiny` had a root mean square of 1.0, and the loss stood 0.3 nats
+    higher. Biases and LayerNorm have no decay and no ratio, as in the code of the paper's authors
+    and in NVIDIA's. Q, K and V are one tensor in our model, so they share a ratio.
     """
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group, in place."""
-        b1, b2 = group["betas"]
-        t = group["step"]
-        decay = group["weight_decay"]
-        move_moments(m, v, g, b1, b2)
-
-        # u = decay w + (m / roots) / (1 - b1^t). `addcdiv` is u += value * m / roots, in one pass.
-        roots = corrected_roots(v, t, b2, group["eps"])
-        u = torch._foreach_mul(w, decay)
-        torch._foreach_addcdiv_(u, m, roots, value=1 / (1 - b1 ** t))
-
-        ratios = w[0].new_ones(len(w))
-        if decay:
-            ratios = safe_ratios(norms(w), norms(u)).clamp(max=LARGEST_RATIO)
-        # `unbind` makes a list of n tensors of one number each, which stay on the GPU: to know them
-        # as numbers of Python the CPU would have to wait.
-        torch._foreach_mul_(u, (-group["lr"] * ratios).unbind())
-        torch._foreach_add_(w, u)
+        u = adam_update(group, w, g, m, v)
+        if group["weight_decay"]:
+            norm = w.norm()
+            # A tensor, not a number: to know it, the CPU would have to wait for the GPU.
+            ratio = torch.where(norm > 0, norm / u.norm(), LARGEST_RATIO)
+            u.mul_(ratio.clamp(max=LARGEST_RATIO))
+        w.sub_(u, alpha=group["lr"])
 
 
 OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}

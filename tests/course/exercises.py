@@ -81,7 +81,7 @@ EXERCISES = {
         "optim.unscale_and_clip_",
         60, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales"),
     "lamb": Exercise(
-        "optim.LAMB._update",
+        "optim.adam_update optim.LAMB._update",
         60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for"),
     "dealing": Exercise(
         "data.micro_batches data.loader train.count_masked",

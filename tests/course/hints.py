@@ -44,12 +44,12 @@ HINTS = {
         "fp32 they stay the parameters themselves. Frozen parameters have none.",
     ],
     "lamb": [
-        "Write it for one tensor in a loop and see it pass, then for lists by torch._foreach_*. "
-        "`move_moments` is the first line of the equations, `corrected_roots` the divisor in u.",
-        "The ratio is of the norms (`norms`, `safe_ratios`) of w and of all of u, decay included. "
-        "It is 1 for a group without decay.",
-        "eps is added after v is corrected. m need not be corrected on its own: the correction is "
-        "a number, the `value` of torch._foreach_addcdiv_.",
+        "`adam_update`: `move_moments` is the first line of the equations; then u line by line, as "
+        "new tensors. m and v keep what is not corrected.",
+        "The ratio is of the norms of w and of all of u, decay included. A group without decay has "
+        "none.",
+        "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, for "
+        "which a CPU would have to wait for the GPU. What changes is w itself: `w.sub_`.",
     ],
     "dealing": [
         "Nothing has to divide: a rank may have one example more, a micro-batch may be short. With "

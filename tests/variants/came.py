@@ -34,7 +34,7 @@ from tests.variants import common  # noqa: E402
 
 
 class CAME(optim.Optimizer):
-    """The equations above, one tensor at a time."""
+    """The equations above."""
     DEFAULTS = optim.Optimizer.DEFAULTS | {"eps": (1e-30, 1e-16), "d": 1.0}
 
     def __init__(self, params, **options):
@@ -49,17 +49,16 @@ class CAME(optim.Optimizer):
         b1, b2 = group["betas"]
         eps1, eps2 = group["eps"]
         b3 = 1 - (1 - b2) / 10
-        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
-        for p, gradient, mean, square in zip(w, g, m, v):
-            u = gradient * moved_factors(square, gradient.square() + eps1, b2)
-            rms = u.square().mean().sqrt()
-            u /= (rms / group["d"]).clamp(min=1)
-            mean.lerp_(u, 1 - b1)                        # m; lerp(a, b, x) = a + x (b - a)
-            step = mean
-            if p.dim() > 1:
-                strays = (u - mean).square() + eps2
-                step = mean * moved_factors(self.state[p]["instability"], strays, b3)
-            p.sub_(step, alpha=lr)
+        w.mul_(1 - lr * group["weight_decay"])           # decoupled, as in AdamW
+        u = g * moved_factors(v, g.square() + eps1, b2)
+        rms = u.square().mean().sqrt()
+        u /= (rms / group["d"]).clamp(min=1)
+        m.lerp_(u, 1 - b1)                               # lerp(a, b, x) = a + x (b - a)
+        step = m
+        if w.dim() > 1:
+            strays = (u - m).square() + eps2
+            step = m * moved_factors(self.state[w]["instability"], strays, b3)
+        w.sub_(step, alpha=lr)
 
 
 def moved_factors(means, x, b):

@@ -15,6 +15,11 @@ def use_optimizer(name, optimizer):
     change_recipes(lambda recipe: {"optimizer": name})
 
 
+def ratio(a, b):
+    """Returns a / b of two norms, tensors of one number each, and 1 where one of them is 0."""
+    return torch.where((a > 0) & (b > 0), a / b, 1.0)
+
+
 def change_recipes(change):
     """Gives every recipe the fields of the dict change(recipe)."""
     optim.RECIPES = {name: recipe | change(recipe) for name, recipe in optim.RECIPES.items()}

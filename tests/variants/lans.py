@@ -54,24 +54,17 @@ class LANS(optim.Optimizer):
         t = group["step"]
         decay = group["weight_decay"]
 
-        g_norms = optim.norms(g)
-        factors = optim.safe_ratios(torch.ones_like(g_norms), g_norms)
-        unit_g = torch._foreach_mul(g, factors.unbind())
+        unit_g = g * common.ratio(torch.ones_like(g.norm()), g.norm())
         optim.move_moments(m, v, unit_g, b1, b2)
-        d = optim.corrected_roots(v, t, b2, group["eps"])
-
-        r = torch._foreach_div(m, d)
-        torch._foreach_div_(r, 1 - b1 ** t)
-        torch._foreach_add_(r, w, alpha=decay)
-        s = torch._foreach_div(unit_g, d)
-        torch._foreach_add_(s, w, alpha=decay)
+        d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
+        r = m / (1 - b1 ** t) / d + decay * w
+        s = unit_g / d + decay * w
 
         # Both ratios are of w as it was before the step.
-        w_norms = optim.norms(w)
-        for direction, fraction in ((r, b1), (s, 1 - b1)):
-            ratios = optim.safe_ratios(w_norms, optim.norms(direction))
-            torch._foreach_mul_(direction, (-group["lr"] * fraction * ratios).unbind())
-            torch._foreach_add_(w, direction)
+        norm = w.norm()
+        r.mul_(b1 * common.ratio(norm, r.norm()))
+        s.mul_((1 - b1) * common.ratio(norm, s.norm()))
+        w.sub_(r + s, alpha=group["lr"])
 
 
 of_other_phases = optim.learning_rate

@@ -37,19 +37,16 @@ class MERIT(optim.Optimizer):
 
     def _update(self, group, w, g, m, v):
         optim.move_moments(m, v, g, *group["betas"])
-        u = torch._foreach_div(m, torch._foreach_add(torch._foreach_sqrt(v), group["eps"]))
-        torch._foreach_add_(u, w, alpha=group["weight_decay"])
-        torch._foreach_mul_(u, [max_ratios(weight, update) for weight, update in zip(w, u)])
-        torch._foreach_clamp_min_(u, -1.0)
-        torch._foreach_clamp_max_(u, 1.0)
-        torch._foreach_add_(w, u, alpha=-group["lr"])
+        u = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * w
+        u.mul_(max_ratios(w, u)).clamp_(-1.0, 1.0)
+        w.sub_(u, alpha=group["lr"])
 
 
 def max_ratios(w, u):
     """Returns q, of the shape of w and u (R, C), or () for vectors."""
     w = w.abs()
     u = u.abs()
-    whole = optim.safe_ratios(w.max(), u.max())
+    whole = common.ratio(w.max(), u.max())
     if w.dim() == 1:
         return whole
     row_w, row_u = w.amax(1, True), u.amax(1, True)                      # (R, 1)

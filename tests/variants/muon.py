@@ -67,24 +67,17 @@ class Muon(optim.Optimizer):
                     self.state[p]["exp_avg_sq"] = p.new_zeros(0)         # Muon has none
 
     def _update(self, group, w, g, m, v):
-        lr = group["lr"]
-        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])           # decoupled, as in AdamW
-        if group["parts"]:
-            return self._muon(group, w, g, m)
-        b1, b2 = group["betas"]
-        optim.move_moments(m, v, g, b1, b2)
-        roots = optim.corrected_roots(v, group["step"], b2, group["eps"])
-        torch._foreach_addcdiv_(w, m, roots, value=-lr / (1 - b1 ** group["step"]))
-
-    def _muon(self, group, w, g, m):
+        if not group["parts"]:
+            w.sub_(optim.adam_update(group, w, g, m, v), alpha=group["lr"])
+            return
         dtype = optim.PRECISIONS[group["precision"]]
-        torch._foreach_lerp_(m, g, 1 - MOMENTUM)         # lerp(a, b, x) = a + x (b - a)
-        directions = torch._foreach_lerp(g, m, MOMENTUM)
-        for p, direction in zip(w, directions):
-            # These are views: what moves is the weight
-            for matrix, d in zip(p.chunk(group["parts"]), direction.chunk(group["parts"])):
-                rate = group["lr"] * 0.2 * max(matrix.shape) ** 0.5
-                matrix.sub_(newton_schulz(d, dtype), alpha=rate)
+        m.lerp_(g, 1 - MOMENTUM)                         # lerp(a, b, x) = a + x (b - a)
+        direction = g.lerp(m, MOMENTUM)
+        w.mul_(1 - group["lr"] * group["weight_decay"])  # decoupled, as in AdamW
+        # These are views: what moves is the weight
+        for matrix, d in zip(w.chunk(group["parts"]), direction.chunk(group["parts"])):
+            rate = group["lr"] * 0.2 * max(matrix.shape) ** 0.5
+            matrix.sub_(newton_schulz(d, dtype), alpha=rate)
 
 
 def groups_of(masters):

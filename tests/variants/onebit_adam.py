@@ -97,29 +97,24 @@ class OneBitAdam(optim.Optimizer):
         b1 = self.param_groups[0]["betas"][0]
         m = self.all_of("exp_avg")
         g = [p.grad for p in self.all_params()]              # g_i
-        torch._foreach_lerp_(g, m, b1)                       # b1 m + (1 - b1) g_i
+        torch._foreach_lerp_(g, m, b1)                       # b1 m + (1 - b1) g_i, in each list
         self.average(g)                                      # M
         torch._foreach_lerp_(g, m, -b1 / (1 - b1))           # (M - b1 m) / (1 - b1)
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group, in place."""
         b1, b2 = group["betas"]
-        torch._foreach_lerp_(m, g, 1 - b1)
+        m.lerp_(g, 1 - b1)
         if self.learns:
             self.move_variance(v, g, b2)
 
-        p = torch._foreach_sqrt(v)
-        torch._foreach_add_(p, group["eps"])
-        p = torch._foreach_div(m, p)
+        p = m / (v.sqrt() + group["eps"])
         if group["frozen"] and self.bounded:
             bound(p)
-        torch._foreach_add_(p, w, alpha=group["weight_decay"])
-        torch._foreach_add_(w, p, alpha=-group["lr"])
+        w.sub_(p + group["weight_decay"] * w, alpha=group["lr"])
 
     def move_variance(self, v, g, b2):
-        """Moves v towards the squares of g, in place."""
-        torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, g, g, value=1 - b2)
+        """Moves v towards the square of g, in place."""
+        v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
     def set_magnitudes(self):
         """Sets for each tensor the factor that brings its momentum to a root mean square of 1. All
@@ -146,13 +141,12 @@ class OneBitAdam(optim.Optimizer):
             tensor.mul_(v.sign())
 
 
-def bound(updates):
-    """Clips updates m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps them near that:
+def bound(update):
+    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps them near that:
     a constant gradient gives 1. A frozen one does not: the row of a token that is first seen after
     the freeze would move a hundredfold. Batches of 64K have seen all by then, small ones have not.
     """
-    torch._foreach_clamp_min_(updates, -1.0)
-    torch._foreach_clamp_max_(updates, 1.0)
+    update.clamp_(-1.0, 1.0)
 
 
 class CompressedMean:

@@ -31,69 +31,51 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
 import train  # noqa: E402
-from tests.variants import onebit_adam  # noqa: E402
+from tests.variants import common, onebit_adam  # noqa: E402
 
 
 class OneBitLAMB(onebit_adam.OneBitAdam):
     """The equations above."""
-    # After the first update a list, with a number for each tensor of the group.
-    DEFAULTS = onebit_adam.OneBitAdam.DEFAULTS | {"C": 1.0, "f": 1.0}
 
     def __init__(self, params, **options):
         super().__init__(params, **options)
         for p, state in self.state.items():
             state["fresh"] = torch.zeros_like(p)             # V
+            state["C"] = p.new_tensor(1.0)
+            state["f"] = p.new_tensor(1.0)
 
     def begin_stage(self, frozen):
         """Begins the first or the second stage of a phase."""
         super().begin_stage(frozen)
-        for group in self.param_groups:
-            group["f"] = 1.0
         for state in self.state.values():
+            state["f"].fill_(1.0)
             state["fresh"].copy_(state["exp_avg_sq"])
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to the tensors of one group, in place."""
         b1, b2 = group["betas"]
-        torch._foreach_lerp_(m, g, 1 - b1)
-        moving = v if self.learns else [self.state[p]["fresh"] for p in w]
+        state = self.state[w]
+        m.lerp_(g, 1 - b1)
+        moving = v if self.learns else state["fresh"]
         self.move_variance(moving, g, b2)
 
-        d = torch._foreach_sqrt(v)
-        torch._foreach_add_(d, group["eps"])
-        u = torch._foreach_div(m, d)                         # p
+        d = v.sqrt() + group["eps"]
+        p = m / d
         if not self.learns:
-            onebit_adam.bound(u)
-        p_norms = optim.norms(u)
-        torch._foreach_add_(u, w, alpha=group["weight_decay"])           # u
-        u_norms = optim.norms(u)
+            onebit_adam.bound(p)
+        u = p + group["weight_decay"] * w
 
-        if self.learns:
-            ratios = self.learn_ratios(group, optim.norms(w), u_norms)
+        if not self.learns:
+            r = common.ratio(p.norm(), u.norm()).clamp(max=1.0)
+            f = (d / (moving.sqrt() + group["eps"])).max()
+            f = (r * f + 1 - r).clamp(0.5, 4.0)
+            state["f"].copy_(f.clamp(0.9 * state["f"], 1.1 * state["f"]))
+            ratio = state["C"] * state["f"]
+        elif group["weight_decay"]:
+            ratio = common.ratio(w.norm(), u.norm()).clamp(0.01, 10.0)       # c
+            state["C"].lerp_(ratio, 0.1)
         else:
-            ratios = self.frozen_ratios(group, d, moving, p_norms, u_norms)
-        torch._foreach_mul_(u, (-group["lr"] * ratios).tolist())
-        torch._foreach_add_(w, u)
-
-    def learn_ratios(self, group, w_norms, u_norms):
-        """Returns c of each tensor, and moves C towards it."""
-        C = u_norms.new_tensor(group["C"])
-        if not group["weight_decay"]:
-            return C                                         # 1
-        c = optim.safe_ratios(w_norms, u_norms).clamp(0.01, 10.0)
-        group["C"] = (0.9 * C + 0.1 * c).tolist()
-        return c
-
-    def frozen_ratios(self, group, d, V, p_norms, u_norms):
-        """Returns C f of each tensor. d: sqrt(v) + eps, which is overwritten."""
-        torch._foreach_div_(d, torch._foreach_add(torch._foreach_sqrt(V), group["eps"]))
-        f = torch.stack(torch._foreach_max(d))
-        r = optim.safe_ratios(p_norms, u_norms).clamp(max=1.0)
-        f = (r * f + 1 - r).clamp(0.5, 4.0)
-        former = f.new_tensor(group["f"])
-        f = f.clamp(0.9 * former, 1.1 * former)
-        group["f"] = f.tolist()
-        return f.new_tensor(group["C"]) * f
+            ratio = state["C"]                               # 1
+        w.sub_(ratio * u, alpha=group["lr"])
 
 
 def install():

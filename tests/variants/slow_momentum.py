@@ -53,18 +53,15 @@ class SlowMomentum(optim.Optimizer):
 
     def _update(self, group, w, g, m, v):
         b1, b2 = group["betas"]
-        lr = group["lr"]
         t = group["step"]
-        s = [self.state[p]["slow"] for p in w]
+        s = self.state[w]["slow"]
         optim.move_moments(m, v, g, b1, b2)
-        torch._foreach_lerp_(s, g, 1 - SLOW)
+        s.lerp_(g, 1 - SLOW)
 
-        u = torch._foreach_mul(m, (1 - WEIGHT) / (1 - b1 ** t))
-        torch._foreach_add_(u, s, alpha=WEIGHT / (1 - SLOW ** t))
+        u = (1 - WEIGHT) / (1 - b1 ** t) * m + WEIGHT / (1 - SLOW ** t) * s
         # From here on as AdamW.
-        d = optim.corrected_roots(v, t, b2, group["eps"])
-        torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
-        torch._foreach_addcdiv_(w, u, d, value=-lr)
+        d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
+        w.sub_(u / d + group["weight_decay"] * w, alpha=group["lr"])
 
     def step(self):
         """Applies one update, in place. Collective in every K-th step."""
