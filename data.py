@@ -48,8 +48,8 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # of the texts are cut shorter: training shall see short inputs, too
-GOLDEN = 0x9E3779B97F4A7C15     # 2^64 times 0.618 ..., the fraction of the golden ratio
+SHORT_FRACTION = 0.10       # so many texts are cut shorter: training shall see short inputs, too
+GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the fraction of the golden ratio
 
 
 class DataError(ValueError):
@@ -141,9 +141,9 @@ class PretrainingData:
     Where its text lies: example i comes from shard i modulo S, the number of shards, and is example
     k = i // S of that shard. It lies around the token at the fraction
 
-        k * 0.618... + key  modulo 1        the golden ratio, and a random number
+        (k * 0.618... + walk_start) modulo 1        the golden ratio, and a random number
 
-    of the shard. With the key 0.3 these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
+    of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
     largest gap that those before it have left. So every place is read about equally often, without
     an order that would have to be shuffled and kept, and no epoch begins or ends.
 
@@ -180,8 +180,9 @@ class PretrainingData:
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
         # One key for each use of random numbers, so that the draws are independent.
-        keys = np.random.SeedSequence((seed, phase)).generate_state(4, np.uint64)
-        self.walk_key, self.pair_key, self.mask_key, self.token_key = keys
+        keys = np.random.SeedSequence((seed, phase)).generate_state(5, np.uint64)
+        walk_key, self.pair_key, self.mask_key, self.fate_key, self.token_key = keys
+        self.walk_start = float(uniform([0], walk_key)[0])
 
     def shard(self, s):
         """Returns Shard s, which is opened when it is first needed."""
@@ -220,9 +221,8 @@ class PretrainingData:
         if short_draw < SHORT_FRACTION:
             length = 2 + int(length_draw * (length - 1))
 
-        # The fraction of the shard, in units of 2^-64, in whole numbers: nothing is rounded.
-        fraction = (k * GOLDEN + int(self.walk_key)) % 2 ** 64
-        own = self.text(shard, fraction * size // 2 ** 64, length, cut_draw)
+        fraction = (k * GOLDEN + self.walk_start) % 1.0
+        own = self.text(shard, int(fraction * size), length, cut_draw)
         if self.pairs == "none":
             return Spans(i, s, own.start, own.end, own.end, own.end, IGNORED)
         if true_draw < 0.5:
@@ -246,28 +246,27 @@ class PretrainingData:
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included: an array (B,) if the
-        fields of spans are arrays, as in `batch`."""
+        """Returns how many tokens an example has, special symbols included."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
         """Masks `tokens` (n,) in place. Returns which rows were chosen, ascending, and what stood
         there: two arrays (m,). counters (n,): a number of its own for each token of each example.
 
-        A token is chosen if its draw is below mask_fraction. The draw divided by mask_fraction, its
-        fate, is then again a random number in [0, 1): below 0.8 the token becomes [MASK], below 0.9
-        a random one of all but SPECIALS, else it stays. [CLS] and [SEP] are never chosen; [UNK] is
-        text like any other token.
+        A token is chosen if its draw is below mask_fraction. Another draw is its fate: below 0.8
+        it becomes [MASK], below 0.9 a random one of all but SPECIALS, else it stays. [CLS] and
+        [SEP] are never chosen; [UNK] is text like any other token.
         """
         draws = uniform(counters, self.mask_key)
         is_text = (tokens != CLS) & (tokens != SEP)
         rows = np.flatnonzero(is_text & (draws < self.mask_fraction))
         labels = tokens[rows]
-        fates = draws[rows] / self.mask_fraction
 
-        pieces = self.vocab_size - len(SPECIALS)
-        random_pieces = uniform(counters[rows], self.token_key) * pieces
-        random_tokens = len(SPECIALS) + random_pieces.astype(np.int64)
+        ordinary = self.vocab_size - len(SPECIALS)         # tokens that are no special ones
+        random_draws = uniform(counters[rows], self.token_key)
+        random_tokens = len(SPECIALS) + (random_draws * ordinary).astype(np.int64)
+
+        fates = uniform(counters[rows], self.fate_key)
         not_masked = np.where(fates < 0.9, random_tokens, labels)
         tokens[rows] = np.where(fates < 0.8, MASK, not_masked)
         return rows, labels
@@ -275,29 +274,33 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        parts = []
+        # Of each a list of arrays, which become one.
+        tokens = []
+        segments = []
+        positions = []
+        counters = []
         for spans in examples:
-            tokens = self.shard(spans.shard).tokens
-            parts += [[CLS], tokens[spans.a:spans.a_end], [SEP]]
+            text = self.shard(spans.shard).tokens
+            tokens += [[CLS], text[spans.a:spans.a_end], [SEP]]
             if self.pairs != "none":
-                parts += [tokens[spans.b:spans.b_end], [SEP]]
-        tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
+                tokens += [text[spans.b:spans.b_end], [SEP]]
 
-        columns = Spans._make(np.array(examples).T)       # of all at once: fields are arrays (B,)
-        lengths = self.length(columns)                                 # (B,)
-        ends = np.cumsum(lengths)                                      # (B,)
-        positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)     # (n,)
-        b_starts = columns.a_end - columns.a + 2                       # (B,) after [CLS] A [SEP]
-        segments = (positions >= np.repeat(b_starts, lengths)).astype(np.int64)     # (n,)
+            position = np.arange(self.length(spans))
+            positions.append(position)
+            segments.append(position >= spans.a_end - spans.a + 2)     # after [CLS] A [SEP]
+            # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
+            counters.append(spans.index * self.seq_len + position)
 
-        # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
-        counters = np.repeat(columns.index, lengths) * self.seq_len + positions
-        rows, labels = self.mask(tokens, counters)
-
-        bounds = np.concatenate([[0], ends, [len(tokens) + -len(tokens) % 64]])     # (B + 2,)
-        return Batch(pad(tokens, 64), pad(segments, 64), pad(positions, 64), pad(rows, 16),
-                     pad(labels, 16, IGNORED), bounds.astype(np.int32), columns.pair_label,
-                     np.diff(bounds))
+        tokens = np.concatenate(tokens, dtype=np.int64)                # (n,)
+        rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
+        segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
+        positions = pad(np.concatenate(positions), 64)                 # (N,)
+        lengths = [self.length(spans) for spans in examples]
+        lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,) with the padding
+        bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
+        pair_labels = np.array([spans.pair_label for spans in examples])
+        return Batch(pad(tokens, 64), segments, positions, pad(rows, 16), pad(labels, 16, IGNORED),
+                     bounds, pair_labels, lengths)
 
 
 def pad(values, multiple, fill=0):
@@ -309,8 +312,8 @@ def uniform(counters, key):
     """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
     (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it. To make one
     of NumPy's generators for each example would take longer than all the rest."""
-    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's, GOLDEN is one of them.
-    x = np.asarray(counters, np.uint64) * GOLDEN + key
+    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's.
+    x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = x ^ (x >> 31)

@@ -5,15 +5,14 @@ HINTS = {
     "masking": [
         "`uniform(counters, self.mask_key)` gives one number a row. Which rows are text, and which "
         "of these have a number below mask_fraction? np.flatnonzero makes rows of that, in order.",
-        "Keep what stood there before you overwrite it: tokens[rows] is a copy. Then draw / "
-        "mask_fraction of these rows decides: below 0.8, below 0.9, or neither.",
+        "Keep what stood there before you overwrite it: tokens[rows] is a copy. Then another draw "
+        "of these rows decides, by self.fate_key: below 0.8, below 0.9, or neither.",
         "The random tokens need a draw of their own, `uniform(counters[rows], self.token_key)`. "
         "Write into `tokens[rows]`, once, by two np.where, one inside of the other.",
     ],
     "pairs": [
         "Example i is of shard i modulo their number, and is the i // number-th of that shard. Its "
-        "place is a whole number: (k * GOLDEN + walk_key) modulo 2^64 is the fraction, times the "
-        "size, divided by 2^64. walk_key is of NumPy: int() it first, or it overflows.",
+        "place: (k * GOLDEN + walk_start) modulo 1 is the fraction of the shard's tokens.",
         "`text` says where the text around a place begins, is cut in two and ends: that is all for "
         "a true pair, and without pairs.",
         "Another B: count the places outside of A's document from its end on, modulo the size, and "

@@ -141,7 +141,7 @@ def test_pairs_are_of_all_documents(shards):
         assert error < 5, (
             f"of 2,000 texts a document has {error:.0f} more or less than its part of the shard: "
             "golden steps are spread evenly")
-    assert (homes[0] != homes[1]).any(), "both phases read the same documents: where is walk_key?"
+    assert (homes[0] != homes[1]).any(), "both phases read the same documents: where is walk_start?"
 
 
 def test_pairs_look_alike(shards):
