@@ -63,10 +63,10 @@ class BertConfig:
     width: int                          # D, the size of a hidden state
     heads: int                          # H, the heads of attention; they divide the width
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
-    vocab_size: int                     # V, the rows of the embedding, a multiple of 64
+    vocab_size: int                     # V, the rows of the embedding; of presets a multiple of 64
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the part set to 0 in training: of the embeddings, of
-                                        # attention weights, of what attention and feed-forward add
+    dropout: float = 0.1                # the part that training sets to 0: of embeddings, attention
+                                        # weights, the outputs of attention and of feed-forward
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
     init_std: float = 0.02              # the standard deviation of initial matrices, embeddings
                                         # excepted
@@ -82,8 +82,8 @@ class BertConfig:
             heads=width // 64,
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768. With it narrow matrices begin to
-            # learn some hundred steps later.
+            # The original's 0.02 is made for a width of 768, where this is 0.02 as well. With it
+            # narrow matrices begin to learn some hundred steps later.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -147,7 +147,7 @@ def attention(qkv, bounds, lengths, dropout):
 
     dtype = qkv.dtype
     if dtype.itemsize == 2 and not qkv.is_cuda:
-        # On a CPU, backward takes twice as long in 16 bits as in fp32.
+        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 
     # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
@@ -219,7 +219,8 @@ class BertForPreTraining(nn.Module):
 
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Embeddings begin small at every width: with 0.04 the demo ends 0.1 nats higher.
+                # Embeddings begin small at every width: beginning at 0.04, the demo ends 0.1 nats
+                # higher.
                 std = 0.02 if "embeddings" in name else config.init_std
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
@@ -243,14 +244,14 @@ class BertForPreTraining(nn.Module):
     def forward(self, batch):
         """Returns the logits (M, V) of the masked tokens and (B, 2) of the pairs.
 
-        batch: a data.Batch. Beside the arguments of `encode` it has masked_rows (M,), rows of
-        the batch, and pair_labels (B,). The cross-entropy of the logits with its labels (M,) and
-        its pair_labels is the loss; train.py sums it, since it divides by the counts of all ranks.
+        batch: a data.Batch. Beside what `encode` takes it has masked_rows (M,) and, for the loss
+        in train.py, labels (M,) and pair_labels (B,).
         """
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
-        # exist, which is most of what makes small models fast.
+        # exist: they are most of a small model's work.
         examples = len(batch.pair_labels)
-        # (R,), where R = B + M: the rows of [CLS], then those of masked tokens
+        # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
+        # of masked tokens
         rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)

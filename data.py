@@ -320,9 +320,9 @@ def uniform(counters, key):
     return (x >> 11) * 2.0 ** -53           # the upper 53 bits, which float64 can hold
 
 
-# Sentences are found in the tokens themselves: one begins where a piece that ends in a mark,
-# closing quotes included, is followed by a piece that begins a word. SentencePiece writes a space
-# as "▁".
+# Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
+# a space as "▁". A sentence ends with a piece like ".", "?" or '."', and the next one begins with
+# one like "▁The".
 # Marks: of Europe (; ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian, Hindi and
 # Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
@@ -367,7 +367,7 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
 LONGEST = 1 << 16           # characters; a longer document is cut into several
-CHUNK = 1 << 10             # characters, at most 4 KiB: SentencePiece leaves out longer texts
+CHUNK = 1 << 10             # characters, so at most 4 KiB: SentencePiece leaves out longer texts
 SAMPLE = 1 << 15            # chunks, drawn at random, that train the tokenizer
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
@@ -440,7 +440,7 @@ def cut_text(text, n):
 
 
 def train_tokenizer(corpus, documents, vocab_size, cased=False):
-    """Returns a SentencePieceProcessor, a unigram model of at most `vocab_size` pieces.
+    """Returns a SentencePieceProcessor of at most `vocab_size` pieces.
 
     The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
     has more different characters than vocab_size, or no word.
@@ -455,9 +455,10 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
-            hard_vocab_limit=False, minloglevel=2, num_threads=4,   # the pieces depend on it
+            hard_vocab_limit=False, minloglevel=2,
+            num_threads=4,              # with another number the pieces are others
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
-            # Rare characters are [UNK], a ten-thousandth of the text, but never "?" and the like.
+            # The rarest 0.01 % of the text's characters become [UNK], but never "?" and the like.
             character_coverage=0.9999, required_chars=string.punctuation,
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:])
@@ -510,8 +511,8 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
         file.close()
     if min(counts) < 2:
         raise DataError(f"{documents} documents are too few for {shards} shards (each needs two, "
-                        "and some are held out): part them by blank lines, or lower data.py's "
-                        "--shards")
+                        "and so does what is held out, a fifth at most): part them by blank "
+                        "lines, or lower data.py's --shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
             "unknown": unigrams[UNK] / unigrams.sum()}

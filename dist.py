@@ -41,7 +41,7 @@ class DistError(Exception):
 
 class RankLost(DistError):
     """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
-    After it call `leave`, at the end of this file, not sys.exit, which can wait for the lost rank.
+    After it call `leave`, see "Failures", not sys.exit, which can wait for the lost rank.
     """
 
 
@@ -56,7 +56,6 @@ class World:
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_rank: int = 0      # among those of this node
     local_size: int = 1
     nodes: int = 1
     device: torch.device = torch.device("cpu")
@@ -95,6 +94,7 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
+        # torch's own function for this has another name in each of our versions.
         return self.all_to_all(torch.stack([tensor] * self.size))
 
     def all_gather_object(self, value):
@@ -188,7 +188,7 @@ def world_of_environment():
         # The remainder is for schedulers that show each rank only its own GPU.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    return World(rank, size, local_rank, local_size, size // local_size, device)
+    return World(rank, size, local_size, size // local_size, device)
 
 
 def meet(world, init_method, limit):
@@ -286,7 +286,8 @@ def average_gradients(module, world):
 
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
-    has 158); and all are sent in full, without compression. `Reducer` mends all three.
+    has 158); and all are sent in full, without compression. `Reducer` mends all three. Training
+    calls it in place of this function, which is here to be read.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -307,8 +308,9 @@ class Reducer:
        bucket_mb MB; then the next bucket begins. The embeddings have buckets of their own.
        Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
        All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
-       and is cast afterwards.
-    2. Ready. When autograd has made p.grad, `_ready` adds it to the view and drops it.
+       and is cast afterwards: its parameters stay the same objects, with new memory.
+    2. Ready. When autograd has made p.grad, of all uses of p together, it calls `_ready`, which
+       adds it to the view and drops it.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready is complete.
        It goes to the communication thread, which averages one bucket after another while backward
        goes on.
@@ -400,8 +402,8 @@ class Reducer:
 
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent."""
-        # This thread computes on one core. On more it would take them away from backward: a step of
-        # the model tiny took 1.36 times as long.
+        # This thread computes on one core; the others keep theirs. On more it would take them away
+        # from backward: a step of the model tiny took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
@@ -428,7 +430,7 @@ class Reducer:
                             "backward: each must take part in that loss, or have "
                             "requires_grad=False")
         if self.stream:
-            # First let backward end: wait_seconds shall count the network alone.
+            # First let backward end: wait_seconds shall count the averaging alone.
             torch.cuda.current_stream().synchronize()
             # A rank that died in backward is an exception here, over Gloo. NCCL would wait for it
             # until the timeout, and then abort the process without a line.
@@ -461,28 +463,28 @@ def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     (torch names a model's own parameters before those of its modules. In a BERT that is mlm_bias:
     it comes last here, in a small bucket of its own.)"""
     contents = []                                  # {name: shape} of each bucket
-    room = 0.0                                     # in the last of them, MB
+    space = 0.0                                    # in the last of them, MB
     in_embeddings = False
     for name, tensor in reversed(tensors.items()):
         # The embeddings' gradients come last. What shared a bucket with them would wait.
-        if room <= 0 or name.startswith("embeddings.") != in_embeddings:
+        if space <= 0 or name.startswith("embeddings.") != in_embeddings:
             contents.append({})
-            room = bucket_mb
+            space = bucket_mb
         in_embeddings = name.startswith("embeddings.")
         contents[-1][name] = tensor.shape
-        room -= 4e-6 * tensor.numel()
+        space -= 4e-6 * tensor.numel()
     return [Bucket(shapes, world, compression) for shapes in contents]
 
 
 # ----- One bucket: error feedback, and two levels -----
 
-BLOCK = 512                  # elements that share a scale, see `compressed_mean`
+BLOCK = 512                  # elements that share a scale, see `encode_int8`
 
 
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
 
-    Lossy compression adds what a rank could not send to what it sends next (error feedback):
+    Of int8 and onebit, a rank adds what it could not send to what it sends next (error feedback):
 
         v_r = g_r / scale + e_r                e_r: the residual of rank r, unscaled, 0 at first;
                                                on two levels r is a leader
@@ -604,7 +606,7 @@ def compressed_mean(encode, decode, world, value, state):
     """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
     value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
     C(x) is what x becomes when it is encoded and decoded. An example of two ranks, with a C that
-    rounds to whole numbers, in the first step:
+    rounds down to whole numbers, in the first step:
 
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2
@@ -652,6 +654,7 @@ def encode_int8(blocks):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
+    # The clamp is for blocks of zeros.
     scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
@@ -771,7 +774,7 @@ def torchrun_died():
 # error in a collective it only knows that some rank is gone, and asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
-#                       restart helps
+#                       restart helps; "nobody" after a run that went well, see `World.close`
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
 #                       program is busy with. The ranks without it are those that are gone
 #

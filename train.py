@@ -59,7 +59,7 @@ class ConfigError(ValueError):
     """Flags or files that training cannot start with; the message says what to change."""
 
 
-# Errors that a user can mend, told in one line.
+# What `explain` tells in one line: what a user can mend or has asked for, and lost ranks.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError, KeyboardInterrupt)
 
@@ -256,7 +256,7 @@ def log_start(args, world, log, state):
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     folder = Path(__file__).parent
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty")
+    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty 2>/dev/null")
     log.metric("run", flags=args.settings, phases=[vars(phase) for phase in args.phases],
                commit=commit, python=sys.version, torch=torch.__version__, ranks=world.size,
                device=world.device.type, parameters=parameters)
@@ -284,9 +284,9 @@ class State:
     optimizer: torch.optim.Optimizer
     scaler: optim.LossScaler
     step: int = 0                    # finished steps, skipped ones too
-    phase: int = 0                   # the index of the phase that the last step was in
+    phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of the program until the last step, the ranks' mean
+    seconds: float = 0.0             # of all starts together until the last step; the ranks' mean
 
 
 def set_bias_to_frequencies(model, shards):
@@ -364,7 +364,7 @@ def numbers_of(state):
 
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
-    dist.DistError if their weights are not the same bits."""
+    dist.DistError if their weights are not the same bits. Collective."""
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
@@ -503,20 +503,17 @@ def finished_tokens(args, state):
 
 
 def progress(args, state):
-    """Returns (the index of the phase that the next step is in, `done` in [0, 1), how far in that
-    phase it is). If there is no next step: (the number of phases, 0.0)."""
+    """Returns (index, done): the phase that the next step is in, and how far in it that step is, in
+    [0, 1). If there is no next step: (the number of phases, 0.0)."""
     finished = finished_tokens(args, state)
-    begin = 0
     for index, phase in enumerate(args.phases):
-        if begin <= finished < begin + phase.tokens and state.step < args.max_steps:
-            # For step number k of n, from 0 on, it is (k + 1) / (n + 1): no step has a rate of 0.
-            # By the clock there is no number of steps, and the first one has a rate of 0.
-            step_tokens = phase.step_tokens
+        if finished < phase.tokens and state.step < args.max_steps:
             if args.hours:
-                step_tokens = 0
-            done = (finished - begin + step_tokens) / (phase.tokens + step_tokens)
-            return index, done
-        begin += phase.tokens
+                return index, finished / phase.tokens
+            # Step number k of n, from 0 on: so neither the first nor the last has a rate of 0.
+            k = finished / phase.step_tokens
+            return index, (k + 1) / (phase.steps + 1)
+        finished -= phase.tokens               # what is left was finished in the phases after
     return len(args.phases), 0.0
 
 
@@ -603,9 +600,10 @@ def evaluate(args, world, log, state):
     losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation of a phase; 15 % of the tokens are masked,
-    however many training masks. unigram_entropy is the loss on the same tokens of a predictor that
-    knows only how often the training text has each token: the loss to beat. Without pairs nsp_loss
-    and nsp_accuracy are 0. Of 1,024 examples the NSP accuracy's standard error is about 1.6 %.
+    the default of data.PretrainingData, however many training masks. unigram_entropy is the loss
+    on the same tokens of a predictor that knows only how often the training text has each token:
+    the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the NSP
+    accuracy's standard error is about 1.6 %.
     """
     seq_len = args.phases[state.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
@@ -651,7 +649,7 @@ def evaluate(args, world, log, state):
 
 def training_loop(args, world, log, state, signals):
     """Takes the steps that are left and saves the last one. Returns None, or the dist.DistError
-    that says why it stopped before. signals: the list of dist.listen_to_signals."""
+    that says why it stopped before. signals: the list of dist.listen_to_signals. Collective."""
     clock_start = STARTED - state.seconds            # a resumed run has its seconds already
     saved_at = state.seconds
     batches = None
@@ -686,8 +684,8 @@ def training_loop(args, world, log, state, signals):
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
             loss = mlm_sum / max(masked, 1) + nsp_sum / phase.global_batch
-            # The loss is a sum over ranks, while the Reducer takes means: so times their number.
-            # Gradients in fp16 need the scale.
+            # The ranks' losses are to be summed, and so their gradients, but the Reducer averages:
+            # so times the number of ranks. Gradients in fp16 need the scale.
             (loss * world.size * scale).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 

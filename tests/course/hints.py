@@ -31,9 +31,9 @@ HINTS = {
         "the warm-up, as the phase ends.",
         "With x of the phase done and a warm-up of w, the decay is lr times "
         "((1 - x) / (1 - w))^power: 1 where the warm-up ends, 0 where the phase does.",
-        "`progress`: go through the phases and add up where each begins, in tokens. The next step "
-        "is in the one whose tokens hold `finished_tokens`. Then x is from `phase.tokens` and, "
-        "without --hours, `phase.step_tokens`: one step more in both, so that x is never 0 or 1.",
+        "`progress`: take the tokens of each phase that is over from `finished_tokens`. The next "
+        "step is in the first phase that has more than what is left. By the clock x is the "
+        "quotient of both; else divide what is left by `phase.step_tokens`, which gives k.",
     ],
     "precision": [
         "`update`: an overflow resets the count of good steps; each growth_interval of them in a "
