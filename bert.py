@@ -10,9 +10,6 @@ Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tok
 stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
 example; everything else treats each row by itself.
 
-What to read: `plain_attention`, the docstring of `attention`, `Block`, `BertForPreTraining`. The
-parts after the model can be skipped: Hugging Face folders, filling in a [MASK].
-
 Shapes, as in "x (N, D)":
     B   examples of the batch
     T   tokens of one example

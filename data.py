@@ -3,10 +3,6 @@
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
-Read first `Batch`, what the model gets, and `Spans`; of `PretrainingData` the docstring, `mask` and
-`batch`; `uniform`, the random numbers; `micro_batches`, how examples are dealt to ranks, and
-`loader`, which makes them ahead. The rest can wait: from `prepare` on, how text becomes shards.
-
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
 (settings, counts and digests), `unigrams` (float64, how often the training text has each token)
 and, for each shard, two arrays without any header:
