@@ -198,7 +198,7 @@ STEP_LINE = ("step {step:>6}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:
              "norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
              "{minutes_left:.0f} min left")
 EVAL_LINE = ("step {step:>6}  held out: MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), "
-             "MLM accuracy {mlm_accuracy:.1%}, NSP accuracy {nsp_accuracy:.1%}")
+             "MLM accuracy {mlm_accuracy:.1%}")
 
 
 class Log:
@@ -636,7 +636,10 @@ def evaluate(args, world, log, state):
         "nsp_loss": nsp_sum / EVAL_EXAMPLES,
         "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
     log.metric("eval", **result)
-    log.say(EVAL_LINE.format(**result))
+    line = EVAL_LINE.format(**result)
+    if args.pairs != "none":
+        line += f", NSP accuracy {result['nsp_accuracy']:.1%}"
+    log.say(line)
     log.lowest = min(log.lowest, result["mlm_loss"])
     # A rise of half a nat is no noise.
     if result["mlm_loss"] > log.lowest + 0.5:

@@ -79,8 +79,9 @@ def test_a_rank_reads_only_its_shards(shards, tmp_path, one_rank):
 
 # ----- What the flags change -----
 
-def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path):
+def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path, capsys):
     train_here(tmp_path, "--steps", 2, 0, "--pairs", "none")
+    assert "NSP accuracy" not in capsys.readouterr().out
     line, = metrics(tmp_path, "eval")
     assert line["nsp_accuracy"] == line["nsp_loss"] == 0
     # Decay would wear them away
