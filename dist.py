@@ -379,29 +379,27 @@ class Reducer:
     # 3. Launch
 
     def _launch(self):
-        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`:
+        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
 
-            job = self.thread.submit(self._average, bucket, gradients_done)
-
-        gradients_done marks what the GPU has to finish first: a torch.cuda.Event(blocking=True)
-        that is recorded now; without `self.stream`, on a CPU, None. Buckets start in the order of
-        `self.buckets`, on every rank.
+        Buckets start in the order of `self.buckets`, on every rank: the first collective on one
+        rank is matched with the first on the others, and so on. So a bucket that is complete waits
+        for those before it.
         """
-        # The first collective on one rank is matched with the first on the others, and so on. So a
-        # bucket that is complete waits for those before it.
+        # Those at the front have their jobs.
         for bucket in self.buckets[len(self.jobs):]:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             gradients_done = None
             if self.stream:
-                # A mark in the GPU's queue: it is reached when what backward has queued until now
-                # is done.
+                # A mark in the GPU's queue of work: it is reached when what backward has queued
+                # until now is done.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
 
     def _average(self, bucket, gradients_done):
-        """Averages a bucket, in the communication thread; returns the bytes sent."""
+        """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
+        torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
         # This thread computes on one core; the others keep theirs. On more it would take them away
         # from backward: a step of the model tiny took 1.36 times as long.
         torch.set_num_threads(1)
