@@ -241,11 +241,11 @@ class BertForPreTraining(nn.Module):
     def forward(self, batch):
         """Returns the logits (M, V) of the masked tokens and (B, 2) of the pairs.
 
-        batch: a data.Batch. Beside what `encode` takes it has masked_rows (M,) and, for the loss
-        in train.py, labels (M,) and pair_labels (B,).
+        batch: a data.Batch. Beside what `encode` takes it has masked_rows (M,), and labels (M,)
+        and pair_labels (B,), of which train.py makes the loss.
         """
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
-        # exist: they are most of a small model's work.
+        # exist: they would be most of a small model's work.
         examples = len(batch.pair_labels)
         # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
         # of masked tokens

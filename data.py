@@ -171,7 +171,7 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(self.folder / "tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        # (pieces,) bool: true where the expression is found in the piece.
+        # (pieces,) bool: whether a piece ends, or begins, as the expression says.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 

@@ -94,7 +94,7 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        # torch's own function for this has another name in each of our versions.
+        # torch's own function for this has another name since 2.13.
         return self.all_to_all(torch.stack([tensor] * self.size))
 
     def all_gather_object(self, value):

@@ -668,8 +668,8 @@ def training_loop(args, world, log, state, signals):
         micro_batches = next(batches)
         data_seconds = time.perf_counter() - began
 
-        # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
-        #    If each rank divided by its own, tokens of ranks that have few would weigh more.
+        # 2. Count the masked tokens of the whole step, on all ranks, for the divisor of the MLM
+        #    loss. If each rank divided by its own, tokens of ranks that have few would weigh more.
         masked = count_masked(world, micro_batches)
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
@@ -686,10 +686,11 @@ def training_loop(args, world, log, state, signals):
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            loss = mlm_sum / max(masked, 1) + nsp_sum / phase.global_batch
-            # The ranks' losses are to be summed, and so their gradients, but the Reducer averages:
-            # so times the number of ranks. Gradients in fp16 need the scale.
-            (loss * world.size * scale).backward()
+            # The Reducer averages over the ranks. So the divisors are what a rank has in the mean.
+            # Then every token of the step weighs the same, and every pair.
+            mlm_loss = mlm_sum / (max(masked, 1) / world.size)
+            nsp_loss = nsp_sum / (phase.global_batch / world.size)
+            ((mlm_loss + nsp_loss) * scale).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
@@ -797,7 +798,16 @@ def explain(error):
 
 def main():
     """Runs the program. Whatever ends it early is said once, by the rank that fails first."""
-    args = parse_arguments()
+    try:
+        args = parse_arguments()
+    except SystemExit as end:
+        if end.code and dist.TORCHRUN:
+            # A restart would have the same flags. The node's first rank has told what is wrong with
+            # them; the others let it.
+            if os.environ["LOCAL_RANK"] != "0":
+                time.sleep(10)
+            dist.leave("", restart_helps=False)
+        raise
     keep_freed_memory()
     world = dist.World()
     try:

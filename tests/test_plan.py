@@ -63,15 +63,6 @@ def test_wrong_arguments_are_one_line(refused, shards, tmp_path, argv, status, m
     assert re.search(message, line), line
 
 
-@pytest.mark.parametrize("local_rank,said", [("0", 1), ("1", 0)])
-def test_each_node_says_once_what_is_wrong_with_its_flags(monkeypatch, capsys, local_rank, said):
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    with pytest.raises(SystemExit):
-        train.parse_arguments(["--steps", "-1"])
-    assert capsys.readouterr().err.count("--steps: must be in [0, 1000000000)") == said
-
-
 # ----- What follows from the flags -----
 
 def test_the_published_recipes():

@@ -129,7 +129,8 @@ def torchruns(shards, tmp_path_factory):
         "dies": [*shell, *LONG],
         "fails": [folder / "fails.py",
                   *"--steps 4 0 --batch 8 --save-every 1 --compression onebit".split()],
-        "refused": [*shell, "--batch", 1]}
+        "refused": [*shell, "--batch", 1],
+        "wrong": ["train.py", "--batch", 0]}
     runs = {}
     for name in words:
         out = folder / name
@@ -171,8 +172,10 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
     assert not processes(f"--out {out}")
 
 
-def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
-    status, _, stderr, (said,) = ended(torchruns["refused"])
+@pytest.mark.parametrize("name, reason", [
+    ("refused", "a batch of 1 is too small for 2 ranks"), ("wrong", "--batch: must be in")])
+def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns, name, reason):
+    status, _, stderr, (said,) = ended(torchruns[name])
     assert status == 1
-    assert "a batch of 1 is too small for 2 ranks" in said
+    assert reason in said
     assert "Traceback" not in stderr.split(said)[0]
