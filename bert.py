@@ -183,14 +183,15 @@ class Block(nn.Module):
         alone, (R, D). The last block is called with rows, since the heads read no others. bounds,
         lengths: as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
-        # Torch's function for attention does not know whether the model is in training.
+        # Torch's functions for attention do not know whether the model is in training.
         dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
             x = x.index_select(0, rows)                          # (R, D)
             attended = attended.index_select(0, rows)            # (R, D)
 
-        # Later models normalise what goes into attention and feed-forward; BERT, the sums.
+        # BERT normalises the sums (post-LayerNorm); later models, what goes into attention and
+        # feed-forward.
         x = self.attention_norm(x + self.dropout(self.attention_out(attended)))
         hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
         return self.norm(x + self.dropout(self.down(hidden)))
@@ -216,8 +217,8 @@ class BertForPreTraining(nn.Module):
 
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Embeddings begin small at every width: beginning at 0.04, the demo ends 0.1 nats
-                # higher.
+                # Embeddings begin small at every width: the demo ends 0.1 nats higher if they begin
+                # with 0.04.
                 std = 0.02 if "embeddings" in name else config.init_std
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""Text -> SentencePiece -> shards on disk -> masked sentence-pair batches.
+"""Masked sentence-pair batches, from shards on disk; below, shards from text by SentencePiece.
 
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
@@ -44,7 +44,7 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # so many texts are cut shorter: training shall see short inputs, too
+SHORT_FRACTION = 0.10       # this part of the texts is shorter, so that training sees such as well
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the fraction of the golden ratio
 
 
@@ -217,6 +217,7 @@ class PretrainingData:
         if short_draw < SHORT_FRACTION:
             length = 2 + int(length_draw * (length - 1))
 
+        # A float is exact enough for k up to 1e10.
         fraction = (k * GOLDEN + self.walk_start) % 1.0
         own = self.text(shard, int(fraction * size), length, cut_draw)
         if self.pairs == "none":
@@ -270,18 +271,21 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        # Of each a list of arrays, which become one.
+        # Lists of the examples' arrays; each list becomes one array.
         tokens = []
         segments = []
         positions = []
         counters = []
+        lengths = []                                                   # numbers
         for spans in examples:
             text = self.shard(spans.shard).tokens
             tokens += [[CLS], text[spans.a:spans.a_end], [SEP]]
             if self.pairs != "none":
                 tokens += [text[spans.b:spans.b_end], [SEP]]
 
-            position = np.arange(self.length(spans))
+            length = self.length(spans)
+            lengths.append(length)
+            position = np.arange(length)
             positions.append(position)
             segments.append(position >= spans.a_end - spans.a + 2)     # after [CLS] A [SEP]
             # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
@@ -291,7 +295,6 @@ class PretrainingData:
         rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
         segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
         positions = pad(np.concatenate(positions), 64)                 # (N,)
-        lengths = [self.length(spans) for spans in examples]
         lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,) with the padding
         bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
         pair_labels = np.array([spans.pair_label for spans in examples])
@@ -319,8 +322,8 @@ def uniform(counters, key):
 # Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
 # a space as "▁". A sentence ends with a piece like ".", "?" or '."', and the next one begins with
 # one like "▁The".
-# Marks: of Europe (; ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian, Hindi and
-# Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
+# Marks: of Europe (; since it ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian,
+# Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
 # Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any letter
 # (\w) begins a word.
@@ -379,9 +382,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     tokenizer: a path; without one a model of `vocab_size` pieces is trained, of fewer if the text
     has no more.
 
-    Every shard gives as many examples as any other, so what is in a small one is seen more often.
-    With 300 documents in 8 shards the largest has about twice the text of the smallest, with 60
-    documents four times.
+    Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
+    a small one is seen more often. With 300 documents in 8 shards the largest has about twice the
+    text of the smallest, with 60 documents four times.
 
     Raises DataError if the folder holds something already or the text is of no use, OSError if it
     cannot be written.
@@ -502,6 +505,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             document_files[shard].write(ends[shard])
 
     unigrams.tofile(folder / "unigrams")
+    # Of 8 bytes each; the first is no end of a document.
     counts = [file.tell() // 8 - 1 for file in document_files]
     for file in token_files + document_files:
         file.close()
@@ -569,7 +573,7 @@ def documents_in(path):
                     document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
-                # A file without any blank line becomes documents that fit in any memory.
+                # A file without any blank line is cut, so that it fits in any memory.
                 if document and (is_json or not line or len(document) > LONGEST):
                     yield document
                     document = ""

@@ -49,7 +49,7 @@ class RankLost(DistError):
 
 @dataclasses.dataclass
 class World:
-    """This process among all of them, and the collectives: calls that every rank makes together.
+    """This process among all of `group`, and the collectives: calls that its ranks make together.
 
     Numbers and objects go as CPU tensors, and so over Gloo, even where there are GPUs: a rank that
     died is then an exception in the training loop, while NCCL would abort the process.
@@ -148,7 +148,8 @@ def differences(one, other):
 # ----- How the ranks meet -----
 
 def init(timeout=600.0, init_method="env://"):
-    """Returns this process's World from the environment that torchrun sets; without, of one rank.
+    """Returns this process's World, by the environment that torchrun sets; without it, a World of
+    one rank.
 
     timeout: seconds that a collective waits for a rank. If there are several ranks, they listen to
     signals from here on, see `listen_to_signals`. Raises DistError if the nodes are unlike (numbers
@@ -250,7 +251,7 @@ def start_groups(world, store, limit):
     gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
-    # torchrun sends SIGTERM to all when a rank has died. One must live to say which.
+    # torchrun sends SIGTERM to all when a rank has died. It must not end those who can say which.
     listen_to_signals()
     watcher = threading.Thread(target=watch, args=[world.rank], daemon=True)
     watcher.start()
@@ -287,7 +288,7 @@ def average_gradients(module, world):
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
     has 158); and all are sent in full, without compression. `Reducer` mends all three. Training
-    calls it in place of this function, which is here to be read.
+    does not call this function: it is here to be read.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -327,6 +328,7 @@ class Reducer:
         reducer.finish()                           # now reducer.gradients are equal on all ranks
         reducer.commit(step_taken=True)            # for residuals
         optimizer.step()
+        copy_to_model(masters, model)              # if they are not the same memory
 
     compression: a name in COMPRESSORS. `gradients`: {name: view}. `buckets`: the Buckets; `flats`:
     their flat tensors. After `finish`: `bytes_sent` by this rank (on two levels, to other nodes),
@@ -824,7 +826,7 @@ def leave(message, restart_helps, rank_lost=False):
         print(message, file=sys.stderr, flush=True)
     if TORCHRUN and not restart_helps and not torchrun_died():
         os.kill(TORCHRUN, signal.SIGTERM)
-    os._exit(1)                                    # a clean exit can wait for a rank that is lost
+    os._exit(1)                                    # sys.exit can wait for a rank that is lost
 
 
 def agree(message, restart_helps, rank_lost):
@@ -840,7 +842,7 @@ def agree(message, restart_helps, rank_lost):
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
     if rank_lost or first != ours:
-        time.sleep(2)          # the living say so now, and the first rank has to read the store
+        time.sleep(2)          # until the living have set "alive", and the first rank has read it
     if first != ours:
         return "", first.endswith("True")
     silent = ranks_without(store, "alive", distributed.get_world_size())

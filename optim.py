@@ -41,8 +41,8 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe has the phases, the optimizer's betas, and defaults for flags of train.py: `dropout` is
-# that of --dropout.
+# A recipe has the phases, the optimizer's betas, and defaults for the flags of train.py that have
+# the same names.
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes. Small models learn faster with more than 15 % of
     # the tokens masked (arXiv 2202.08005).
@@ -155,8 +155,8 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
 
     bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
-    largest=1) skips steps that are not finite, and stops the training after 15 of them, if no
-    growth_interval of good steps lies between.
+    largest=1) skips steps that are not finite, and stops the training after 15 of them; each
+    growth_interval of good steps allows one more.
     """
     scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
     growth_interval: int = 1000
@@ -264,6 +264,7 @@ class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u."""
 
     def _update(self, group, w, g, m, v):
+        """Applies one update to one parameter: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
         w.sub_(u, alpha=group["lr"])
 
@@ -279,12 +280,13 @@ class LAMB(Optimizer):
 
     The paper's own form has no 0.3. It lets a function bound ||w||; we bound the ratio, as 1-bit
     LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them: after
-    6,500 steps the embeddings of `tiny` had a root mean square of 1.0, and the loss stood 0.3 nats
-    higher. Biases and LayerNorm have no decay and no ratio, as in the code of the paper's authors
-    and in NVIDIA's. Q, K and V are one tensor in our model, so they share a ratio.
+    6,500 steps the embeddings of `tiny` had a root mean square of 1.0, and the loss was 0.3 nats
+    above that with the bound. Biases and LayerNorm have no decay and no ratio, as in the code of
+    the paper's authors and in NVIDIA's. Q, K and V are one tensor here, so they share a ratio.
     """
 
     def _update(self, group, w, g, m, v):
+        """Applies one update to one parameter: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
         if group["weight_decay"]:
             norm = w.norm()

@@ -45,7 +45,7 @@ import optim
 # imports above have taken.
 STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
-EVAL_EXAMPLES = 1024         # held-out examples, with the same masks in a phase
+EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved at least this often
 LOG_SECONDS = 10             # between two lines on the terminal, at least
 DEMO_SHARDS = Path("shards/demo")
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
     """Flags or files that training cannot start with; the message says what to change."""
 
 
-# What `explain` tells in one line: what a user can mend or has asked for, and lost ranks.
+# Errors that `explain` tells in one line, without a traceback; a lack of memory is another.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError, KeyboardInterrupt)
 
@@ -168,7 +168,7 @@ def run_settings(args, manifest):
 
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started with other flags or torch: then
-    the ranks would call other collectives, or other results would be averaged."""
+    the ranks would wait for each other, or average what does not belong together."""
     told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
     world.check_same(args.settings | told, "was started differently")
 
@@ -239,7 +239,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()                # after a full disk the next line brings this one
+            self.file.flush()                # what a full disk refuses goes with the next line
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -277,7 +277,7 @@ def log_start(args, world, log, state):
 
 @dataclasses.dataclass
 class State:
-    """What steps change. A checkpoint holds what the next step depends on, see `save`."""
+    """All that training changes. A checkpoint holds what the next step depends on, see `save`."""
     model: bert.BertForPreTraining
     reducer: dist.Reducer            # holds the gradients, and averages them over the ranks
     masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
@@ -437,7 +437,7 @@ def newest_checkpoint(args, log):
             raise ConfigError(f"{path} is of another run: {differ}; take another --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; move it away to start anew")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; move them away to start anew")
     return None
 
 
@@ -462,8 +462,7 @@ def restore(args, world, log, state):
         saved = numbers.pop("tensors")
         for name, tensor in tensors_of(state).items():
             tensor.copy_(saved[name])
-    # All ranks get what each of them has, in order of rank; what counts is the first.
-    numbers = world.all_gather_object(numbers)[0]
+    numbers = world.all_gather_object(numbers)[0]    # what counts is rank 0's
     if numbers is None:
         return
 
@@ -513,7 +512,7 @@ def progress(args, state):
             # Step number k of n, from 0 on: so neither the first nor the last has a rate of 0.
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
-        finished -= phase.tokens               # what is left was finished in the phases after
+        finished -= phase.tokens               # the rest belongs to the phases after
     return len(args.phases), 0.0
 
 

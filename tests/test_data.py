@@ -172,7 +172,7 @@ def test_every_token_is_read_about_equally_often(tmp_path, shards, monkeypatch):
     dataset = data.PretrainingData(tmp_path / "out", 128, seed=SEED, pairs="none")
     size = len(dataset.shard(0).tokens)
     epoch = size // 126
-    for first in 0, 10 ** 9:                         # a walk goes on evenly, however far it is
+    for first in 0, 10 ** 9:                         # a walk goes on evenly, as far as a training
         seen = np.zeros(size, int)
         for k, unread in enumerate([0.2, 0.03, 0.01, 0.01]):    # 0.38, 0.15, 0.06, 0.02 by chance
             spans = dataset.spans(range(first + k * epoch, first + (k + 1) * epoch))

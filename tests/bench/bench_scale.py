@@ -66,7 +66,7 @@ def bookkeeping(shards, out, size):
     local = min(size, NODE)
     if size > 1:
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    world = CountingWorld(0, size, 0, local, size // local)
+    world = CountingWorld(0, size, local, size // local)
     args = train.parse_arguments(["--data", str(shards), "--out", str(out), "--batch",
                                   str(64 * size), "--steps", "2000000", "0"])
     log = train.Log(args.out, active=True)
@@ -83,13 +83,13 @@ def bookkeeping(shards, out, size):
     batches = [examples.batch(indices).to("cpu") for indices in deal()]
 
     def count():
-        return train.masked_and_all(world, batches)
+        return train.count_masked(world, batches)
 
     def end():
         return world.sum([1.0, 1.0, time.monotonic(), 0, dist.torchrun_died()])
 
     def write():
-        figures = train.step_figures(args, world, state, 100.0, 1000.0, 1.0, 1.0, 0.0)
+        figures = train.step_figures(args, state, 100.0, 1000.0, 1.0, 0.0)
         log.step(figures | {"lr": 1e-3, "grad_norm": 1.0, "loss_scale": 1.0, "data_share": 0.0})
 
     found = [median_ms(part) for part in (deal, count, end, write)]

@@ -31,8 +31,8 @@ HINTS = {
         "the warm-up, as the phase ends.",
         "With x of the phase done and a warm-up of w, the decay is lr times "
         "((1 - x) / (1 - w))^power: 1 where the warm-up ends, 0 where the phase does.",
-        "`progress`: take the tokens of each phase that is over from `finished_tokens`. The next "
-        "step is in the first phase that has more than what is left. By the clock x is the "
+        "`progress`: subtract the tokens of each phase that is over from `finished_tokens`. The "
+        "next step is in the first phase that has more than what is left. By the clock x is the "
         "quotient of both; else divide what is left by `phase.step_tokens`, which gives k.",
     ],
     "precision": [
@@ -47,8 +47,8 @@ HINTS = {
         "new tensors. m and v keep what is not corrected.",
         "The ratio is of the norms of w and of all of u, decay included. A group without decay has "
         "none.",
-        "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, for "
-        "which a CPU would have to wait for the GPU. What changes is w itself: `w.sub_`.",
+        "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, "
+        "which would make the CPU wait for the GPU. What changes is w itself: `w.sub_`.",
     ],
     "dealing": [
         "Nothing has to divide: a rank may have one example more, a micro-batch may be short. With "

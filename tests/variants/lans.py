@@ -54,7 +54,8 @@ class LANS(optim.Optimizer):
         t = group["step"]
         decay = group["weight_decay"]
 
-        unit_g = g * common.ratio(torch.ones_like(g.norm()), g.norm())
+        norm = g.norm()
+        unit_g = g * common.ratio(torch.ones_like(norm), norm)
         optim.move_moments(m, v, unit_g, b1, b2)
         d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
         r = m / (1 - b1 ** t) / d + decay * w

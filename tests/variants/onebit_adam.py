@@ -97,7 +97,7 @@ class OneBitAdam(optim.Optimizer):
         b1 = self.param_groups[0]["betas"][0]
         m = self.all_of("exp_avg")
         g = [p.grad for p in self.all_params()]              # g_i
-        torch._foreach_lerp_(g, m, b1)                       # b1 m + (1 - b1) g_i, in each list
+        torch._foreach_lerp_(g, m, b1)                       # b1 m + (1 - b1) g_i, of each tensor
         self.average(g)                                      # M
         torch._foreach_lerp_(g, m, -b1 / (1 - b1))           # (M - b1 m) / (1 - b1)
 
@@ -142,8 +142,8 @@ class OneBitAdam(optim.Optimizer):
 
 
 def bound(update):
-    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps them near that:
-    a constant gradient gives 1. A frozen one does not: the row of a token that is first seen after
+    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps it there: a
+    constant gradient gives 1. A frozen one does not: the row of a token that is first seen after
     the freeze would move a hundredfold. Batches of 64K have seen all by then, small ones have not.
     """
     update.clamp_(-1.0, 1.0)
