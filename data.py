@@ -46,6 +46,8 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # this part of the texts is shorter, so that training sees such as well
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the fraction of the golden ratio
+FORMAT = 1                  # goes into a folder's digest. When shards or the examples made of them
+                            # change, so must this: then old folders and checkpoints are refused
 
 
 class DataError(ValueError):
@@ -598,8 +600,8 @@ def load_manifest(folder):
 
 
 def manifest_digest(manifest):
-    """Returns the SHA-256 of all that a manifest says but for its own digest."""
-    content = json.dumps(manifest | {"sha256": None}, sort_keys=True)
+    """Returns the SHA-256 of FORMAT and of all that a manifest says but for its own digest."""
+    content = json.dumps(manifest | {"sha256": FORMAT}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -484,16 +484,6 @@ BLOCK = 512                  # elements that share a scale, see `encode_int8`
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
 
-    Of int8 and onebit, a rank adds what it could not send to what it sends next (error feedback):
-
-        v_r = g_r / scale + e_r                e_r: the residual of rank r, unscaled, 0 at first;
-                                               on two levels r is a leader
-        q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
-        g = scale * q                          what the optimizer gets
-        e_r = e'_r                             `commit`: only if the step is taken
-
-    If the step is skipped, after an overflow, the next one begins with the same e_r.
-
     Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
     4.1). The first rank of each node is its leader, here 0 and 2:
 
@@ -502,8 +492,19 @@ class Bucket:
         2. compressor        0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
-    So a node sends no more than a single rank would. Dense sums on GPUs do without these levels,
-    since NCCL has its own.
+    So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
+    `fp16` and `bf16` have one level on GPUs, since NCCL makes its own.
+
+    int8 and onebit cannot send all of a gradient. A leader adds what is left, its residual, to what
+    it sends in the next step (error feedback):
+
+        v_r = g_r / scale + e_r                g_r: what leader r has to average, times the loss
+                                               scale; e_r: its residual, without it, 0 at first
+        q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
+        g = scale * q                          what the optimizer gets
+        e_r = e'_r                             `commit`: only if the step is taken
+
+    If the step is skipped, after an overflow, the next one begins with the same e_r.
     """
 
     def __init__(self, shapes, world, compression):

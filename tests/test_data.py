@@ -695,7 +695,7 @@ def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path):
     assert all(same(part.batch([i]), everything.batch([i])) for i in range(1, 50, 2))
 
 
-def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path):
+def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatch):
     manifest, path = data.load_manifest(shards), tmp_path / "manifest.json"
     content = (shards / "manifest.json").read_bytes()
     changed = [b"", b"{", b"[]"]
@@ -713,3 +713,6 @@ def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path):
         except data.DataError as error:
             refused += str(error).endswith("of an older program; prepare a new folder")
     assert refused > 0.8 * len(changed)
+    monkeypatch.setattr(data, "FORMAT", 0)
+    with pytest.raises(data.DataError, match="of an older program"):
+        data.load_manifest(shards)
