@@ -499,7 +499,7 @@ class Bucket:
     it sends in the next step (error feedback):
 
         v_r = g_r / scale + e_r                g_r: what leader r has to average, times the loss
-                                               scale; e_r: its residual, without it, 0 at first
+                                               scale; e_r: its residual, unscaled, 0 at first
         q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
         g = scale * q                          what the optimizer gets
         e_r = e'_r                             `commit`: only if the step is taken

@@ -209,6 +209,10 @@ class Optimizer(torch.optim.Optimizer):
 
     Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
     that a checkpoint can be copied into them.
+
+    What one tensor after another costs: on a GPU 18 short calls each, an estimated 15 ms a step of
+    base and 40 of large, however fast the GPU is. torch._foreach_*, on lists of tensors, saves most
+    of it; with batches of thousands it is little.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
