@@ -54,17 +54,17 @@ class LANS(optim.Optimizer):
         t = group["step"]
         decay = group["weight_decay"]
 
-        norm = g.norm()
-        unit_g = g * common.ratio(torch.ones_like(norm), norm)
+        g_norm = g.norm()
+        unit_g = g * common.ratio(torch.ones_like(g_norm), g_norm)
         optim.move_moments(m, v, unit_g, b1, b2)
         d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
         r = m / (1 - b1 ** t) / d + decay * w
         s = unit_g / d + decay * w
 
         # Both ratios are of w as it was before the step.
-        norm = w.norm()
-        r.mul_(b1 * common.ratio(norm, r.norm()))
-        s.mul_((1 - b1) * common.ratio(norm, s.norm()))
+        w_norm = w.norm()
+        r.mul_(b1 * common.ratio(w_norm, r.norm()))
+        s.mul_((1 - b1) * common.ratio(w_norm, s.norm()))
         w.sub_(r + s, alpha=group["lr"])
 
 

@@ -142,7 +142,7 @@ class OneBitAdam(optim.Optimizer):
 
 
 def bound(update):
-    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps it there: a
+    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps it near: a
     constant gradient gives 1. A frozen one does not: the row of a token that is first seen after
     the freeze would move a hundredfold. Batches of 64K have seen all by then, small ones have not.
     """
