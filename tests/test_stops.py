@@ -129,8 +129,8 @@ def torchruns(shards, tmp_path_factory):
         "dies": [*shell, *LONG],
         "fails": [folder / "fails.py",
                   *"--steps 4 0 --batch 8 --save-every 1 --compression onebit".split()],
-        "refused": [*shell, "--batch", 1],
-        "wrong": ["train.py", "--batch", 0]}
+        "refused": [*shell, "--batch=1"],
+        "wrong": ["train.py", "--batch=0"]}
     runs = {}
     for name in words:
         out = folder / name
