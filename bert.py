@@ -457,10 +457,12 @@ def init_from(folder, model, tokenizer_path):
         raise ModelError(
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
             f"since Hugging Face does not save it, and make shards by data.py --tokenizer {own}")
-    try:
-        model.load_state_dict(load_huggingface(folder).state_dict())
-    except RuntimeError:
+    loaded = load_huggingface(folder)
+    # Of a configuration these alone may differ.
+    free = {"dropout": model.config.dropout, "init_std": model.config.init_std}
+    if dataclasses.replace(loaded.config, **free) != model.config:
         raise ModelError(f"{folder} has not the shape of --model, which is tiny by default")
+    model.load_state_dict(loaded.state_dict())
 
 
 # ----- Fill in a [MASK] -----

@@ -413,7 +413,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return manifest
 
@@ -596,7 +596,8 @@ def load_manifest(folder):
         manifest = json.loads(path.read_text())
         if manifest["sha256"] == manifest_digest(manifest):
             return manifest
-    raise DataError(f"{path} is missing, damaged or of an older program; prepare a new folder")
+    raise DataError(f"{path} is missing, damaged or of an older program; remove the folder and "
+                    "prepare it anew")
 
 
 def manifest_digest(manifest):

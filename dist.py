@@ -123,7 +123,7 @@ class World:
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
-                           f"({error!r:.300})")
+                           f"({error!r:.400})")
 
     def close(self):
         """Ends a run that went well, on all ranks. After an error, `leave` instead. Collective."""
@@ -174,7 +174,8 @@ def init(timeout=600.0, init_method="env://"):
 
 def world_of_environment():
     """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
-    Raises DistError if srun or mpirun has started several processes without torchrun."""
+    Raises DistError if there are more ranks than GPUs, or if srun or mpirun has started several
+    processes without torchrun."""
     # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
@@ -186,8 +187,12 @@ def world_of_environment():
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if 1 < gpus < local_size:
+            raise DistError(f"there are {local_size} ranks here and {gpus} GPUs; lower "
+                            "--nproc_per_node")
         # The remainder is for schedulers that show each rank only its own GPU.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return World(rank, size, local_size, size // local_size, device)
 
@@ -338,6 +343,9 @@ class Reducer:
     # 1. Pack
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0):
+        # What follows may be NCCL's, which would wait for ever for a rank that has died until here.
+        # Over Gloo that is an exception.
+        world.barrier()
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
         self.world = world
@@ -766,6 +774,12 @@ def torchrun_died():
     return find_torchrun() != TORCHRUN
 
 
+def end_torchrun():
+    """Ends the torchrun that started this process, if there is one: it would restart the ranks."""
+    if TORCHRUN and not torchrun_died():
+        os.kill(TORCHRUN, signal.SIGTERM)
+
+
 # ----- Failures: who failed, said once -----
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
@@ -796,15 +810,19 @@ def open_store():
 
 def watch(rank):
     """Waits, in a thread of each process, until a rank has failed or all have ended well. After a
-    failure says that this process is alive, and ends it if it lives a minute later."""
+    failure says that this process is alive, and ends it if it lives a minute later; ends torchrun
+    at once where a restart cannot help."""
     with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
         store = open_store()
         store.wait(["failed"], datetime.timedelta(days=1000))
-        if store.get("failed") != b"nobody":
+        first = store.get("failed")
+        if first != b"nobody":
             store.set(f"alive/{rank}", "")
             # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
             # that time. One that waits for a dead rank in NCCL would wait longer.
             faulthandler.dump_traceback_later(60, exit=True)
+        if first.endswith(b"False"):
+            end_torchrun()
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -824,9 +842,10 @@ def leave(message, restart_helps, rank_lost=False):
         if rank_lost and os.environ["LOCAL_RANK"] != "0":
             message = ""
     if message:
-        print(message, file=sys.stderr, flush=True)
-    if TORCHRUN and not restart_helps and not torchrun_died():
-        os.kill(TORCHRUN, signal.SIGTERM)
+        with contextlib.suppress(OSError, ValueError):           # a closed terminal, a full disk
+            print(message, file=sys.stderr, flush=True)
+    if not restart_helps:
+        end_torchrun()
     os._exit(1)                                    # sys.exit can wait for a rank that is lost
 
 

@@ -167,9 +167,13 @@ def run_settings(args, manifest):
 
 
 def check_ranks(args, world):
-    """Raises dist.DistError on all ranks if one of them was started with other flags or torch: then
-    the ranks would wait for each other, or average what does not belong together."""
+    """Raises dist.DistError on all ranks if one of them was started otherwise: with other flags the
+    ranks would wait for each other, or average what does not belong together; with another torch or
+    processor their weights would drift apart, since sums are rounded otherwise."""
     told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
+    told["processor"] = torch.backends.cpu.get_cpu_capability()
+    if world.device.type == "cuda":
+        told["processor"] = torch.cuda.get_device_capability()
     world.check_same(args.settings | told, "was started differently")
 
 
@@ -434,7 +438,8 @@ def newest_checkpoint(args, log):
             log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
             continue
         if differ:
-            raise ConfigError(f"{path} is of another run: {differ}; take another --out")
+            raise ConfigError(f"{path} is of another run: {differ}; give the flags of before, or "
+                              "take another --out")
         return checkpoint
     if found:
         raise ConfigError(f"no checkpoint in {args.out} is whole; move them away to start anew")
@@ -769,7 +774,8 @@ def train(args, world):
     stop = training_loop(args, world, log, state, signals)
 
     if log.active:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded.
+        # The folder gets the masters, since in 16 bits the model's weights are rounded. (Those of a
+        # head that is not trained have none, and stay rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])

@@ -46,9 +46,7 @@ def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     fill = -sum(lengths) % 64
     all_lengths = torch.tensor([*lengths, fill])
     bounds = F.pad(all_lengths.cumsum(0), (1, 0)).int()
-    masked_rows = []
-    for b in range(len(lengths)):
-        masked_rows.append(bounds[b] + 1 + 2 * torch.arange(masked))
+    masked_rows = bounds[:-2, None] + 1 + 2 * torch.arange(masked)       # (B, masked)
 
     def in_line(parts):
         return F.pad(torch.cat(parts), (0, fill))
@@ -56,7 +54,7 @@ def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return SimpleNamespace(
         tokens=in_line(tokens), segments=in_line(segments), positions=in_line(positions),
-        bounds=bounds, lengths=all_lengths, masked_rows=torch.cat(masked_rows).long(),
+        bounds=bounds, lengths=all_lengths, masked_rows=masked_rows.flatten().long(),
         labels=labels, pair_labels=torch.arange(len(lengths)) % 2,
         padded=dict(input_ids=pad(tokens), token_type_ids=pad(segments), attention_mask=pad(full)),
         mask=pad(full).bool())
@@ -309,7 +307,7 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved, shards, 
     bert.init_from(folder, other, tokenizer)
     for p, q in zip(other.parameters(), model.parameters()):
         assert torch.equal(p, q)
-    for field, value in ("vocab_size", 256), ("max_positions", 128), ("layers", 3):
+    for field, value in ("vocab_size", 256), ("max_positions", 128), ("layers", 3), ("heads", 1):
         with pytest.raises(bert.ModelError, match="has not the shape"):
             bert.init_from(folder, make_model(config=replace(CONFIG, **{field: value})), tokenizer)
     (tmp_path / "other.model").write_bytes(b"other pieces")

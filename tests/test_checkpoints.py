@@ -215,8 +215,8 @@ def test_another_run_in_the_same_folder_is_refused(documents, finished, train_he
         assert "step-00000014.pt is of another run: " in said, change
         flag = change.split()[0].replace("--data", "--shards")
         field = flag.removeprefix("--").replace("-", "_")
-        assert re.search(rf": {field} .+ \(not .+\); take", said), said
-        assert change != "--seed 5" or ": seed 0 (not 5); take another --out" in said
+        assert re.search(rf": {field} .+ \(not .+\); give", said), said
+        assert change != "--seed 5" or ": seed 0 (not 5); give the flags of before, or" in said
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 

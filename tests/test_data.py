@@ -503,13 +503,23 @@ def test_an_endless_line_and_one_without_spaces_are_cut(tmp_path):
     assert all(part[0] == " " for part in block[2:16])
 
 
-def test_lines_without_a_blank_one_between_them_are_said(tmp_path, monkeypatch, capsys, shards):
+@pytest.fixture
+def prepare_text(tmp_path, monkeypatch, capsys, shards):
+    """Runs data.py on a text, into a folder; returns what it prints."""
+    def run(text, folder):
+        (tmp_path / "a.txt").write_text(text)
+        said, _ = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", folder, "--shards", 1,
+                       "--tokenizer", shards / "tokenizer.model")
+        return said
+
+    return run
+
+
+def test_lines_without_a_blank_one_between_them_are_said(tmp_path, prepare_text):
     """60,000 documents, one a line: what to do is said, and most of the text is trained on."""
     lines = "".join(f"This is number {number} of many.\n" for number in range(60_000))
     for text, warned in (lines, True), (lines[:200_000].replace("\n", "\n\n"), False):
-        (tmp_path / "a.txt").write_text(text)
-        said, _ = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", tmp_path / str(warned),
-                       "--shards", 1, "--tokenizer", shards / "tokenizer.model")
+        said = prepare_text(text, tmp_path / str(warned))
         assert ("put a blank line between them" in said) == warned
     counts = [data.PretrainingData(tmp_path / "True", 32, held_out=held_out).shard(0).tokens.size
               for held_out in (True, False)]
@@ -544,12 +554,10 @@ def test_the_tokenizer_knows_marks_that_the_text_hardly_has(documents):
     assert data.UNK not in tokenizer.encode('? ! % & = @ # " (,) [;] {:} ~')
 
 
-def test_much_unknown_is_said(shards, tmp_path, monkeypatch, capsys):
+def test_much_unknown_is_said(tmp_path, prepare_text):
     for words, warned in (1, True), (400, False):
         corpus = [f"Number {k}" + " and more" * words + " ქ" for k in range(300)]
-        (tmp_path / "a.txt").write_text("\n\n".join(corpus))
-        said, _ = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", tmp_path / str(warned),
-                       "--tokenizer", shards / "tokenizer.model")
+        said = prepare_text("\n\n".join(corpus), tmp_path / str(warned))
         assert (" is [UNK], letters that the tokenizer does not know: raise " in said) == warned
 
 
@@ -584,12 +592,10 @@ def test_shards_hold_every_document_once(documents, shards):
     assert np.allclose(data.unigram_losses(shards).numpy(), -np.log((unigrams + 1) / (unigrams + 1).sum()))
 
 
-def test_a_text_is_held_out_once_and_never_trained_on(shards, tmp_path, monkeypatch, capsys):
+def test_a_text_is_held_out_once_and_never_trained_on(tmp_path, prepare_text):
     """1,220 copies of a notice, and 5,000 replies of which 200 differ."""
     corpus = 25 * make_documents(200) + 1220 * make_documents(30, seed=1)[::30]
-    (tmp_path / "a.txt").write_text("\n\n".join(corpus))
-    said, _ = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", tmp_path / "out",
-                   "--shards", 1, "--tokenizer", shards / "tokenizer.model")
+    said = prepare_text("\n\n".join(corpus), tmp_path / "out")
     texts = []
     for held_out in (True, False):
         shard = data.PretrainingData(tmp_path / "out", 32, held_out=held_out).shard(0)
@@ -711,7 +717,7 @@ def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatc
         try:
             assert data.load_manifest(tmp_path) == manifest          # white space
         except data.DataError as error:
-            refused += str(error).endswith("of an older program; prepare a new folder")
+            refused += str(error).endswith("; remove the folder and prepare it anew")
     assert refused > 0.8 * len(changed)
     monkeypatch.setattr(data, "FORMAT", 0)
     with pytest.raises(data.DataError, match="of an older program"):

@@ -229,14 +229,14 @@ def overflow(world, name):
         assert average(world, bucket, step)[0].isfinite().all(), f"{name}: a mean is not finite"
         bucket.commit(True)
     residual, state = bucket.residual, bucket.state
-    bits = [value.clone() for value in [residual, *state.values()] if torch.is_tensor(value)]
+    kept = [value for value in [residual, *state.values()] if torch.is_tensor(value)]
+    bits = [value.clone() for value in kept]
     for bad in (math.inf, -math.inf, math.nan):
         assert not average(world, bucket, 3, spoil=bad)[0].isfinite().all(), (
             f"{name}: a gradient of one rank is {bad}, and the mean of all is finite")
         bucket.commit(False)
-    same = [value for value in [residual, *state.values()] if torch.is_tensor(value)]
     assert bucket.residual is residual and bucket.state is state
-    assert all(map(torch.equal, same, bits)), f"{name}: a skipped step has changed what is kept"
+    assert all(map(torch.equal, kept, bits)), f"{name}: a skipped step has changed what is kept"
     return average(world, bucket, 4)[0].isfinite().all()
 
 
@@ -370,6 +370,10 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         dist.init()
     assert taken == [torch.device("cuda", 3), torch.device("cuda", 0)]
+    gpus = 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
+    with pytest.raises(dist.DistError, match="9 ranks here and 8 GPUs; lower --nproc_per_node"):
+        dist.init()
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -428,21 +432,22 @@ def test_one_rank_says_who_failed(tmp_path):
         assert re.fullmatch(words, "".join(said).strip()), f"{act}: {said}"
 
 
-def waits_in_nccl(world):
+def waits_in_nccl(world, folder):
     """Rank 1 does not notice that rank 0 fails."""
+    dist.end_torchrun = (folder / f"{world.rank}").touch
     later = dist.faulthandler.dump_traceback_later
     dist.faulthandler = types.SimpleNamespace(
         dump_traceback_later=lambda limit, exit: later(limit / 200, exit=exit))
     world.barrier()
     if world.rank == 0:
-        dist.leave("a bug", True)
+        dist.leave("a mistake", False)
     time.sleep(30)
 
 
 def test_a_rank_that_does_not_notice_ends_a_minute_later(tmp_path):
     began = time.monotonic()
-    assert run_ranks(waits_in_nccl, 2, tmp_path, check=False) == [None, None]
-    assert time.monotonic() - began < 15
+    assert run_ranks(waits_in_nccl, 2, tmp_path, tmp_path, check=False) == [None, None]
+    assert time.monotonic() - began < 15 and (tmp_path / "1").exists()
 
 
 @pytest.mark.parametrize("torchrun, helps", [(4711, False), (4711, True), (None, False)])

@@ -137,6 +137,7 @@ def start_differently(world):
         parse = train.parse_arguments
         flags = "--lr-scale 2 --bucket-mb 7 --save-every 2 --max-steps 9".split()
         train.parse_arguments = lambda argv: parse([*argv, *flags])
+        torch.backends.cpu.get_cpu_capability = lambda: "NEON"
 
 
 def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
@@ -144,7 +145,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
         assert isinstance(outcome, dist.DistError)
         assert "rank 1 was started differently:" in str(outcome)
-        for differs in ("lr_scale 2.0 (not 1.0)", "bucket_mb 7.0 (not 2.0)",
+        for differs in ("processor NEON (not", "lr_scale 2.0 (not 1.0)", "bucket_mb 7.0 (not 2.0)",
                         "save_every 2 (not 3)", "max_steps 9 (not 1000000000.0)"):
             assert differs in str(outcome)
     for outcome in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):

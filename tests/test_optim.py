@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import bert
-import data
 import optim
 import train
+from tests.training import random_batch
 
 
 # ----- A small problem, that test_variants.py uses, too -----
@@ -108,16 +108,10 @@ def test_adamw_is_torchs():
 def test_no_step_waits_for_a_gpu(name):
     """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
     asks twice in a step, for the norm before these updates and for the losses after them."""
-    def zeros(*shape):
-        return torch.zeros(shape, dtype=torch.int64, device="meta")
-
     with torch.device("meta"):
         model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
     masters = optim.cast_with_masters(model, torch.bfloat16)
-    batch = data.Batch(
-        tokens=zeros(64), segments=zeros(64), positions=zeros(64), masked_rows=zeros(4),
-        labels=zeros(4), bounds=zeros(5), pair_labels=zeros(3),
-        lengths=torch.tensor([12, 16, 31, 5]))
+    batch = random_batch(192, device="meta")
     mlm_logits, nsp_logits = model(batch)
     loss = train.loss_sum(mlm_logits, batch.labels) + train.loss_sum(nsp_logits, batch.pair_labels)
     loss.backward()

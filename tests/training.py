@@ -94,9 +94,9 @@ def last_state(out):
     return torch.load(train.checkpoints_in(out)[steps_kept(out)[-1]], weights_only=True)
 
 
-def random_batch(vocabulary, examples=8, length=128):
+def random_batch(vocabulary, examples=8, length=128, device="cpu"):
     """Returns a batch of random tokens as data.PretrainingData makes it, but without padding:
-    `examples` times `length` is a multiple of 64. 15 % are masked. Tensors on the CPU."""
+    `examples` times `length` is a multiple of 64. 15 % are masked. Tensors."""
     generator = np.random.default_rng(0)
     rows = examples * length
     tokens = generator.integers(5, vocabulary, rows)
@@ -112,7 +112,7 @@ def random_batch(vocabulary, examples=8, length=128):
         bounds=bounds,
         pair_labels=generator.integers(0, 2, examples),
         lengths=np.diff(bounds).astype(np.int64))
-    return batch.to("cpu")
+    return batch.to(device)
 
 
 def assert_same(a, b, where="the checkpoint"):

@@ -122,7 +122,7 @@ def real(shards, out, ranks):
         line = run.stdout.readline()
         if not line:
             sys.exit(run.stderr.read())
-    print(f"{ranks} ranks: first step after {time.monotonic() - began:.0f} s")
+    print(f"{ranks} ranks: first line of a step after {time.monotonic() - began:.0f} s")
     listed = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout
     pids = [int(pid) for pid in listed.split()]
     for pid in pids[0], pids[-1]:

@@ -4,8 +4,8 @@
     python tests/bench/bench_step.py --beside ../old       # 10 minutes
     python tests/bench/bench_step.py --models large --times 16       # on a GPU
 
-Each row is a run of `train.py` as a user starts it, --steps of them, of which the first 20 do not
-count: tokens of the text (padding is none) by the median time of a step.
+Each row is a run of `train.py` as a user starts it, 20 steps that do not count and then --steps:
+tokens of the text (padding is none) by the median time of a step.
 "Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
 data collator makes them: padded to the longest example, with labels of -100 where nothing is
 masked; in bf16 under autocast, as its Trainer does it. It has no evaluation to do, and its step

@@ -1,4 +1,4 @@
-"""Each file of tests/variants beside what it changes: loss, bytes, time, memory of the optimizer.
+"""The variants, but compiled.py, beside what they change: loss, bytes, time, optimizer's memory.
 
     python tests/bench/bench_variants.py                   # an hour on two cores
     python tests/bench/bench_variants.py --runs lamb albert --steps 1200 --seeds 0

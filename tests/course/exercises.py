@@ -5,6 +5,7 @@ For students, in the folder that they were given:
     python tests/course/exercises.py list                # the exercises, and which are blank
     python tests/course/exercises.py check attention     # what is right, and points
     python tests/course/exercises.py hint attention      # one hint, the next time one more
+    python tests/course/exercises.py compete FILE...     # the open task, see compete.py
 
 For lecturers, in the whole repository, and for all who learn alone:
 
@@ -12,7 +13,6 @@ For lecturers, in the whole repository, and for all who learn alone:
     python tests/course/exercises.py start FOLDER --track week      # those of a week
     python tests/course/exercises.py release FOLDER attention       # its solution, into a copy
     python tests/course/exercises.py grade FOLDER... --track week --csv points.csv
-    python tests/course/exercises.py compete FILE...                # the open task, see compete.py
     python tests/course/exercises.py verify                         # the course itself
 
 Where no exercise is named, all of the track count, by default all twelve. A folder with the name of
@@ -407,6 +407,9 @@ def do(command, names, paths, flags):
         return max(check(name, flags.limit) for name in names)
     if command == "hint":
         return hint(names[0])
+    if command == "compete":
+        from tests.course import compete
+        return compete.compete(paths)
     if not SOLUTIONS.exists():
         raise CourseError(f"{command} needs the solutions, which are not in this copy")
     if command == "start":
@@ -415,9 +418,7 @@ def do(command, names, paths, flags):
         return release(paths[0], names)
     if command == "grade":
         return grade(paths, names, flags.limit, flags.seed, flags.csv)
-    from tests.course import compete, verify
-    if command == "compete":
-        return compete.compete(paths)
+    from tests.course import verify
     return verify.verify(names, flags.limit, flags.seed)
 
 

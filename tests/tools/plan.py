@@ -3,7 +3,7 @@
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \\
         --model large --recipe nvidia-64k
 
-All flags of train.py count as they would there; those of a plan are added. The speed of a GPU has
+All flags of train.py but --max-steps count as they would there; those of a plan are added. The speed of a GPU has
 to be given. --gpu takes what others have published of a card; better is --tflops, from a short run
 of your own: its `examples_per_second` of a GPU times the GFLOP of an example, which are printed
 here, over 1,000. With --hours it says how many steps these buy.
@@ -188,9 +188,9 @@ def step_seconds(args, phase):
     masked = args.mask_fraction * phase.seq_len
     flops = share * flops_per_example(args.config, phase.seq_len, masked)
     compute = 1e-12 * flops / args.tflops
-    # Gradients are exchanged during the last micro-batch only, which takes what the others left.
+    # Gradients are exchanged during the last micro-batch only. All have about the same size.
     micro_size = max(1, args.micro_tokens // phase.seq_len)
-    last = (share - 1) % micro_size + 1
+    last = share // math.ceil(share / micro_size)
     backward = 2 / 3 * compute * last / share
 
     # Dense sums go in a ring through all ranks, others between one rank of each node.

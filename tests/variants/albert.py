@@ -55,8 +55,8 @@ class Albert(Bert):
         self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
         table = nn.Embedding(config.vocab_size, inner)
         widen = nn.Linear(inner, config.width, bias=False)
-        # So that elements of the product have BERT's standard deviation
-        nn.init.normal_(table.weight, std=config.init_std)
+        # So that elements of the product have the standard deviation of BERT's embeddings
+        nn.init.normal_(table.weight, std=0.02)
         nn.init.normal_(widen.weight, std=inner ** -0.5)
         self.embeddings.tokens = nn.Sequential(table, widen)
 

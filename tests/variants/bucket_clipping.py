@@ -9,7 +9,8 @@ backward has filled it:
     g_rb = min(1, c / sqrt(K) / ||g_rb||) g_rb       then averaged over the ranks, as ever
 
 The norm of a mean is at most the mean of the norms, so each averaged bucket has a norm of at most
-c / sqrt(K), and all K together one of at most c. What differs from clipping by the global norm: a
+c / sqrt(K), and all K together one of at most c. (With --compression int8 or onebit, what earlier
+steps did not send comes on top.) What differs from clipping by the global norm: a
 large bucket is shrunk and the others are not, so the direction changes; and noise of one rank is
 shrunk before it could cancel.
 

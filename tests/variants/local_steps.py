@@ -11,7 +11,7 @@ backward of step t goes on, the ranks average the parts that are due, and only t
 
 So H times fewer bytes are sent, spread over the steps as far as there are parts, behind backward.
 The paper's parts are layers, and a search over measured times makes the schedule; ours are the
-Reducer's buckets (3 of tiny, 5 of mini, 38 of base), evenly spread. The paper (from memory, not
+Reducer's buckets (3 of tiny, 8 of mini, 52 of base), evenly spread. The paper (from memory, not
 checked) updates a layer within backward and averages the result at once. train.py clips by the
 global norm, which is known only after backward; so here what is averaged is what step t began with,
 and the update is added to the mean: one step late. The norm is that of the ranks' own gradients, up
@@ -22,6 +22,7 @@ gradients. Before train.py saves, the weights and moments of all ranks become th
 run that goes on as well. So the bits after that depend on which steps were saved; and what resumes,
 on as many ranks, equals the run that saved there, bit for bit.
 """
+import math
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import dist  # noqa: E402
+import optim  # noqa: E402
 import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 from tests.variants.synchronised import LocalReducer, agree_before_save  # noqa: E402
@@ -39,12 +41,11 @@ PERIOD = 16                  # H
 
 class WeightReducer(LocalReducer):
     """A Reducer that leaves gradients as they are, and averages the weights of its buckets in turn.
-    `state`, whose step and masters it reads, is set by `prepare`."""
-    norm = dist.Reducer.norm             # of this rank's own gradients
+    `state`, whose step, masters and model it uses, is set by `prepare`."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.means = []                                  # of the weights due: (weight, mean)
+        self.means = {}                                  # of the weights due, {name: tensor}
 
     def average_bucket(self, bucket, average, scale):
         """Averages a bucket's weights if it is their step, in the communication thread, when the
@@ -56,15 +57,24 @@ class WeightReducer(LocalReducer):
         weights = [self.state.masters[name] for name in bucket.shapes]
         # Into new tensors: backward may not be done with the weights themselves.
         means, sent = common.mean_of_each(self.world, weights)
-        self.means += zip(weights, means)
+        self.means.update(zip(bucket.shapes, means))
         return sent
 
     def finish(self):
-        """Waits for the means and puts them in the place of the weights, before the update."""
+        """Waits for the means and puts them in the place of the weights, before the update. Also in
+        the model: a step that is skipped would leave it as it was."""
         super().finish()
-        for weight, mean in self.means:
-            weight.copy_(mean)
-        self.means = []
+        for name, mean in self.means.items():
+            self.state.masters[name].copy_(mean)
+        optim.copy_to_model(self.means, self.state.model)
+        self.means = {}
+
+    def norm(self):
+        """Returns the norm of this rank's own gradients. It is inf or NaN if that of any rank is,
+        so that all skip the same steps. Collective."""
+        norm = self.own_norm()
+        total = self.world.sum([norm])[0]
+        return norm if math.isfinite(total) else total
 
     def agree(self):
         """Replaces the weights and moments of all ranks by their means. Collective."""

@@ -20,8 +20,9 @@ and its tokenizer. With tokens t at positions p, and L layers:
   has none: the [SEP] between A and B must do.
 
 What is changed: bert.BertForPreTraining, by a subclass with other blocks and another `encode`. The
-rows stay packed, and attention stays bert.attention. The log's TFLOP/s count BERT's operations.
-transformers' ModernBertForMaskedLM loads what is saved, see modern_export.py; bert.py does not.
+rows stay packed, and attention stays bert.attention.
+transformers' ModernBertForMaskedLM loads what is saved, see modern_export.py; bert.py does not, so
+the command that a run shows at its end fails.
 """
 import dataclasses
 import functools

@@ -39,6 +39,8 @@ def save(model, tokenizer_path, folder, longest, theta):
             "intermediate_size": model.blocks[0].down.in_features,
             "norm_eps": config.layer_norm_eps, "layer_types": ["full_attention"] * config.layers,
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": theta}},
+            # The same for transformers 4.
+            "global_attn_every_n_layers": 1, "global_rope_theta": theta,
             "embedding_dropout": config.dropout, "attention_dropout": config.dropout,
             "cls_token_id": bert.CLS, "sep_token_id": bert.SEP, "bos_token_id": bert.CLS,
             "eos_token_id": bert.SEP},

@@ -15,7 +15,7 @@ For a matrix w (R, C):
 
 Embeddings, heads and vectors take AdamW at the same rate, with the recipe's betas. Q, K and V are
 three matrices in one tensor. The products of Newton-Schulz are in bf16 where --precision auto would
-take it, else in fp32. A checkpoint keeps the choice, so that a resume does not change it.
+take it on rank 0, else in fp32. A checkpoint keeps the choice, so that a resume does not change it.
 
 What is changed: an entry of optim.OPTIMIZERS, the recipes' choice of it, and optim.make_optimizer,
 since only names tell which matrices are the blocks'. No second moment is kept of those.
@@ -96,6 +96,14 @@ def groups_of(masters):
     return list(groups.values())
 
 
+def agree_on_precision(args, world, state):
+    """Has all ranks compute Newton-Schulz as rank 0 does, since their CPUs may differ. Collective.
+    """
+    for group in state.optimizer.param_groups:
+        if "precision" in group:
+            group["precision"] = world.all_gather_object(group["precision"])[0]
+
+
 def install():
     """Makes Muon the optimizer of every recipe."""
     make = optim.make_optimizer
@@ -107,6 +115,7 @@ def install():
 
     optim.make_optimizer = make_optimizer
     common.use_optimizer("muon", Muon)
+    common.after_build(agree_on_precision)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ What is changed:
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's groups, which have only what trains.
 
+The count t of the optimizer's steps goes on, so the moments of a copied layer, which begin at 0,
+are not corrected: AdamW's updates of it are up to 1.5 times as long for some fifty steps.
+
 A run that is stopped before the last stage has in --out/model its unused layers too, untrained.
 """
 import dataclasses

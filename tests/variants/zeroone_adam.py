@@ -60,17 +60,13 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
     def begin_step(self, frozen):
         """Returns True if each rank is to keep its own gradients in this step."""
         super().begin_step(frozen)
+        if self.param_groups[0]["L"] == 0:               # the ranks have equal weights
+            for p, state in self.state.items():
+                state["agreed"].copy_(p.detach())
         t = self.param_groups[0]["step"] + 1
         self.interval = variance_interval(t, VARIANCE_UPDATES)           # k
         self.learns = not frozen and t % self.interval == 0
         return not self.learns
-
-    def begin_stage(self, frozen):
-        """Begins a stage. The ranks have equal weights: those of the first stage never differ, and
-        at the end of a phase train.py saves."""
-        super().begin_stage(frozen)
-        for p, state in self.state.items():
-            state["agreed"].copy_(p.detach())
 
     def share(self):
         """In the first stage, replaces gradients by their means in one bit, but where v moves."""
@@ -116,7 +112,6 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
 
         for p, K, d, m in zip(self.all_params(), decayed, denominators, momenta):
             p.copy_(torch.addcdiv(K, m, d, value=-L))                    # K - L m / d
-            self.state[p]["agreed"].copy_(p)
             self.state[p]["exp_avg"].copy_(m)
 
 
