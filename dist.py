@@ -174,8 +174,7 @@ def init(timeout=600.0, init_method="env://"):
 
 def world_of_environment():
     """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
-    Raises DistError if there are more ranks than GPUs, or if srun or mpirun has started several
-    processes without torchrun."""
+    Raises DistError if srun or mpirun has started several processes without torchrun."""
     # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
@@ -187,12 +186,8 @@ def world_of_environment():
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if 1 < gpus < local_size:
-            raise DistError(f"there are {local_size} ranks here and {gpus} GPUs; lower "
-                            "--nproc_per_node")
         # The remainder is for schedulers that show each rank only its own GPU.
-        device = torch.device("cuda", local_rank % gpus)
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank, size, local_size, size // local_size, device)
 
@@ -776,8 +771,10 @@ def torchrun_died():
 
 def end_torchrun():
     """Ends the torchrun that started this process, if there is one: it would restart the ranks."""
-    if TORCHRUN and not torchrun_died():
-        os.kill(TORCHRUN, signal.SIGTERM)
+    if TORCHRUN:
+        time.sleep(2)      # node 0's may keep the store: the others have to read "failed" first
+        if not torchrun_died():
+            os.kill(TORCHRUN, signal.SIGTERM)
 
 
 # ----- Failures: who failed, said once -----
@@ -812,15 +809,15 @@ def watch(rank):
     """Waits, in a thread of each process, until a rank has failed or all have ended well. After a
     failure says that this process is alive, and ends it if it lives a minute later; ends torchrun
     at once where a restart cannot help."""
-    with contextlib.suppress(RuntimeError):        # the store is gone: the next collective fails
+    with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
         store.wait(["failed"], datetime.timedelta(days=1000))
         first = store.get("failed")
         if first != b"nobody":
-            store.set(f"alive/{rank}", "")
             # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
-            # that time. One that waits for a dead rank in NCCL would wait longer.
+            # some time. One that waits for a dead rank in NCCL would wait longer.
             faulthandler.dump_traceback_later(60, exit=True)
+            store.set(f"alive/{rank}", "")
         if first.endswith(b"False"):
             end_torchrun()
 

@@ -169,11 +169,15 @@ def run_settings(args, manifest):
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started otherwise: with other flags the
     ranks would wait for each other, or average what does not belong together; with another torch or
-    processor their weights would drift apart, since sums are rounded otherwise."""
+    processor their weights would drift apart, since sums are rounded otherwise. So it does if two
+    have the same GPU, which NCCL refuses. Collective."""
     told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
     told["processor"] = torch.backends.cpu.get_cpu_capability()
     if world.device.type == "cuda":
-        told["processor"] = torch.cuda.get_device_capability()
+        gpu = torch.cuda.get_device_properties(world.device)
+        told["processor"] = gpu.major, gpu.minor, gpu.multi_processor_count
+        if len(set(world.all_gather_object(str(gpu.uuid)))) < world.size:
+            raise dist.DistError("several ranks have the same GPU; lower --nproc_per_node")
     world.check_same(args.settings | told, "was started differently")
 
 
@@ -407,7 +411,8 @@ def save(args, world, log, state):
             os.fsync(file.fileno())
         os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         log.say(f"warning: no checkpoint of step {state.step}: {error!r:.100} (is the disk full?); "
                 "training goes on")
         return
@@ -417,7 +422,8 @@ def save(args, world, log, state):
     found = checkpoints_in(args.out)
     before = max((step for step in found if step < state.step), default=state.step)
     for step in found.keys() - {state.step, before}:
-        found[step].unlink()
+        with contextlib.suppress(OSError):           # the next save tries again
+            found[step].unlink()
 
 
 def newest_checkpoint(args, log):
@@ -432,6 +438,8 @@ def newest_checkpoint(args, log):
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             differ = dist.differences(checkpoint["settings"], args.settings)
+        except (OSError, MemoryError):               # the file may be whole
+            raise
         except Exception as error:                   # a damaged file can raise anything
             damaged = error
         if damaged:

@@ -55,10 +55,9 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank % local_size),
         LOCAL_WORLD_SIZE=str(local_size),
-        GROUP_RANK=str(rank // local_size),
     )
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is in its log.txt
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is dropped
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
     try:
@@ -104,12 +103,12 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
             raise TimeoutError("a rank hangs")
     outcomes = []
     for rank in range(size):
-        path = f"{store}.{rank}"
-        outcomes.append(pickle.load(open(path, "rb")) if os.path.exists(path) else None)
-    if check:
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        path = Path(f"{store}.{rank}")
+        assert path.exists() or not check, f"rank {rank} ended without an outcome"
+        outcomes.append(pickle.loads(path.read_bytes()) if path.exists() else None)
+        path.unlink(missing_ok=True)
+        if check and isinstance(outcomes[-1], BaseException):
+            raise outcomes[-1]
     return outcomes
 
 
@@ -130,7 +129,7 @@ def start_script(folder, *arguments, cwd=ROOT):
     """Returns a process, in a fork of the server and a session of its own, of a Python file and its
     arguments; what it prints is in the files stdout and stderr of the folder."""
     process = CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
-                                                    folder))
+                                                    folder), daemon=True)
     process.start()
     return process
 

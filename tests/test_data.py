@@ -505,12 +505,11 @@ def test_an_endless_line_and_one_without_spaces_are_cut(tmp_path):
 
 @pytest.fixture
 def prepare_text(tmp_path, monkeypatch, capsys, shards):
-    """Runs data.py on a text, into a folder; returns what it prints."""
+    """Runs data.py on a text, into a folder; returns what `main` does."""
     def run(text, folder):
         (tmp_path / "a.txt").write_text(text)
-        said, _ = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", folder, "--shards", 1,
-                       "--tokenizer", shards / "tokenizer.model")
-        return said
+        return main(monkeypatch, capsys, tmp_path / "a.txt", "--out", folder, "--shards", 1,
+                    "--tokenizer", shards / "tokenizer.model")
 
     return run
 
@@ -519,7 +518,7 @@ def test_lines_without_a_blank_one_between_them_are_said(tmp_path, prepare_text)
     """60,000 documents, one a line: what to do is said, and most of the text is trained on."""
     lines = "".join(f"This is number {number} of many.\n" for number in range(60_000))
     for text, warned in (lines, True), (lines[:200_000].replace("\n", "\n\n"), False):
-        said = prepare_text(text, tmp_path / str(warned))
+        said, _ = prepare_text(text, tmp_path / str(warned))
         assert ("put a blank line between them" in said) == warned
     counts = [data.PretrainingData(tmp_path / "True", 32, held_out=held_out).shard(0).tokens.size
               for held_out in (True, False)]
@@ -557,7 +556,7 @@ def test_the_tokenizer_knows_marks_that_the_text_hardly_has(documents):
 def test_much_unknown_is_said(tmp_path, prepare_text):
     for words, warned in (1, True), (400, False):
         corpus = [f"Number {k}" + " and more" * words + " ქ" for k in range(300)]
-        said = prepare_text("\n\n".join(corpus), tmp_path / str(warned))
+        said, _ = prepare_text("\n\n".join(corpus), tmp_path / str(warned))
         assert (" is [UNK], letters that the tokenizer does not know: raise " in said) == warned
 
 
@@ -589,13 +588,14 @@ def test_shards_hold_every_document_once(documents, shards):
     assert manifest["tokens"] == sum(map(len, texts)) and manifest["documents"] == 400
     unigrams = np.fromfile(shards / "unigrams")
     assert np.array_equal(unigrams, np.bincount(sum(texts[1:], []), minlength=320))
-    assert np.allclose(data.unigram_losses(shards).numpy(), -np.log((unigrams + 1) / (unigrams + 1).sum()))
+    expected = -np.log((unigrams + 1) / (unigrams + 1).sum())
+    assert np.allclose(data.unigram_losses(shards).numpy(), expected)
 
 
 def test_a_text_is_held_out_once_and_never_trained_on(tmp_path, prepare_text):
     """1,220 copies of a notice, and 5,000 replies of which 200 differ."""
     corpus = 25 * make_documents(200) + 1220 * make_documents(30, seed=1)[::30]
-    said = prepare_text("\n\n".join(corpus), tmp_path / "out")
+    said, _ = prepare_text("\n\n".join(corpus), tmp_path / "out")
     texts = []
     for held_out in (True, False):
         shard = data.PretrainingData(tmp_path / "out", 32, held_out=held_out).shard(0)
@@ -664,15 +664,12 @@ def test_of_two_programs_that_write_one_folder_the_first_wins(
     assert theirs.read_text() == "of another"
 
 
-def test_what_is_stopped_leaves_nothing(documents, shards, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_text("\n\n".join(documents))
-
+def test_what_is_stopped_leaves_nothing(documents, tmp_path, monkeypatch, prepare_text):
     def stop(path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data, "sha256_of", stop)
-    _, said = main(monkeypatch, capsys, tmp_path / "a.txt", "--out", tmp_path / "out",
-                   "--tokenizer", shards / "tokenizer.model")
+    _, said = prepare_text("\n\n".join(documents), tmp_path / "out")
     assert said == "data.py: stopped; nothing is left of it" and not (tmp_path / "out").exists()
 
 
@@ -685,10 +682,9 @@ def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     for rank, size in ((0, 1), (0, 2), (2, 4), (0, 3), (6, 8)):
-        with pytest.raises(data.DataError) as caught:
+        where = f"{path} is damaged on {os.uname().nodename}, where rank {rank} of {size} "
+        with pytest.raises(data.DataError, match=where):
             data.verify(folder, rank, size)
-        assert f"{path} is damaged on {os.uname().nodename}" in str(caught.value)
-        assert f"rank {rank} of {size}" in str(caught.value)
     for rank, size in ((1, 2), (3, 4), (4, 8)):        # these ranks never read shard 2
         data.verify(folder, rank, size)
     path.unlink()

@@ -370,10 +370,6 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         dist.init()
     assert taken == [torch.device("cuda", 3), torch.device("cuda", 0)]
-    gpus = 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
-    with pytest.raises(dist.DistError, match="9 ranks here and 8 GPUs; lower --nproc_per_node"):
-        dist.init()
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -19,8 +19,8 @@ import dist
 import train
 from tests.conftest import ROOT
 from tests.course import race
-from tests.ranks import run_script
-from tests.training import SHORT, column, metrics, run
+from tests.ranks import run_ranks, run_script
+from tests.training import SHORT, args_of, column, metrics, run
 
 # ----- A whole program -----
 
@@ -62,9 +62,7 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     config = json.loads((out / "model" / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 128
 
-    base = race.read(out)
-    race.check(base, base, base.points[-1])
-    assert (base.points[-1].examples, base.points[-1].seq_len) == (16, 128)
+    assert race.read(out).points[-1][2:4] == (16, 128)        # examples, tokens of one
     before = metrics(out)
     again = run_script(*argv, cwd=tmp_path)               # the same command again
     assert again.returncode == 0 and metrics(out) == before
@@ -151,6 +149,18 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for outcome in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):
         assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(outcome)
     assert not out.exists()
+
+
+def two_of_three_share_a_gpu(world):
+    gpu = SimpleNamespace(major=8, minor=0, multi_processor_count=108, uuid=world.rank // 2)
+    torch.cuda.get_device_properties = lambda device: gpu
+    world.device = torch.device("cuda")
+    train.check_ranks(args_of(), world)
+
+
+def test_a_gpu_of_two_ranks_is_said_by_all(tmp_path):
+    for error in run_ranks(two_of_three_share_a_gpu, 3, tmp_path, check=False):
+        assert "several ranks have the same GPU; lower --nproc_per_node" in str(error)
 
 
 @pytest.mark.parametrize("error", [

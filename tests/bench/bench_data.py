@@ -23,7 +23,8 @@ import data
 
 def write_corpus(path, megabytes):
     """Writes documents of eight paragraphs, drawn at random."""
-    paragraphs = [text.replace("\n", " ") for text in data.machine_documentation()]
+    documents = beside.documentation().read_text().split("\n\n")
+    paragraphs = [text.replace("\n", " ") for text in documents]
     rng = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
         while file.tell() < megabytes * 1e6:
@@ -53,9 +54,12 @@ def once(args):
         process = subprocess.Popen([sys.executable, "data.py", corpus, "--out", shards],
                                    cwd=beside.CODE, stdout=subprocess.DEVNULL,
                                    start_new_session=True)
-        while process.poll() is None:
-            peak = max(peak, memory_of(process.pid))
-            time.sleep(0.2)
+        try:
+            while process.poll() is None:
+                peak = max(peak, memory_of(process.pid))
+                time.sleep(0.2)
+        finally:
+            process.kill()
         if process.returncode:
             sys.exit("data.py failed")
         figures = {"prepared, MB/s": args.megabytes / (time.perf_counter() - began),

@@ -139,17 +139,18 @@ def once(args):
     if "RANK" in os.environ:
         return rank_main(args)
     processes = []
-    with hosts.two_hosts():
+    with hosts.two_hosts(), contextlib.ExitStack() as stack:
         for rank in range(2 * args.ranks):
             node, local_rank = divmod(rank, args.ranks)
             environment = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(2 * args.ranks), "GROUP_RANK": str(node),
+                "RANK": str(rank), "WORLD_SIZE": str(2 * args.ranks),
                 "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(args.ranks),
                 "MASTER_ADDR": f"{hosts.ADDRESS}1", "MASTER_PORT": "29511",
                 "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
             processes.append(subprocess.Popen(
                 [*hosts.INSIDE[node], sys.executable, *sys.argv], env=environment,
                 stdout=subprocess.PIPE, text=True))
+            stack.callback(processes[-1].kill)           # they only note a Ctrl-C
         outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a rank failed; what it said stands above")

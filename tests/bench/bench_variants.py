@@ -8,7 +8,7 @@
 Ranks on this machine train the demo's model in its first phase, one run after another, seed by
 seed: all for --steps, and so on as many examples, or all for --minutes. `loss` is the held-out MLM
 loss at the end, the mean over the seeds, and `spread` the largest minus the smallest. MB are what a
-rank sent in gradients, weights or moments, evaluation included; ms is the median step. With --stop
+rank sent in gradients, weights or moments, up to the last step; ms is the median step. With --stop
 N each run is made once more, stopped after step N and started again, and must end with the same
 bits. What follows -- are flags of train.py for all runs.
 """
@@ -42,14 +42,14 @@ RUNS = {         # name: (its baseline, program, flags)
     "whole_words": ("lamb", "whole_words", ""),
     "balance": ("lamb", "balance", ""),
     "local_steps": ("lamb", "local_steps", ""),
-    "slow_momentum": ("adamw", "slow_momentum", "--lr-scale 0.5"),
+    "slow_momentum": ("adamw", "slow_momentum", "--lr-scale 0.25"),
     "bucket_clipping": ("lamb", "bucket_clipping", ""),
     "gradientflow": ("lamb", "gradientflow", ""),
     "powersgd": ("lamb", "powersgd", ""),
     "topk": ("lamb", "topk", ""),
     "onebit_adam": ("adamw", "onebit_adam", "--lr-scale 0.125"),
     "onebit_lamb": ("lamb", "onebit_lamb", ""),
-    "zeroone_adam": ("adamw", "zeroone_adam", "--lr-scale 0.06"),
+    "zeroone_adam": ("adamw", "zeroone_adam", "--lr-scale 0.125"),
 }
 COLUMNS = ("run", "baseline", "loss", "spread", "steps", "MB sent", "of base", "ms", "of base",
            "state MB")

@@ -43,18 +43,23 @@ def lines_of(out, kind):
     return [line for line in lines if line["kind"] == kind]
 
 
-def shards_of():
-    """Returns a folder with the shards that these five files make of this machine's documentation,
-    as this checkout selects it. It is kept: remove it when data.py has changed."""
+def documentation():
+    """Returns the path of a text, this machine's documentation as this checkout selects it."""
     text = ROOT / "shards" / "documentation.txt"
-    folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}"
     if not text.exists():
         text.parent.mkdir(exist_ok=True)
         script = r"import data; print(*data.machine_documentation(), sep='\n\n')"
         words = [sys.executable, "-c", script]
         text.write_bytes(subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return text
+
+
+def shards_of():
+    """Returns a folder with the shards that these five files make of `documentation`. It is kept:
+    remove it when data.py has changed."""
+    folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}"
     if not folder.exists():
-        program("data.py", text, "--out", folder)
+        program("data.py", documentation(), "--out", folder)
     return folder
 
 

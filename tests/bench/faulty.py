@@ -25,9 +25,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-import bert  # noqa: E402, F401
-import data  # noqa: E402, F401
-import optim  # noqa: E402, F401
 import train  # noqa: E402
 
 
@@ -242,9 +239,11 @@ class Run:
     def wait_for_end(self, seconds):
         """Waits until no process is left, at most so long. Then ends what is left, and returns what
         that was."""
-        self.wait(lambda: False, seconds)
-        left = self.processes()
-        self.kill()
+        try:
+            self.wait(lambda: False, seconds)
+            left = self.processes()
+        finally:
+            self.kill()
         return [f"left: {process.kind} {process.rank}" for process in left]
 
     def kill(self):

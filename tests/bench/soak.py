@@ -64,6 +64,8 @@ def disturb(run, what, moment, rng):
 
     signum, kind, rank = SIGNALS[what]
     before = len(run.text())
+    # While it starts there may be no rank yet.
+    run.wait(lambda: any(each.kind == kind for each in run.processes()), 60)
     began = time.monotonic()
     run.send(signum, kind, rank)
     if signum == signal.SIGSTOP:                             # torchrun would wait 30 s for it
@@ -127,6 +129,7 @@ def main(seed, folder, shards):
         rng.shuffle(names)
         moments = sorted(rng.sample(range(1, STEPS - 10), DISTURBANCES))
         run = Run(out, [*ARGV, "--data", shards, "--out", out], options=["--shutdown-timeout=5"])
+        stack.callback(run.kill)
         for what, moment in zip(names, moments):
             if run.ended():
                 run = run.again()

@@ -176,6 +176,8 @@ def additions(theirs, ours):
     added = ["", ""]
     for node in parse(theirs).body:
         new_function = isinstance(node, ast.FunctionDef) and node.name not in known
+        if getattr(node, "module", None) == "__future__":
+            continue                             # it stands at the top of a file, or nowhere
         if new_function or isinstance(node, (ast.Import, ast.ImportFrom)):
             added.append(ast.unparse(node))
     return "\n".join(added)
@@ -290,7 +292,7 @@ def check(name, limit):
     if wrong:
         return 1
     left = [other for other in EXERCISES if blank_in(ROOT, other)]
-    rewards = [name] if left else [name, "resume"]
+    rewards = [name] if left else {name: 0, "resume": 0}
     subprocess.run([sys.executable, "-m", "tests.course.rewards", *rewards], cwd=ROOT)
     if left:
         print(f"\nstill blank in this folder: {', '.join(left)}")

@@ -66,16 +66,17 @@ def points_of(lines):
     out. Raises KeyError for a field that is missing."""
     phases = lines[0]["phases"]
     points = []
-    examples = 0
+    examples = {0: 0}            # after each step
     latest = {"step": 0}         # the line of the last step
     for line in lines:
-        # After a restart steps stand there twice.
-        if line["kind"] == "train" and line["step"] > latest["step"]:
+        # After a restart steps stand there twice: the last line counts.
+        if line["kind"] == "train":
             latest = line
-            examples += phases[line["phase"] - 1]["global_batch"]
+            batch = phases[line["phase"] - 1]["global_batch"]
+            examples[line["step"]] = examples[line["step"] - 1] + batch
         elif line["kind"] == "eval" and line["mlm_loss"] is not None:
             length = phases[line["phase"] - 1]["seq_len"]
-            points.append(Point(latest["step"], latest["seconds"], examples, length,
+            points.append(Point(latest["step"], latest["seconds"], examples[latest["step"]], length,
                                 line["mlm_loss"], line["unigram_entropy"]))
     return points
 
