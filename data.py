@@ -512,9 +512,9 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     for file in token_files + document_files:
         file.close()
     if min(counts) < 2:
-        raise DataError(f"{documents} documents are too few for {shards} shards (each needs two, "
-                        "and so does what is held out, a fifth at most): part them by blank "
-                        "lines, or lower data.py's --shards")
+        raise DataError(f"{documents} documents are too few, or too often the same, for {shards} "
+                        "shards (each needs two, and so does what is held out, a fifth at most): "
+                        "part them by blank lines, or lower data.py's --shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
             "unknown": unigrams[UNK] / unigrams.sum()}
