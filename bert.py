@@ -337,9 +337,10 @@ def tokenizer_json(tokenizer):
     """Returns the tokenizer.json (a dict) that cuts text as a SentencePieceProcessor of data.py.
 
     Its pieces begin with a space where SentencePiece's begin with "▁": such a space is left out of
-    the offsets of a token. What differs in Hugging Face's `tokenizers`:
+    the offsets of a token, but for spaces at the very beginning of a text. What differs in Hugging Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
-    - the text "[MASK]" becomes the token [MASK]; data.py cuts it as any other text;
+    - the text "[MASK]" becomes the token [MASK], and so with the other special tokens; data.py cuts
+      them as any other text;
     - a new word begins where one of INVISIBLE follows a [MASK];
     - it knows Unicode of 2018: later characters are not replaced, such as that of the era Reiwa;
     - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
@@ -424,12 +425,13 @@ def load_huggingface(folder):
 
     It reads config.json and pytorch_model.bin, as `save_huggingface` writes them, or of a
     BertForPreTraining of transformers. (Their save_pretrained writes no pytorch_model.bin;
-    torch.save(model.state_dict(), ...) does.) Raises ModelError if it cannot, or one is damaged.
+    torch.save(model.state_dict(), ...) does. What config.json says of an activation other than GELU
+    is not noticed.) Raises ModelError if it cannot, or one is damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
-        # On the device "meta" a model has shapes alone: a wrong number cannot fill the memory.
+        # On the device "meta" a model has shapes alone: a wrong width cannot fill the memory.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
 

@@ -228,7 +228,8 @@ class PretrainingData:
             return Spans(i, s, own.start, own.middle, own.middle, own.end, 0)
 
         # B from elsewhere begins as true ones do, with the second part of a text, and is about as
-        # long: else a model could tell them apart without reading. The places outside of A's
+        # long: else a model could tell them apart without reading. (If documents are short, or
+        # sentences as long as a text, it can tell some of them.) The places outside of A's
         # document are counted from its end on, and after the shard's last token from 0.
         outside = size - (own.document_end - own.document)
         place = (own.document_end + int(place_draw * outside)) % size
@@ -419,8 +420,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
 
 def blocks(corpus, total=None):
-    """Yields lists of about 256 documents, and shows how many of `total` it has read. A document
-    that is longer than LONGEST becomes several.
+    """Yields lists of about 256 documents, and shows how many of about `total` it has read. A
+    document that is longer than LONGEST becomes several.
 
     INVISIBLE is dropped, and text is put into Unicode's form NFKC (one way to write a character,
     where there are several), as bert.py does it.
@@ -492,7 +493,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     for block in blocks(corpus, documents):
         encoded = tokenizer.encode(block, num_threads=os.cpu_count())
         for document, tokens in zip(block, encoded):
-            crc = zlib.crc32(document.encode())
+            crc = zlib.crc32(document.strip().encode())
             if len(tokens) < 2 or crc in held_out:
                 continue
             tokens = np.array(tokens, np.uint16)
@@ -513,8 +514,9 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
         file.close()
     if min(counts) < 2:
         raise DataError(f"{documents} documents are too few, or too often the same, for {shards} "
-                        "shards (each needs two, and so does what is held out, a fifth at most): "
-                        "part them by blank lines, or lower data.py's --shards")
+                        "shards (each needs two, and so does what is held out, a fifth at most; 1 "
+                        "shard needs ten documents): part them by blank lines, or lower data.py's "
+                        "--shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
             "unknown": unigrams[UNK] / unigrams.sum()}
@@ -522,8 +524,9 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
 
 # ----- Corpora: files -> documents, each one string -----
 
-# How a file of HTML or XML begins; "<name> says" of a chat is text.
-MARKUP = re.compile(r"(?i)<([!?]|(html|head|body|div|p|doc|page|mediawiki|tei|rss)\b)")
+# How a file of HTML or XML begins, and a tar archive, which is full of null characters. "<name>
+# says" of a chat is text.
+MARKUP = re.compile(r"(?i)<([!?]|(html|head|body|div|p|doc|page|mediawiki|tei|rss)\b)|.*\0\0")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -565,23 +568,25 @@ def documents_in(path):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
                 if line and not begun:
                     begun = True
-                    # "[{" and "[" begin an array, which is refused below.
-                    is_json = re.match(r"{|\[({|$)", line)
+                    # "[{", '["' and "[" begin an array, which is refused below.
+                    is_json = re.match(r'{|\[\s*([{"]|$)', line)
                     if MARKUP.match(line):
-                        raise ValueError("HTML or XML, take the text out of it first")
+                        raise ValueError("HTML, XML or tar, take the text out of it first")
                 if line and is_json:
                     # "replace": half of a surrogate pair cannot be written as UTF-8.
                     text = json.loads(line)["text"] or ""
                     document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
-                # A file without any blank line is cut, so that it fits in any memory.
-                if document and (is_json or not line or len(document) > LONGEST):
+                # A file without any blank line is cut, so that it fits in any memory. At a half,
+                # since `blocks` would cut a document that is a little longer than LONGEST in two.
+                if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                        "UTF-8 (see iconv) or has JSON with a `text` a line (wikiextractor --json)")
+                        "UTF-8 (see iconv), also as .gz, .bz2 or .xz, or has JSON with a `text` "
+                        "a line (wikiextractor --json)")
     if document:
         yield document
 
@@ -596,8 +601,8 @@ def load_manifest(folder):
         manifest = json.loads(path.read_text())
         if manifest["sha256"] == manifest_digest(manifest):
             return manifest
-    raise DataError(f"{path} is missing, damaged or of an older program; remove the folder and "
-                    "prepare it anew")
+    raise DataError(f"{path} is missing, damaged or of an older program; data.py makes a new "
+                    "folder (shards/demo: remove it, if a demo was stopped while it was made)")
 
 
 def manifest_digest(manifest):

@@ -338,8 +338,8 @@ class Reducer:
     # 1. Pack
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0):
-        # What follows may be NCCL's, which would wait for ever for a rank that has died until here.
-        # Over Gloo that is an exception.
+        # A rank that has died until here is an exception over Gloo. NCCL's first call, which
+        # connects the ranks, would wait for it for ever.
         world.barrier()
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
@@ -503,7 +503,7 @@ class Bucket:
 
         v_r = g_r / scale + e_r                g_r: what leader r has to average, times the loss
                                                scale; e_r: its residual, unscaled, 0 at first
-        q, e'_r = compress(v_r)                q: the mean of what was sent, the same on every rank
+        q, e'_r = compress(v_r)                q: the mean that all get, the same on every rank
         g = scale * q                          what the optimizer gets
         e_r = e'_r                             `commit`: only if the step is taken
 
@@ -580,7 +580,7 @@ class Bucket:
 #
 #     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
 #                            takes out of it, in place, what it sends; what is left is the residual
-#     mean (n + padding,)    q, the mean over the ranks of what was sent, the same bits on all
+#     mean (n + padding,)    q, the mean that all ranks get, the same bits on all
 #     state                  a dict: the "shapes" of the tensors in `value`, and what the compressor
 #                            keeps from step to step. It is not changed: the next state is a new one
 #
@@ -807,8 +807,8 @@ def open_store():
 
 def watch(rank):
     """Waits, in a thread of each process, until a rank has failed or all have ended well. After a
-    failure says that this process is alive, and ends it if it lives a minute later; ends torchrun
-    at once where a restart cannot help."""
+    failure says that this process is alive, and ends it if it lives a minute later. Where a
+    restart cannot help it ends torchrun as well."""
     with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
         store.wait(["failed"], datetime.timedelta(days=1000))
