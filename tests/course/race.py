@@ -66,17 +66,17 @@ def points_of(lines):
     out. Raises KeyError for a field that is missing."""
     phases = lines[0]["phases"]
     points = []
-    examples = {0: 0}            # after each step
-    latest = {"step": 0}         # the line of the last step
+    taken = []                   # the lines of the steps until now
     for line in lines:
-        # After a restart steps stand there twice: the last line counts.
         if line["kind"] == "train":
-            latest = line
-            batch = phases[line["phase"] - 1]["global_batch"]
-            examples[line["step"]] = examples[line["step"] - 1] + batch
-        elif line["kind"] == "eval" and line["mlm_loss"] is not None:
+            # After a restart some steps stand there twice: the last line counts.
+            while taken and taken[-1]["step"] >= line["step"]:
+                taken.pop()
+            taken.append(line)
+        elif line["kind"] == "eval" and taken and line["mlm_loss"] is not None:
+            examples = sum(phases[step["phase"] - 1]["global_batch"] for step in taken)
             length = phases[line["phase"] - 1]["seq_len"]
-            points.append(Point(latest["step"], latest["seconds"], examples[latest["step"]], length,
+            points.append(Point(taken[-1]["step"], taken[-1]["seconds"], examples, length,
                                 line["mlm_loss"], line["unigram_entropy"]))
     return points
 
