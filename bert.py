@@ -337,7 +337,8 @@ def tokenizer_json(tokenizer):
     """Returns the tokenizer.json (a dict) that cuts text as a SentencePieceProcessor of data.py.
 
     Its pieces begin with a space where SentencePiece's begin with "▁": such a space is left out of
-    the offsets of a token, but for spaces at the very beginning of a text. What differs in Hugging Face's `tokenizers`:
+    the offsets of a token, but for spaces at the very beginning of a text. What differs in Hugging
+    Face's `tokenizers`:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
     - the text "[MASK]" becomes the token [MASK], and so with the other special tokens; data.py cuts
       them as any other text;
@@ -460,9 +461,10 @@ def init_from(folder, model, tokenizer_path):
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
             f"since Hugging Face does not save it, and make shards by data.py --tokenizer {own}")
     loaded = load_huggingface(folder)
-    # Of a configuration these alone may differ.
-    free = {"dropout": model.config.dropout, "init_std": model.config.init_std}
-    if dataclasses.replace(loaded.config, **free) != model.config:
+    # Of the configurations these alone may differ.
+    loaded.config.dropout = model.config.dropout
+    loaded.config.init_std = model.config.init_std
+    if loaded.config != model.config:
         raise ModelError(f"{folder} has not the shape of --model, which is tiny by default")
     model.load_state_dict(loaded.state_dict())
 

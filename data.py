@@ -46,8 +46,9 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # this part of the texts is shorter: training shall see such, too
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the fraction of the golden ratio
-FORMAT = 1                  # goes into a folder's digest. When shards or the examples made of them
-                            # change, so must this: then old folders and checkpoints are refused
+FORMAT = 1                  # goes into a folder's digest. When what its files mean or the examples
+                            # made of them change, so must this: then old folders and checkpoints
+                            # are refused
 
 
 class DataError(ValueError):

@@ -774,7 +774,8 @@ def end_torchrun():
     if TORCHRUN:
         time.sleep(2)      # node 0's may keep the store: the others have to read "failed" first
         if not torchrun_died():
-            os.kill(TORCHRUN, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):        # it has just ended
+                os.kill(TORCHRUN, signal.SIGTERM)
 
 
 # ----- Failures: who failed, said once -----

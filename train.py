@@ -782,8 +782,8 @@ def train(args, world):
     stop = training_loop(args, world, log, state, signals)
 
     if log.active:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded. (Those of a
-        # head that is not trained have none, and stay rounded.)
+        # The folder gets the masters, since in 16 bits the model's weights are rounded. (A head
+        # that is not trained has no masters, and stays rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])

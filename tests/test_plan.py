@@ -56,7 +56,8 @@ def test_an_empty_path_is_refused(refused, flag):
 
 
 @pytest.mark.parametrize("argv,status,message", WRONG)
-def test_wrong_arguments_are_one_line(refused, shards, tmp_path, monkeypatch, argv, status, message):
+def test_wrong_arguments_are_one_line(
+        refused, shards, tmp_path, monkeypatch, argv, status, message):
     if status == 2:
         monkeypatch.setenv("RANK", "8")              # the first of its node says it, too
     code, line = refused(train.main, "--data", shards, "--out", tmp_path, *argv.split())

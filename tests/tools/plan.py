@@ -3,8 +3,8 @@
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \\
         --model large --recipe nvidia-64k
 
-All flags of train.py but --data and --max-steps count as they would there; those of a plan are added. The speed of a GPU has
-to be given. --gpu takes what others have published of a card; better is --tflops, from a short run
+All flags of train.py but --data and --max-steps count as they would there; those of a plan are
+added. The speed of a GPU has to be given. --gpu takes what others have published of a card; better is --tflops, from a short run
 of your own: its `examples_per_second` of a GPU times the GFLOP of an example, which are printed
 here, over 1,000. With --hours it says how many steps these buy.
 
