@@ -42,6 +42,15 @@ def test_the_first_evaluation_at_or_below_the_goal_at_its_length_counts(
         "never: its best is 4.300 slow", "never: not evaluated at 128 tokens short"]
 
 
+def test_after_a_restart_the_last_line_of_a_step_counts():
+    lines = [START]
+    for step, seconds in (1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0):
+        lines.append({"kind": "train", "step": step, "phase": 1, "seconds": seconds})
+    lines.append({"kind": "eval", "phase": 1, "mlm_loss": 5.0, "unigram_entropy": 6.5})
+    point, = race.points_of(lines)
+    assert (point.step, point.seconds, point.examples) == (2, 5.0, 64)
+
+
 @pytest.mark.parametrize("words, changes", [
     ("has ranks 2, the baseline 1", {"ranks": 2}),
     ("has shards ffff, the baseline 20e7", {"shards": "ffff"}),
