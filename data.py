@@ -172,7 +172,7 @@ class PretrainingData:
         self.mask_fraction = mask_fraction
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
 
-        tokenizer = load_tokenizer(self.folder / "tokenizer.model")
+        tokenizer = load_tokenizer(f"{self.folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
         # (pieces,) bool: whether a piece ends, or begins, as the expression says.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
@@ -624,7 +624,7 @@ def load_tokenizer(path):
 def unigram_losses(folder):
     """Returns a tensor (pieces,), float64: the loss, in nats, of each token for a predictor that
     knows nothing but how often the training text has it (one added, so that none is infinite)."""
-    counts = torch.from_numpy(np.fromfile(Path(folder) / "unigrams")) + 1
+    counts = torch.from_numpy(np.fromfile(f"{folder}/unigrams")) + 1
     return -torch.log(counts / counts.sum())
 
 

@@ -94,8 +94,9 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        # torch's own function for this has another name since 2.13.
-        return self.all_to_all(torch.stack([tensor] * self.size))
+        gathered = torch.stack([tensor] * self.size)
+        self._run(distributed.all_gather, list(gathered), tensor)        # writes into its rows
+        return gathered
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any picklable object), in order of rank. For

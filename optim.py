@@ -188,9 +188,9 @@ class LossScaler:
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
     max_norm. norm: their global norm before this, so still times `scale`."""
-    factor = 1 / scale
-    if norm / scale > max_norm:
-        factor = max_norm / norm       # norm has the scale in it, so this divides by it as well
+    # Of two divisors the larger one: `scale` alone, or what makes the norm max_norm. That one
+    # divides by the scale as well, since norm has it in it.
+    factor = 1 / max(scale, norm / max_norm)
     # With scale 1 and a small norm there is nothing to do: save the pass over memory.
     if factor != 1:
         for tensor in tensors:
