@@ -371,7 +371,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
 LONGEST = 1 << 16           # characters; a longer document is cut into several
 CHUNK = 1 << 10             # characters, so at most 4 KiB: SentencePiece leaves out longer texts
-SAMPLE = 1 << 15            # chunks, drawn at random, that train the tokenizer
+SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. Twice as many save
+                            # 0.5 % of the tokens at 30,522 pieces, and take twice the time
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.

@@ -502,7 +502,7 @@ class Bucket:
     int8 and onebit cannot send all of a gradient. A leader adds what is left, its residual, to what
     it sends in the next step (error feedback):
 
-        v_r = g_r / scale + e_r                g_r: what leader r has to average, times the loss
+        v_r = b_r / scale + e_r                b_r: leader r's bucket, gradients times the loss
                                                scale; e_r: its residual, unscaled, 0 at first
         q, e'_r = compress(v_r)                q: the mean that all get, the same on every rank
         g = scale * q                          what the optimizer gets
