@@ -217,8 +217,8 @@ class BertForPreTraining(nn.Module):
 
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Embeddings begin small at every width: the demo ends 0.1 nats higher if they begin
-                # with 0.04.
+                # Embeddings begin small at every width: with twice as much the demo ends 0.1 nats
+                # higher.
                 std = 0.02 if "embeddings" in name else config.init_std
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
@@ -424,10 +424,10 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
-    It reads config.json and pytorch_model.bin, as `save_huggingface` writes them, or of a
-    BertForPreTraining of transformers. (Their save_pretrained writes no pytorch_model.bin;
-    torch.save(model.state_dict(), ...) does. What config.json says of an activation other than GELU
-    is not noticed.) Raises ModelError if it cannot, or one is damaged.
+    It reads config.json and pytorch_model.bin, as `save_huggingface` writes them. Those of a
+    BertForPreTraining of transformers will do, too. (Their save_pretrained writes no
+    pytorch_model.bin; torch.save(model.state_dict(), ...) does. What config.json says of an
+    activation other than GELU is not noticed.) Raises ModelError if it cannot, or one is damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
@@ -534,7 +534,8 @@ def main():
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
-    except (ValueError, OSError, RuntimeError) as error:     # also of a terminal without UTF-8
+    except (ValueError, OSError, RuntimeError) as error:
+        # A terminal without UTF-8 is a UnicodeEncodeError, which is a ValueError.
         sys.exit(f"bert.py: {error}")
 
 

@@ -4,7 +4,7 @@
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
-(settings, counts and digests), `unigrams` (float64, how often the training text has each token)
+(settings, counts and digests), `unigrams` (float64, the counts of tokens in the training text)
 and, for each shard, two arrays without any header:
 
     NAME.tokens      uint16, every token of the shard, no [CLS] and [SEP]
@@ -44,8 +44,8 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # this part of the texts is shorter: training shall see such, too
-GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the fraction of the golden ratio
+SHORT_FRACTION = 0.10       # of the examples have a shorter text: training shall see such, too
+GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1
 FORMAT = 1                  # goes into a folder's digest. When what its files mean or the examples
                             # made of them change, so must this: then old folders and checkpoints
                             # are refused
@@ -140,14 +140,14 @@ class PretrainingData:
     Where its text lies: example i comes from shard i modulo S, the number of shards, and is example
     k = i // S of that shard. It lies around the token at the fraction
 
-        (k * 0.618... + walk_start) modulo 1        the golden ratio, and a random number
+        (k * 0.618... + walk_start) modulo 1        GOLDEN, and a random number
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
     largest gap that those before it have left. So every place is read about equally often, without
     an order that would have to be shuffled and kept, and no epoch begins or ends.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
-    document; of SHORT_FRACTION of the examples it is shorter. Tokens at the ends of a document, and
+    document; in SHORT_FRACTION of the examples it is shorter. Tokens at the ends of a document, and
     of documents that are shorter than an example, are read less often than others.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
@@ -460,7 +460,7 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
             hard_vocab_limit=False, minloglevel=2,
-            num_threads=4,              # with another number the pieces are others
+            num_threads=4,              # the pieces depend on it, so it is fixed
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             # The rarest 0.01 % of the text's characters become [UNK], but never "?" and the like.
             character_coverage=0.9999, required_chars=string.punctuation,
@@ -491,7 +491,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
 
     # One of a hundred documents is held out; of few documents about 100, but a fifth at most.
     fraction = min(0.2, max(0.01, 100 / documents))
-    held_out = set()                            # the CRC-32 of each text that is
+    held_out = set()                            # the CRC-32 of the texts that are held out
     for block in blocks(corpus, documents):
         encoded = tokenizer.encode(block, num_threads=os.cpu_count())
         for document, tokens in zip(block, encoded):
@@ -585,7 +585,7 @@ def documents_in(path):
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""
-    except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 each have their own
+    except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 have errors of their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
                         "UTF-8 (see iconv), also as .gz, .bz2 or .xz, or has JSON with a `text` "
                         "a line (wikiextractor --json)")

@@ -462,7 +462,8 @@ class Reducer:
 
 def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
-    takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin.
+    takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin
+    or end.
 
     (torch names a model's own parameters before those of its modules. In a BERT that is mlm_bias:
     it comes last here, in a small bucket of its own.)"""
@@ -499,8 +500,8 @@ class Bucket:
     So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
     `fp16` and `bf16` have one level on GPUs, since NCCL makes its own.
 
-    int8 and onebit cannot send all of a gradient. A leader adds what is left, its residual, to what
-    it sends in the next step (error feedback):
+    int8 and onebit round what they send. A leader adds what that has left, its residual, to what it
+    sends in the next step (error feedback):
 
         v_r = b_r / scale + e_r                b_r: leader r's bucket, gradients times the loss
                                                scale; e_r: its residual, unscaled, 0 at first
@@ -547,7 +548,7 @@ class Bucket:
             if self.has_residual:
                 sent = self._send(scale)
             else:
-                _, _, sent = self.compressor(self.outer, self.flat, {})
+                sent = self.compressor(self.outer, self.flat)
         self.inner.broadcast(self.flat)
         return sent
 
@@ -577,6 +578,8 @@ class Bucket:
 
 # ----- Compressors: what crosses the network, from simple to hard -----
 #
+# `dense` averages a flat tensor in place. All others, here int8 and onebit, have the form
+#
 #     compressor(world, value, state) -> (mean, next state, bytes sent)
 #
 #     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
@@ -587,24 +590,21 @@ class Bucket:
 #
 # Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
 # skip the same step. After that the next step begins with the same state.
-#
-# `dense` is called with a bucket without padding and without any state. It leaves no residual:
-# `value` itself becomes the mean.
 
-def dense(dtype, world, value, state):
-    """none, fp16 and bf16: averages by one all-reduce in the format `dtype`. It divides first, then
-    casts, then sums. Returns (value itself, which is now the mean; the state; bytes sent).
+def dense(dtype, world, value):
+    """none, fp16 and bf16: averages a tensor over the ranks, in place, by one all-reduce in the
+    format `dtype`. It divides first, then casts, then sums. Returns the bytes sent.
 
     fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
     6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds
-    as well. The bytes are those of a ring of W ranks: each sends (W - 1) / W of the tensor twice,
-    to sum it up and to spread the sums.
+    as well. The bytes are computed, as of a ring of W ranks: each sends (W - 1) / W of the tensor
+    twice, to sum it up and to spread the sums.
     """
     value.div_(world.size)                         # before the sum, which might overflow fp16
     wire = value.to(dtype)                         # in fp32 it is `value` itself
     world.all_reduce(wire)
     value.copy_(wire)
-    return value, state, 2 * (world.size - 1) * wire.nbytes // world.size
+    return 2 * (world.size - 1) * wire.nbytes // world.size
 
 
 def compressed_mean(encode, decode, world, value, state):
@@ -773,7 +773,7 @@ def torchrun_died():
 def end_torchrun():
     """Ends the torchrun that started this process, if there is one: it would restart the ranks."""
     if TORCHRUN:
-        time.sleep(2)      # node 0's may keep the store: the others have to read "failed" first
+        time.sleep(2)      # that of node 0 may keep the store: first let all read "failed"
         if not torchrun_died():
             with contextlib.suppress(ProcessLookupError):        # it has just ended
                 os.kill(TORCHRUN, signal.SIGTERM)
@@ -826,7 +826,7 @@ def watch(rank):
 
 def leave(message, restart_helps, rank_lost=False):
     """Ends this process after an error, with status 1. The first of all ranks to fail prints the
-    message, one line. Where it says that a restart cannot help, torchrun is ended, too.
+    message. Where it says that a restart cannot help, torchrun is ended, too.
 
     rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
     puts their numbers in place of the "?" in its message.

@@ -1,10 +1,6 @@
 """Recipes and learning rates, master weights, loss scaling, clipping, AdamW and LAMB.
 
 Each part needs nothing of those below it.
-
-In an optimizer, w is a parameter, an fp32 tensor; g is its gradient, m the running mean of g and v
-that of g^2. b1 and b2 ("betas") are how slowly m and v forget. t = 1, 2, ... counts the updates. lr
-is the learning rate, eps keeps a divisor from being 0, decay is the weight decay.
 """
 import dataclasses
 
@@ -198,9 +194,10 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 
 
 # ----- Optimizers -----
-
-LARGEST_RATIO = 0.3          # the most that LAMB takes for ||w|| / ||u||
-
+#
+# w is a parameter, an fp32 tensor; g is its gradient, m the running mean of g and v that of g^2. b1
+# and b2 ("betas") are how slowly m and v forget. t = 1, 2, ... counts the updates. lr is the
+# learning rate, eps keeps a divisor from being 0, decay is the weight decay.
 
 class Optimizer(torch.optim.Optimizer):
     """What our optimizers share. Each of them only adds `_update(group, w, g, m, v)`, which changes
@@ -271,6 +268,9 @@ class AdamW(Optimizer):
         """Applies one update to one parameter: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
         w.sub_(u, alpha=group["lr"])
+
+
+LARGEST_RATIO = 0.3          # the most that LAMB takes for ||w|| / ||u||
 
 
 class LAMB(Optimizer):

@@ -169,8 +169,8 @@ def run_settings(args, manifest):
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started otherwise: with other flags the
     ranks would wait for each other, or average what does not belong together; with another torch or
-    processor their weights would drift apart, since sums are rounded otherwise. So it does if two
-    have the same GPU, which NCCL refuses. Collective."""
+    processor their weights would drift apart, since sums are rounded otherwise. Raises it, too, if
+    two ranks have the same GPU, which NCCL refuses. Collective."""
     told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
     told["processor"] = torch.backends.cpu.get_cpu_capability()
     if world.device.type == "cuda":
@@ -205,7 +205,7 @@ def prepare_run(args, world):
 STEP_LINE = ("step {step:>6}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  lr {lr:.1e}  "
              "norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
              "{minutes_left:.0f} min left")
-EVAL_LINE = ("step {step:>6}  held out: MLM loss {mlm_loss:.3f} (unigram {unigram_entropy:.3f}), "
+EVAL_LINE = ("step {step:>6}  held out: MLM loss {mlm_loss:.3f} (unigram {unigram_loss:.3f}), "
              "MLM accuracy {mlm_accuracy:.1%}")
 
 
@@ -294,7 +294,8 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of all starts together until the last step; the ranks' mean
+    seconds: float = 0.0             # of all starts together until the last step: the ranks' mean,
+                                     # so that all agree when --hours are over
 
 
 def set_bias_to_frequencies(model, shards):
@@ -327,13 +328,21 @@ def build_model(args, world):
 
 
 def build(args, world):
-    """Returns the State before the first step, the same weights on all ranks. Collective."""
+    """Returns the State before the first step, the same weights on all ranks. Collective.
+
+    Of each parameter there are three tensors, the same ones in the whole run:
+
+        p              the model's, maybe in 16 bits, for forward and backward; of its gradient only
+                       that of the last micro-batch exists, until the Reducer has added it up
+        master         fp32, what the optimizer steps; `copy_to_model` copies it to p
+        master.grad    fp32, a view of one of the Reducer's buckets, where gradients add up and are
+                       averaged
+    """
     model = build_model(args, world)
+    # Before the cast, since the Reducer sends rank 0's weights to all in fp32.
     reducer = dist.Reducer(model, world, args.compression, args.bucket_mb)
     masters = optim.cast_with_masters(model, optim.PRECISIONS[args.precision])
     for name, master in masters.items():
-        # The optimizer reads the gradient where the Reducer has averaged it: nothing is copied, and
-        # the view stays the same in the whole run.
         master.grad = reducer.gradients[name]
     optimizer = optim.make_optimizer(args.optimizer, masters, args.betas)
 
@@ -399,7 +408,7 @@ def save(args, world, log, state):
     """
     check_weights(world, state)
     state.reducer.forget()
-    if not log.active:
+    if world.rank > 0:
         return
     checkpoint = {"settings": args.settings, "tensors": tensors_of(state), **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
@@ -438,7 +447,7 @@ def newest_checkpoint(args, log):
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             differ = dist.differences(checkpoint["settings"], args.settings)
-        except (OSError, MemoryError):               # the file may be whole
+        except (OSError, MemoryError):               # not read, so it may be whole
             raise
         except Exception as error:                   # a damaged file can raise anything
             damaged = error
@@ -469,7 +478,7 @@ def restore(args, world, log, state):
                           "shared disk")
 
     numbers = None
-    if log.active:
+    if world.rank == 0:
         numbers = newest_checkpoint(args, log)
     if numbers:
         saved = numbers.pop("tensors")
@@ -516,7 +525,10 @@ def finished_tokens(args, state):
 
 def progress(args, state):
     """Returns (index, done): the phase that the next step is in, and how far in it that step is, in
-    [0, 1). If there is no next step: (the number of phases, 0.0)."""
+    [0, 1). If there is no next step: (the number of phases, 0.0).
+
+    With phases of 100 and 50 tokens, and 120 finished, it is in the second one, of which 20 are.
+    """
     finished = finished_tokens(args, state)
     for index, phase in enumerate(args.phases):
         if finished < phase.tokens and state.step < args.max_steps:
@@ -612,7 +624,7 @@ def evaluate(args, world, log, state):
     losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation of a phase; 15 % of the tokens are masked,
-    the default of data.PretrainingData, however many training masks. unigram_entropy is the loss
+    the default of data.PretrainingData, however many training masks. unigram_loss is the loss
     on the same tokens of a predictor that knows only how often the training text has each token:
     the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the NSP
     accuracy's standard error is about 1.6 %.
@@ -644,7 +656,7 @@ def evaluate(args, world, log, state):
         "phase": state.phase + 1,
         "mlm_loss": mlm_sum / masked,
         "mlm_accuracy": mlm_hits / masked,
-        "unigram_entropy": unigram_sum / masked,
+        "unigram_loss": unigram_sum / masked,
         "nsp_loss": nsp_sum / EVAL_EXAMPLES,
         "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
     log.metric("eval", **result)
@@ -698,8 +710,9 @@ def training_loop(args, world, log, state, signals):
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            # The Reducer averages over the ranks. So the divisors are what a rank has in the mean.
-            # Then every token of the step weighs the same, and every pair.
+            # The Reducer averages over the ranks: it adds up their gradients and divides by their
+            # number. So here it is masked / size, and in the end the sum of all ranks / masked:
+            # every token of the step weighs the same. Likewise every pair.
             mlm_loss = mlm_sum / (max(masked, 1) / world.size)
             nsp_loss = nsp_sum / (phase.global_batch / world.size)
             ((mlm_loss + nsp_loss) * scale).backward()
@@ -781,7 +794,7 @@ def train(args, world):
     log_start(args, world, log, state)
     stop = training_loop(args, world, log, state, signals)
 
-    if log.active:
+    if world.rank == 0:
         # The folder gets the masters, since in 16 bits the model's weights are rounded. (A head
         # that is not trained has no masters, and stays rounded.)
         state.model.float()
@@ -816,7 +829,7 @@ def main():
     except SystemExit as end:
         if end.code and dist.TORCHRUN:
             # A restart would have the same flags. The node's first rank has told what is wrong with
-            # them; the others let it.
+            # them; the others wait until it has ended torchrun.
             if os.environ["LOCAL_RANK"] != "0":
                 time.sleep(10)
             dist.leave("", restart_helps=False)

@@ -360,7 +360,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     expected = {
         "mlm_loss": F.cross_entropy(mlm_logits[counted], labels),
         "mlm_accuracy": (mlm_logits[counted].argmax(1) == labels).double().mean(),
-        "unigram_entropy": unigram_losses[labels].mean(),
+        "unigram_loss": unigram_losses[labels].mean(),
         "nsp_loss": F.cross_entropy(nsp_logits, batch.pair_labels),
         "nsp_accuracy": (nsp_logits.argmax(1) == batch.pair_labels).double().mean()}
     for name, value in expected.items():

@@ -77,7 +77,7 @@ def points_of(lines):
             examples = sum(phases[step["phase"] - 1]["global_batch"] for step in taken)
             length = phases[line["phase"] - 1]["seq_len"]
             points.append(Point(taken[-1]["step"], taken[-1]["seconds"], examples, length,
-                                line["mlm_loss"], line["unigram_entropy"]))
+                                line["mlm_loss"], line["unigram_loss"]))
     return points
 
 

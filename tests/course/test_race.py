@@ -20,7 +20,7 @@ def write(name, evaluations, unigram=6.5, **changes):
         for number in range(step - 49, step + 1):
             lines.append({"kind": "train", "step": number, "phase": phase, "seconds": 0.6 * number})
         lines.append({"kind": "eval", "phase": phase, "mlm_loss": loss,
-                      "unigram_entropy": unigram + phase})
+                      "unigram_loss": unigram + phase})
     name.mkdir()
     (name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
@@ -46,7 +46,7 @@ def test_after_a_restart_the_last_line_of_a_step_counts():
     lines = [START]
     for step, seconds in (1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0):
         lines.append({"kind": "train", "step": step, "phase": 1, "seconds": seconds})
-    lines.append({"kind": "eval", "phase": 1, "mlm_loss": 5.0, "unigram_entropy": 6.5})
+    lines.append({"kind": "eval", "phase": 1, "mlm_loss": 5.0, "unigram_loss": 6.5})
     point, = race.points_of(lines)
     assert (point.step, point.seconds, point.examples) == (2, 5.0, 64)
 

@@ -71,8 +71,8 @@ def mean_of_each(world, tensors):
     if not tensors:
         return [], 0
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    mean, _, sent = dist.dense(flat.dtype, world, flat, {})
-    return split(mean, [tensor.shape for tensor in tensors]), sent
+    sent = dist.dense(flat.dtype, world, flat)
+    return split(flat, [tensor.shape for tensor in tensors]), sent
 
 
 def split(flat, shapes):
