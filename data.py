@@ -517,7 +517,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     if min(counts) < 2:
         raise DataError(f"{documents} documents are too few, or too often the same, for {shards} "
                         "shards (each needs two, and so does what is held out, a fifth at most; 1 "
-                        "shard needs ten documents): part them by blank lines, or lower data.py's "
+                        "shard needs some thirty): part them by blank lines, or lower data.py's "
                         "--shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],

@@ -813,7 +813,9 @@ def watch(rank):
     restart cannot help it ends torchrun as well."""
     with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
-        store.wait(["failed"], datetime.timedelta(days=1000))
+        # Without an end: of its milliseconds torch takes 32 bits, which for 1030 days are negative.
+        # For 1000 days it would print a warning every six days.
+        store.wait(["failed"], datetime.timedelta(days=1030))
         first = store.get("failed")
         if first != b"nobody":
             # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
@@ -838,7 +840,7 @@ def leave(message, restart_helps, rank_lost=False):
     except (RuntimeError, TimeoutError):
         # The store is gone with node 0, or no memory is left for a thread. Each rank prints an
         # error of its own; that others are lost is printed by one rank of each node.
-        if rank_lost and os.environ["LOCAL_RANK"] != "0":
+        if rank_lost and TORCHRUN and os.environ["LOCAL_RANK"] != "0":
             message = ""
     if message:
         with contextlib.suppress(OSError, ValueError):           # a closed terminal, a full disk

@@ -74,7 +74,8 @@ FRACTION = data.number_in(float, 0, 1)
 
 def parse_arguments(argv=None):
     """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
-    with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2."""
+    with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2, or
+    1 under torchrun."""
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
@@ -228,7 +229,7 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another run writes to {folder}, or its disk has no locks "
-                              f"({error.strerror}); take another --out")
+                              f"({error.strerror}); wait until it ends, or take another --out")
 
     def say(self, text):
         """Prints a line."""
@@ -247,7 +248,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()                # what a full disk refuses goes with the next line
+            self.file.flush()                # what a full disk refuses, up to 8 KB, goes later
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -263,11 +264,12 @@ def log_start(args, world, log, state):
     """Says what is about to run, and writes it to metrics.jsonl."""
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
-    folder = Path(__file__).parent
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty 2>/dev/null")
-    log.metric("run", flags=args.settings, phases=[vars(phase) for phase in args.phases],
-               commit=commit, python=sys.version, torch=torch.__version__, ranks=world.size,
-               device=world.device.type, parameters=parameters)
+    commit = subprocess.getoutput(
+        f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null")
+    log.metric("run", command=sys.argv, flags=args.settings,
+               phases=[vars(phase) for phase in args.phases], commit=commit, python=sys.version,
+               torch=torch.__version__, ranks=world.size, device=world.device.type,
+               parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
@@ -423,7 +425,7 @@ def save(args, world, log, state):
         with contextlib.suppress(OSError):
             temporary.unlink()
         log.say(f"warning: no checkpoint of step {state.step}: {error!r:.100} (is the disk full?); "
-                "training goes on")
+                "the one before stays")
         return
 
     # All but this one and the one before go. If there are later ones, they are damaged: otherwise
@@ -447,9 +449,9 @@ def newest_checkpoint(args, log):
             # weights_only, because a pickle could run any code.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             differ = dist.differences(checkpoint["settings"], args.settings)
-        except (OSError, MemoryError):               # not read, so it may be whole
-            raise
         except Exception as error:                   # a damaged file can raise anything
+            if explain(error):
+                raise                                # not read, for lack of memory, say
             damaged = error
         if damaged:
             log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
@@ -550,7 +552,7 @@ def copy_positions(args, state):
     """
     if state.step and not args.init:
         trained = max(phase.seq_len for phase in args.phases[:state.phase])
-        new = torch.arange(trained, args.phases[state.phase].seq_len)
+        new = torch.arange(args.phases[state.phase].seq_len)[trained:]
         positions = state.masters["embeddings.positions.weight"]         # (max_positions, width)
         positions[new] = positions[new % trained]
         optim.copy_to_model(state.masters, state.model)
@@ -751,7 +753,7 @@ def training_loop(args, world, log, state, signals):
         if phase_ends or stop or half_hour or state.step % args.save_every == 0:
             save(args, world, log, state)
             saved_at = state.seconds
-            if not stop:
+            if phase_ends or not stop:
                 evaluate(args, world, log, state)
     return stop
 
@@ -840,6 +842,9 @@ def main():
         world = dist.init(args.timeout)
         train(args, world)
         world.close()
+        # At its end Python would print again what a closed terminal or a full disk has refused, and
+        # take that for an error: torchrun would restart a training that is done.
+        os._exit(0)
     except (Exception, KeyboardInterrupt) as error:
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""

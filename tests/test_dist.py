@@ -462,15 +462,13 @@ def cannot_agree(world, said):
     sys.stderr = open(f"{said}.{world.rank}", "w", buffering=1)
     world.barrier()
 
-    def gone():
-        raise torch.distributed.DistNetworkError("connection reset")
+    def gone(*arguments):
+        raise torch.distributed.DistNetworkError("no store, no thread")
 
-    def no_thread(*arguments):
-        raise RuntimeError("can't start new thread")
-
+    dist.TORCHRUN = 1
     dist.open_store = gone
     if world.rank == 3:                          # has no memory left, which is its own error
-        threading.Thread.start = no_thread
+        threading.Thread.start = gone
     dist.leave(f"rank {world.rank}", True, rank_lost=world.rank != 3)
 
 

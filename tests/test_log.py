@@ -25,7 +25,7 @@ from tests.training import SHORT, args_of, column, metrics, run
 # ----- A whole program -----
 
 FIELDS = {
-    "run": "flags phases commit python torch ranks device parameters",
+    "run": "command flags phases commit python torch ranks device parameters",
     "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
              "examples_per_second data_share wait_seconds bytes_sent minutes_left",
     "eval": "step phase mlm_loss mlm_accuracy unigram_loss nsp_loss nsp_accuracy"}

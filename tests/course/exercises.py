@@ -15,8 +15,8 @@ For lecturers, in the whole repository, and for all who learn alone:
     python tests/course/exercises.py grade FOLDER... --track week --csv points.csv
     python tests/course/exercises.py verify                         # the course itself
 
-Where no exercise is named, all of the track count, by default all twelve. A folder with the name of
-an exercise is given as ./lamb.
+Where no exercise is named, all of the track count, by default all twelve; of hints the first. A
+folder with the name of an exercise is given as ./lamb.
 
 Needs no git. This file needs Python's standard library alone, the checks what requirements.txt
 names. README.md beside it is for lecturers.

@@ -94,8 +94,8 @@ HINTS = {
         "`residual` and `state` if the step is taken. In any case nothing waits afterwards.",
     ],
     "resume": [
-        "`save`: first `check_weights`, on all ranks, then `forget`. The rank with an active log "
-        "writes: args.settings as \"settings\", `tensors_of`, `numbers_of`. If that fails by an "
+        "`save`: first `check_weights`, on all ranks, then `forget`. Rank 0 alone writes: "
+        "args.settings as \"settings\", `tensors_of`, `numbers_of`. If that fails by an "
         "OSError, or torch's RuntimeError, remove what is half written and say so.",
         "`save` at last removes all checkpoints but the new one and the latest before it. "
         "`restore`: first let each rank compare the latest step in its folder with rank 0's.",

@@ -1,7 +1,7 @@
-"""LANS: LAMB with a Nesterov term and normalised gradients, and its recipe for batches of 96K.
+r"""LANS: LAMB with a Nesterov term and normalised gradients, and its recipe for batches of 96K.
 
     python tests/variants/lans.py                            # and any flag of train.py
-    torchrun --nproc_per_node=8 tests/variants/lans.py --data shards/wiki --model large \\
+    torchrun --nproc_per_node=8 tests/variants/lans.py --data shards/wiki --model large \
         --recipe lans-96k
 
 Zheng et al., arXiv 2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp. All tensors have ratios,
