@@ -122,10 +122,11 @@ def cast_with_masters(model, dtype):
     """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
     the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
 
-    A master is the memory that the parameter had before the cast, which `detach` shares. A cast to
-    16 bits gives the parameter new memory, so that the master is a second, exact copy (arXiv
-    1710.03740, section 3.1): bf16 keeps 8 bits, and an update of less than 2^-9, 0.2 % of a weight,
-    would be rounded away. A cast to fp32 changes nothing, and both are one memory.
+    A master is the memory that the parameter had before the cast: `detach` returns a tensor that
+    shares it. Then `model.to` gives the parameter, which stays the same object, new memory with
+    rounded weights; the master keeps the exact ones (arXiv 1710.03740, section 3.1). In bf16, which
+    has 8 bits, an update of less than 2^-9, 0.2 % of a weight, would be rounded away. A cast to
+    fp32 changes nothing, and both are one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)

@@ -509,10 +509,11 @@ def planned_tokens(args):
 
 
 def finished_tokens(args, state):
-    """Returns how many of the planned tokens are finished: those of all steps until now. With
-    --hours, half of them are finished when half of the time is over, by the seconds that the ranks
-    have agreed on, however many steps there were. (A rate by the clock: Izsak et al., arXiv
-    2104.07705.)
+    """Returns how many of the planned tokens are finished: those of all steps until now.
+
+    With --hours the clock counts, not the steps: when half of the time is over, by the seconds that
+    the ranks have agreed on, half of the tokens are taken as finished. So the phases share the time
+    as they share the tokens. (A rate by the clock: Izsak et al., arXiv 2104.07705.)
 
     A hundredth of the hours is kept for what comes after the last step: an evaluation, a checkpoint
     and the model's folder.
