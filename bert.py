@@ -62,8 +62,8 @@ class BertConfig:
     feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
     vocab_size: int                     # V, the rows of the embedding; of presets a multiple of 64
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the part that training sets to 0: of embeddings, attention
-                                        # weights, the outputs of attention and of feed-forward
+    dropout: float = 0.1                # the fraction that training sets to 0, of embeddings,
+                                        # attention weights, outputs of attention and feed-forward
     layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
     init_std: float = 0.02              # the standard deviation of initial matrices, embeddings
                                         # excepted
@@ -79,8 +79,8 @@ class BertConfig:
             heads=width // 64,
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768, where this is 0.02 as well. With it
-            # narrow matrices begin to learn some hundred steps later.
+            # The original's 0.02 is made for a width of 768, where this is 0.02 as well. Narrower
+            # models begin to learn some hundred steps later with 0.02.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -190,8 +190,8 @@ class Block(nn.Module):
             x = x.index_select(0, rows)                          # (R, D)
             attended = attended.index_select(0, rows)            # (R, D)
 
-        # BERT normalises the sums (post-LayerNorm); later models, what goes into attention and
-        # feed-forward.
+        # BERT normalises the sums (post-LayerNorm). Later models normalise the inputs of attention
+        # and feed-forward instead (pre-LayerNorm).
         x = self.attention_norm(x + self.dropout(self.attention_out(attended)))
         hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
         return self.norm(x + self.dropout(self.down(hidden)))
@@ -401,7 +401,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()
     tokenizer_config = {
-        # Without this class, transformers 5 make the tokenizer of other BERTs, WordPiece.
+        # Without this line transformers 5 would make the tokenizer of other BERTs, WordPiece.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         "model_max_length": longest,
@@ -427,7 +427,7 @@ def load_huggingface(folder):
     It reads config.json and pytorch_model.bin, as `save_huggingface` writes them. Those of a
     BertForPreTraining of transformers will do, too. (Their save_pretrained writes no
     pytorch_model.bin; torch.save(model.state_dict(), ...) does. What config.json says of an
-    activation other than GELU is not noticed.) Raises ModelError if it cannot, or one is damaged.
+    activation other than GELU is not noticed.) Raises ModelError if one is missing or damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
@@ -535,7 +535,7 @@ def main():
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)))
     except (ValueError, OSError, RuntimeError) as error:
-        # A terminal without UTF-8 is a UnicodeEncodeError, which is a ValueError.
+        # What a terminal without UTF-8 raises, UnicodeEncodeError, is a ValueError.
         sys.exit(f"bert.py: {error}")
 
 

@@ -46,9 +46,8 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # of the examples have a shorter text: training shall see such, too
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1
-FORMAT = 1                  # goes into a folder's digest. When what its files mean or the examples
-                            # made of them change, so must this: then old folders and checkpoints
-                            # are refused
+FORMAT = 1                  # goes into a folder's digest. Raise it when the files, or the examples
+                            # made of them, change: then old folders and checkpoints are refused
 
 
 class DataError(ValueError):
@@ -220,7 +219,7 @@ class PretrainingData:
         if short_draw < SHORT_FRACTION:
             length = 2 + int(length_draw * (length - 1))
 
-        # A float is exact enough for k up to 1e10.
+        # For k up to 1e10 a float gives the place to about a millionth.
         fraction = (k * GOLDEN + self.walk_start) % 1.0
         own = self.text(shard, int(fraction * size), length, cut_draw)
         if self.pairs == "none":
@@ -324,8 +323,8 @@ def uniform(counters, key):
 
 
 # Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
-# a space as "▁". A sentence ends with a piece like ".", "?" or '."', and the next one begins with
-# one like "▁The".
+# a space as "▁". A sentence ends where a piece like ".", "?" or '."' is followed by one that begins
+# a word, like "▁The".
 # Marks: of Europe (; since it ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian,
 # Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
@@ -347,6 +346,7 @@ def micro_batches(step, global_batch, micro_size, rank, size):
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
     count = math.ceil(len(mine) / micro_size)
+    # Every count-th, so that their sizes differ by one at most.
     return [mine[k::count] for k in range(count)]
 
 
@@ -375,7 +375,8 @@ SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer.
                             # 0.5 % of the tokens at 30,522 pieces, and take twice the time
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
-# them. U+200C and U+200D are not among them: Persian and the scripts of India spell with them.
+# them. U+200C and U+200D are not among them, since Persian and the scripts of India spell with
+# them; SentencePiece takes the first for a space.
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
@@ -476,9 +477,10 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
     says of them.
 
-    Documents are dealt by their text's CRC-32, so that the same text twice is never both trained on
-    and held out; it is held out only once. Documents of less than two tokens are left out, since
-    they have no A and B. Raises DataError if a shard has less than two documents.
+    Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
+    that comes twice is either trained on or held out, and is held out once. Documents of less than
+    two tokens are left out, since they have no A and B. Raises DataError if a shard has less than
+    two documents.
     """
     vocab_size = tokenizer.get_piece_size()
     names = shard_names(shards)
@@ -510,7 +512,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             document_files[shard].write(ends[shard])
 
     unigrams.tofile(folder / "unigrams")
-    # Of 8 bytes each; the first is no end of a document.
+    # A number has 8 bytes; the first one, 0, ends no document.
     counts = [file.tell() // 8 - 1 for file in document_files]
     for file in token_files + document_files:
         file.close()
@@ -526,8 +528,8 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
 
 # ----- Corpora: files -> documents, each one string -----
 
-# How a file of HTML or XML begins, and a tar archive, which is full of null characters. "<name>
-# says" of a chat is text.
+# How a file of HTML or XML begins: by a common tag, since a line of a chat may begin with "<name>".
+# And a tar archive, which is full of null characters.
 MARKUP = re.compile(r"(?i)<([!?]|(html|head|body|div|p|doc|page|mediawiki|tei|rss)\b)|.*\0\0")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 

@@ -56,7 +56,7 @@ class World:
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1
+    local_size: int = 1      # ranks of this node
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None is all processes
@@ -339,8 +339,8 @@ class Reducer:
     # 1. Pack
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0):
-        # A rank that has died until here is an exception over Gloo. NCCL's first call, which
-        # connects the ranks, would wait for it for ever.
+        # A rank that has died by now is an exception here, over Gloo. NCCL's first call, which
+        # connects the ranks, would wait for it much longer.
         world.barrier()
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
@@ -406,8 +406,8 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
         torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # This thread computes on one core; the others keep theirs. On more it would take them away
-        # from backward: a step of the model tiny took 1.36 times as long.
+        # It holds for the calling thread, which computes on one core; the others keep theirs. On
+        # more it would take them away from backward: a step of `tiny` took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
@@ -614,6 +614,7 @@ def compressed_mean(encode, decode, world, value, state):
     rounds down to whole numbers, in the first step:
 
                        rank 0                 rank 1
+        part           0      1               0      1
         value          3.4    1.0             2.0    5.2
         encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
         all_to_all     3      2               1      5            part 0 of both; part 1 of both
@@ -813,8 +814,8 @@ def watch(rank):
     restart cannot help it ends torchrun as well."""
     with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
-        # Without an end: of its milliseconds torch takes 32 bits, which for 1030 days are negative.
-        # For 1000 days it would print a warning every six days.
+        # Without an end. (torch passes milliseconds on as an int of 32 bits. Those of 1030 days are
+        # negative, so it waits in silence; with 1000 days it prints a warning every six days.)
         store.wait(["failed"], datetime.timedelta(days=1030))
         first = store.get("failed")
         if first != b"nobody":

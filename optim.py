@@ -40,10 +40,10 @@ class Phase:
 # the same names.
 RECIPES = {
     # A 2x128 model on 5 MB of text, in minutes. With 30 % of the tokens masked it learned faster
-    # than with 20; that more than 15 % can be better, of large models, is from arXiv 2202.08005.
+    # than with 20. That more than 15 % can be better was found for large models (arXiv 2202.08005).
     "demo": {
         "optimizer": "lamb",
-        "betas": (0.9, 0.98),        # so few steps need a v that forgets soon
+        "betas": (0.9, 0.98),        # for so few steps the second one is smaller
         "dropout": 0.0,              # every text is seen a few times only
         "mask_fraction": 0.3,
         "pairs": "nsp",
@@ -278,7 +278,7 @@ class LAMB(Optimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2), with u of `adam_update`:
 
         w = w - lr ratio u
-        ratio = min(||w|| / ||u||, 0.3), also 0.3 if a norm is 0; of a tensor without decay 1
+        ratio = min(||w|| / ||u||, 0.3), also 0.3 if a norm is 0; 1 for tensors without decay
 
     A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
     is. That is what lets training take large batches, which need a large lr.

@@ -248,7 +248,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()                # what a full disk refuses, up to 8 KB, goes later
+            self.file.flush()                # Python keeps what a full disk refuses, up to 8 KB
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -362,7 +362,7 @@ COUNTERS = ("step", "phase", "phase_step", "seconds")
 
 
 def tensors_of(state):
-    """Returns what steps change in tensors, {name: tensor}: master weights and the optimizer's
+    """Returns the tensors that steps change, {name: tensor}: master weights and the optimizer's
     moments. The names and shapes are the same on every rank, before the first step as well."""
     tensors = dict(state.masters)
     for name, master in state.masters.items():
@@ -537,7 +537,8 @@ def progress(args, state):
         if finished < phase.tokens and state.step < args.max_steps:
             if args.hours:
                 return index, finished / phase.tokens
-            # Step number k of n, from 0 on: so neither the first nor the last has a rate of 0.
+            # Step number k of n, from 0 on: so neither the first nor the last has a rate of 0. (By
+            # the clock the first one has.)
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -713,9 +714,9 @@ def training_loop(args, world, log, state, signals):
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            # The Reducer averages over the ranks: it adds up their gradients and divides by their
-            # number. So here it is masked / size, and in the end the sum of all ranks / masked:
-            # every token of the step weighs the same. Likewise every pair.
+            # The Reducer will take the mean over the ranks: their sum / size. With the divisor
+            # masked / size that becomes the sum of all ranks / masked, so that every token of the
+            # step weighs the same. Likewise every pair.
             mlm_loss = mlm_sum / (max(masked, 1) / world.size)
             nsp_loss = nsp_sum / (phase.global_batch / world.size)
             ((mlm_loss + nsp_loss) * scale).backward()
