@@ -47,6 +47,10 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
+# torch 2.13 has the first, older ones the second.
+ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 @dataclasses.dataclass
 class World:
     """This process among all of `group`, and the collectives: calls that its ranks make together.
@@ -94,8 +98,8 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        gathered = torch.stack([tensor] * self.size)
-        self._run(distributed.all_gather, list(gathered), tensor)        # writes into its rows
+        gathered = torch.stack([tensor] * self.size)         # with one rank already the answer
+        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())      # views: it writes there
         return gathered
 
     def all_gather_object(self, value):
@@ -140,7 +144,7 @@ class World:
 def differences(one, other):
     """Returns the keys in which two dicts differ, as text: "seed 1 (not 0)"."""
     found = []
-    for key in sorted(one.keys() | other.keys()):
+    for key in sorted(one | other):
         if one.get(key) != other.get(key):
             found.append(f"{key} {one.get(key)} (not {other.get(key)})")
     return ", ".join(found)
@@ -366,8 +370,8 @@ class Reducer:
         self.scale = scale
         self.last_micro_batch = True
         self.missing = set(self.gradients)         # names of those that are not ready
-        for flat in self.flats:
-            flat.zero_()
+        for bucket in self.buckets:
+            bucket.padded.zero_()
 
     # 2. Ready
 
@@ -559,7 +563,7 @@ class Bucket:
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
         # The compressor has taken out of `value` what it sent: the residual is left.
         self.uncommitted = value, next_state
-        torch.mul(mean[:len(self.flat)], scale, out=self.flat)
+        torch.mul(mean, scale, out=self.padded)        # of which `flat` is a part
         return sent
 
     def commit(self, step_taken):

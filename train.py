@@ -279,7 +279,7 @@ def log_start(args, world, log, state):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens a step, lr {phase.lr:g}")
-    if state.step > 0:
+    if state.step:
         log.say(f"resuming from the checkpoint of step {state.step}")
 
 
