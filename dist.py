@@ -370,8 +370,8 @@ class Reducer:
         self.scale = scale
         self.last_micro_batch = True
         self.missing = set(self.gradients)         # names of those that are not ready
-        for bucket in self.buckets:
-            bucket.padded.zero_()
+        for flat in self.flats:
+            flat.zero_()
 
     # 2. Ready
 
@@ -563,7 +563,7 @@ class Bucket:
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
         # The compressor has taken out of `value` what it sent: the residual is left.
         self.uncommitted = value, next_state
-        torch.mul(mean, scale, out=self.padded)        # of which `flat` is a part
+        self.flat.copy_(mean[:len(self.flat)] * scale)
         return sent
 
     def commit(self, step_taken):

@@ -188,10 +188,8 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
     # Of two divisors the larger one: `scale` alone, or what makes the norm max_norm. That one
     # divides by the scale as well, since norm has it in it.
     factor = 1 / max(scale, norm / max_norm)
-    # With scale 1 and a small norm there is nothing to do: save the pass over memory.
-    if factor != 1:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 # ----- Optimizers -----
