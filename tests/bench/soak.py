@@ -49,9 +49,10 @@ def fill_and_free(run):
 def disturb(run, what, moment, rng):
     """Waits for the moment, disturbs, waits for the end. Returns (what was seen, list of problems).
     """
-    starting = run.last_step() >= moment
-    if starting:                                             # as long as a start takes, about
-        run.wait(lambda: False, 8 * rng.random())
+    before = run.last_step()
+    starting = before >= moment
+    if starting:                                             # as long as a start takes, at most
+        run.wait(lambda: run.last_step() != before, 8 * rng.random())
     else:
         run.wait(lambda: run.last_step() >= moment, 120)
         time.sleep(0.1 * rng.random())                       # anywhere in a step
@@ -127,7 +128,7 @@ def main(seed, folder, shards):
             stack.callback(hosts.run, "umount", "--lazy", out)
         names = (names * 3)[:DISTURBANCES]                   # each of them twice
         rng.shuffle(names)
-        moments = sorted(rng.sample(range(1, STEPS - 60), DISTURBANCES))
+        moments = sorted(rng.sample(range(1, STEPS - 30), DISTURBANCES))
         run = Run(out, [*ARGV, "--data", shards, "--out", out], options=["--shutdown-timeout=5"])
         stack.callback(run.kill)
         for what, moment in zip(names, moments):
