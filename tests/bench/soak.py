@@ -128,7 +128,7 @@ def main(seed, folder, shards):
             stack.callback(hosts.run, "umount", "--lazy", out)
         names = (names * 3)[:DISTURBANCES]                   # each of them twice
         rng.shuffle(names)
-        moments = sorted(rng.sample(range(1, STEPS - 30), DISTURBANCES))
+        moments = sorted(rng.sample(range(STEPS - 30), DISTURBANCES))
         run = Run(out, [*ARGV, "--data", shards, "--out", out], options=["--shutdown-timeout=5"])
         stack.callback(run.kill)
         for what, moment in zip(names, moments):
