@@ -47,7 +47,7 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# torch 2.13 has the first, older ones the second.
+# torch 2.13 has the first, and warns of the second, which older ones have.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -410,8 +410,8 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
         torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # It holds for the calling thread, which computes on one core; the others keep theirs. On
-        # more it would take them away from backward: a step of `tiny` took 1.36 times as long.
+        # This holds for the calling thread alone. On more cores it would take them away from
+        # backward: a step of `tiny` took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of

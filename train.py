@@ -439,7 +439,8 @@ def save(args, world, log, state):
 
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
-    anew. Raises ConfigError if there are some and none is whole, or if it is of another run."""
+    anew. Raises ConfigError if there are some and none is whole, or if it is of another run; if one
+    cannot be read, for lack of memory, say, what torch or the disk raises."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
@@ -451,7 +452,7 @@ def newest_checkpoint(args, log):
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:                   # a damaged file can raise anything
             if explain(error):
-                raise                                # not read, for lack of memory, say
+                raise                                # not read, so it may be whole
             damaged = error
         if damaged:
             log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
@@ -827,7 +828,8 @@ def explain(error):
 
 
 def main():
-    """Runs the program. Whatever ends it early is said once, by the rank that fails first."""
+    """Runs the program and ends the process. Whatever ends it early is said once, by the rank that
+    fails first."""
     try:
         args = parse_arguments()
     except SystemExit as end:

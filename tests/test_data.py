@@ -429,6 +429,7 @@ BAD = {
     "cut.txt.gz": (gzip.compress(b"word " * 9999)[:-9], "EOFError"),
     "no.txt.gz": (b"plain text", "BadGzipFile"),
     "no.txt.xz": (b"plain text", "LZMAError"),
+    "no.txt.bz2": (b"plain text", "OSError"),
     "title.jsonl": (b'{"text": "One."}\n{"title": "x"}\n', "line 2: KeyError: 'text'"),
     "number.jsonl": (b'{"text": "One."}\n{"text": 5}\n', "line 2: .*`text`"),
     "list.jsonl": (b'{"text": "One."}\n[]\n', "line 2: .*`text`"),
