@@ -50,6 +50,9 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
     local_size = local_size or size
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Gloo also where there is a GPU
+    elif torch.cuda.device_count() < size:
+        # NCCL refuses two ranks of one host on one GPU; those of two hosts meet over sockets
+        os.environ["NCCL_HOSTID"] = str(rank)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
