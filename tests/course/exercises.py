@@ -266,9 +266,9 @@ def read_report(path):
 
 def show_list():
     """Prints a table of the exercises."""
-    for number, (name, exercise) in enumerate(EXERCISES.items(), 1):
+    for name, exercise in EXERCISES.items():
         state = "  BLANK" if blank_in(ROOT, name) else ""
-        print(f"{number:>2}  {name:<10}{exercise.minutes:>4} min  {exercise.functions}{state}\n"
+        print(f"{name:<10}{exercise.minutes:>4} min  {exercise.functions}{state}\n"
               f"    {exercise.learns}")
 
 
