@@ -714,8 +714,8 @@ def describe(manifest):
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
               f"{manifest['shards']} shards, {manifest['held_out']:,} different documents held out")
     if unknown > 0.005:
-        report += ("\nwarning: much is [UNK], letters that the tokenizer does not know: raise "
-                   "--vocab-size, or make a tokenizer of this text")
+        report += ("\nwarning: much is [UNK], letters that the tokenizer does not know: make "
+                   "one of this text, without --tokenizer")
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")

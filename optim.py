@@ -53,9 +53,9 @@ RECIPES = {
         ]},
     # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; not yet run. Optimizer,
     # masks, batch and rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
-    # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 %, drops no
-    # attention weights and has another encoder. 20,900 steps are a day at the 69 TFLOP/s of an RTX
-    # 4090. Only the first 128 positions are trained.
+    # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 %, has
+    # another weight decay and encoder, and drops no attention weights. 20,900 steps are a day at
+    # the 69 TFLOP/s of an RTX 4090. Only the first 128 positions are trained.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),

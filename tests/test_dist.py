@@ -494,7 +494,7 @@ def average_on_gpu(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size,local_size", [(1, 1), (2, 2), (4, 2)])    # the last in two levels
+@pytest.mark.parametrize("size,local_size", [(2, 2), (4, 2)])            # the second in two levels
 def test_gradients_on_gpus_are_those_of_one_process(tmp_path, size, local_size):
     outcomes = run_ranks(average_on_gpu, size, tmp_path, local_size=local_size, gpu=True)
     expected = one_process()

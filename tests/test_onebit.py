@@ -129,7 +129,7 @@ class NumpyOneBitLAMB(NumpyOneBitAdam):
             p = np.clip(m[i] / d, -1, 1) if self.frozen else m[i] / d
             u = p + decay * w[i]
             if not self.frozen:
-                c = min(max(ratio(w[i], u), 0.01), 10.0) if decay else 1.0
+                c = min(max(ratio(w[i], u), 0.01), 0.3) if decay else 1.0
                 self.ratio[i] = 0.9 * self.ratio[i] + 0.1 * c
                 new.append(w[i] - self.lr * c * u)
                 continue

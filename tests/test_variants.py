@@ -375,7 +375,7 @@ def stages(world):
     """Trains each stage for a step, in bf16; returns for each what trained, what changed, bytes."""
     torch.manual_seed(0)
     config = bert.BertConfig(2, 64, heads=1, feed_forward=128, vocab_size=128, dropout=0.0)
-    args = SimpleNamespace(bucket_mb=0.01, compression="none")
+    args = SimpleNamespace(bucket_mb=0.01, compression="none", init=None)
     model = stacking.GrowingBert(config)
     batch = random_batch(128, 8, 64)
     reducer = dist.Reducer(model, world)

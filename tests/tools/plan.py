@@ -1,7 +1,7 @@
 r"""What a training would take: memory, seconds and hours, by formulas alone. It starts nothing.
 
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \
-        --model large --recipe nvidia-64k
+        --model large --recipe nvidia-64k --micro-tokens 4096
 
 All flags of train.py but --data and --max-steps count as they would there; those of a plan are
 added. The speed of a GPU has to be given. --gpu takes what others have published of a card; better
@@ -113,8 +113,8 @@ def state_gigabytes(args):
     if args.itemsize < 4:
         bytes_each["masters"] = 4
     if args.compression in BLOCK_BYTES:
-        # The last one, and the one that is being made. The ranks of a node share them if there are
-        # several nodes; this is as if there were one rank in each.
+        # The last one, and the one that is being made. On several nodes only the first rank of each
+        # has them.
         bytes_each["residuals"] = 8
     return {part: 1e-9 * args.parameters * each for part, each in bytes_each.items()}
 

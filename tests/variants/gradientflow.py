@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/variants/gradientflow.py --out runs/chunks
 
 Sun et al., "Optimizing Network Performance for Distributed DNN Training on GPU Clusters",
-arXiv 1902.06855, section 3.2, coarse-grained sparse communication (CSC). The gradient is cut into
+arXiv 1902.06855, section 3.2, coarse-grained sparse communication (CSC). Each bucket is cut into
 chunks of 1,024 elements. Their norms are averaged first, a thousandth of the bytes, so that all
 ranks choose the same chunks, and a plain all-reduce of those is enough:
 
@@ -51,6 +51,7 @@ def chunk(world, value, state):
 def install():
     """Makes train.py use it."""
     common.use_compression("chunk", chunk)
+    common.name_run("chunk", "bucket_mb")            # chunks compete in each bucket
 
 
 if __name__ == "__main__":

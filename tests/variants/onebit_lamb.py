@@ -4,7 +4,8 @@
 
 Li et al., arXiv 2104.06069, algorithm 1; constants of microsoft/DeepSpeed, onebit/lamb.py. Its two
 stages, g and p are those of onebit_adam.py. In the first stage it is LAMB without bias correction,
-with its ratio c within [0.01, 10]; C is a mean of each tensor's ratios:
+with its ratio c within [0.01, 0.3], as in DeepSpeed's settings for BERT; C is a mean of each
+tensor's ratios:
 
     c = ||w|| / ||u||                       C = 0.9 C + 0.1 c, from 1 on
     u = p + decay w                         w = w - lr c u
@@ -71,7 +72,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
             state["f"].copy_(f.clamp(0.9 * state["f"], 1.1 * state["f"]))
             ratio = state["C"] * state["f"]
         elif group["weight_decay"]:
-            ratio = common.ratio(w.norm(), u.norm()).clamp(0.01, 10.0)       # c
+            ratio = common.ratio(w.norm(), u.norm()).clamp(0.01, optim.LARGEST_RATIO)        # c
             state["C"].lerp_(ratio, 0.1)
         else:
             ratio = state["C"]                               # 1

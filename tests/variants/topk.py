@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/variants/topk.py --out runs/topk
 
 Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction. With v_r
-of rank r, and S_r the places of its k = FRACTION n largest elements:
+of rank r, a bucket of n elements, and S_r the places of its k = FRACTION n largest:
 
     mean = mean over r of (v_r on S_r, 0 elsewhere)
 
@@ -52,6 +52,7 @@ def topk(world, value, state):
 def install():
     """Makes train.py use it."""
     common.use_compression("topk", topk)
+    common.name_run("topk", "bucket_mb")             # k counts in each bucket
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ masked as in train.py. In Google's code each token of a chosen word draws for it
 becomes [MASK], a random token or stays, and which random one; here they share that, too.
 
 What is changed: data.PretrainingData, by a subclass that gives all tokens of a word the random
-numbers of its first one.
+numbers of its first one. In held-out text tokens are masked as in train.py, so that losses compare.
 """
 import sys
 from pathlib import Path
@@ -28,15 +28,19 @@ LONGEST_WORD = 8             # tokens; longer words are masked in parts: some sc
 class WholeWords(data.PretrainingData):
     """Examples in which whole words are masked."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments, held_out=False, **options):
+        super().__init__(*arguments, held_out=held_out, **options)
+        self.held_out = held_out
         tokenizer = data.load_tokenizer(self.folder / "tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
         self.begins_word = np.char.startswith(pieces, "▁")               # (V,)
 
     def mask(self, tokens, counters):
-        """Masks words as train.py's data does tokens: all tokens of one have one counter."""
-        return super().mask(tokens, counters[self.word_starts(tokens)])
+        """Masks words as train.py's data does tokens: all tokens of one have one counter. Held-out
+        tokens are masked one by one."""
+        if not self.held_out:
+            counters = counters[self.word_starts(tokens)]
+        return super().mask(tokens, counters)
 
     def word_starts(self, tokens):
         """Returns (N,) the row in which the word of each row begins. A segment begins a word. For
