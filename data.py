@@ -92,10 +92,10 @@ class Batch(NamedTuple):
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
-        tensors = map(torch.from_numpy, self)
+        *tensors, lengths = map(torch.from_numpy, self)
         # non_blocking: to wait for a copy would be to wait for all that the GPU has to do.
-        moved = Batch._make(tensor.to(device, non_blocking=True) for tensor in tensors)
-        return moved._replace(lengths=torch.from_numpy(self.lengths))
+        moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        return Batch(*moved, lengths)
 
 
 class Shard(NamedTuple):
@@ -267,8 +267,7 @@ class PretrainingData:
         random_tokens = len(SPECIALS) + (random_draws * ordinary).astype(np.int64)
 
         fates = uniform(counters[rows], self.fate_key)
-        not_masked = np.where(fates < 0.9, random_tokens, labels)
-        tokens[rows] = np.where(fates < 0.8, MASK, not_masked)
+        tokens[rows] = np.select([fates < 0.8, fates < 0.9], [MASK, random_tokens], labels)
         return rows, labels
 
     def batch(self, indices):
@@ -398,18 +397,17 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
         raise DataError(f"{folder} is not empty; remove it, or write another folder with --out")
-    documents = sum(map(len, blocks(corpus)))       # finds bad input before the long part begins
-    if not documents:
-        raise DataError("there is no text in the corpus")
-    if tokenizer:
-        tokenizer = load_tokenizer(tokenizer)
-    else:
-        tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
-
     folder.mkdir(parents=True, exist_ok=True)
     # Raises FileExistsError if another data.py has begun to write here meanwhile.
     (folder / "tokenizer.model").touch(exist_ok=False)
     try:
+        documents = sum(map(len, blocks(corpus)))   # finds bad input before the long part begins
+        if not documents:
+            raise DataError("there is no text in the corpus")
+        if tokenizer:
+            tokenizer = load_tokenizer(tokenizer)
+        else:
+            tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)
         manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}

@@ -31,7 +31,6 @@ import traceback
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -428,19 +427,18 @@ def save(args, world, log, state):
                 "the one before stays")
         return
 
-    # All but this one and the one before go. If there are later ones, they are damaged: otherwise
-    # this run would have resumed from them.
+    # All but this one and the one before go.
     found = checkpoints_in(args.out)
-    before = max((step for step in found if step < state.step), default=state.step)
-    for step in found.keys() - {state.step, before}:
+    for step in sorted(found)[:-2]:
         with contextlib.suppress(OSError):           # the next save tries again
             found[step].unlink()
 
 
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
-    anew. Raises ConfigError if there are some and none is whole, or if it is of another run; if one
-    cannot be read, for lack of memory, say, what torch or the disk raises."""
+    anew. Those that are damaged get another name, so that none counts as one of two. Raises
+    ConfigError if there are some and none is whole, if it is of another run, or if one
+    cannot be read, for lack of memory, say."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
@@ -451,18 +449,20 @@ def newest_checkpoint(args, log):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:                   # a damaged file can raise anything
-            if explain(error):
-                raise                                # not read, so it may be whole
+            if explain(error):                       # not read, so it may be whole
+                raise ConfigError(f"{path} cannot be read: {error!r:.160}")
             damaged = error
         if damaged:
-            log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
+            log.say(f"warning: {path} is damaged ({damaged!r:.80}) and renamed; trying "
+                    "the one before")
+            path.rename(f"{path}.damaged")
             continue
         if differ:
             raise ConfigError(f"{path} is of another run: {differ}; give the flags of before, or "
                               "take another --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; move them away to start anew")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; the same command starts anew")
     return None
 
 
@@ -481,18 +481,19 @@ def restore(args, world, log, state):
                           "shared disk")
 
     numbers = None
+    saved = {}
     if world.rank == 0:
         numbers = newest_checkpoint(args, log)
     if numbers:
         saved = numbers.pop("tensors")
-        for name, tensor in tensors_of(state).items():
-            tensor.copy_(saved[name])
     numbers = world.all_gather_object(numbers)[0]    # what counts is rank 0's
     if numbers is None:
         return
 
     # Every rank has tensors of the same names and shapes: what rank 0 has read goes into them.
-    for tensor in tensors_of(state).values():
+    for name, tensor in tensors_of(state).items():
+        if saved:
+            tensor.copy_(saved[name])
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
     for name in COUNTERS:
@@ -638,7 +639,7 @@ def evaluate(args, world, log, state):
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    sums = np.zeros(6)
+    sums = torch.zeros(6, dtype=torch.float64, device=world.device)
     state.model.eval()
     for indices in data.micro_batches(0, EVAL_EXAMPLES, micro_size, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
@@ -651,11 +652,11 @@ def evaluate(args, world, log, state):
             (nsp_logits.argmax(1) == batch.pair_labels).sum(),
             unigram_losses[batch.labels[counted]].sum(),
             counted.sum()]
-        sums += [float(figure) for figure in figures]
+        sums += torch.stack(figures)
     state.model.train()
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
-    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums)
+    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums.tolist())
     result = {
         "step": state.step,
         "phase": state.phase + 1,
@@ -817,8 +818,9 @@ def train(args, world):
 
 def explain(error):
     """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
-    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate", cuBLAS "ALLOC_F".
-    if re.search("MemoryError|out of memory|allocate|ALLOC_F", repr(error)):
+    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate memory", cuBLAS
+    # "ALLOC_F".
+    if re.search("MemoryError|out of memory|allocate memory|ALLOC_F", repr(error)):
         return f"out of memory; lower --micro-tokens ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"
