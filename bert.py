@@ -16,7 +16,7 @@ Shapes, as in "x (N, D)":
     N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
     M   masked tokens of the batch, and up to 15 entries that pad them
     R   rows that the heads read: one [CLS] an example, and the masked tokens
-    D   width of the model, the size of a hidden state; D_ff: that inside of feed-forward
+    D   width of the model, the size of a hidden state; D_ff: the inner width of feed-forward
     H   heads of attention, each with D/H columns of Q, K and V
     V   size of the vocabulary
 """
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import nn
 
-# cuDNN's attention is off: it prepares anew for every shape, which is slow here.
+# torch must not choose cuDNN's attention, which prepares anew for every shape: that is slow here.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -79,8 +79,8 @@ class BertConfig:
             heads=width // 64,
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768, where this is 0.02 as well. Narrower
-            # models begin to learn some hundred steps later with 0.02.
+            # The original's 0.02 is made for a width of 768. Narrower models begin to learn some
+            # hundred steps later with it; here theirs is 0.02 (768 / width)^0.5.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -144,7 +144,8 @@ def attention(qkv, bounds, lengths, dropout):
 
     dtype = qkv.dtype
     if dtype.itemsize == 2 and not qkv.is_cuda:
-        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
+        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32. (All else is
+        # faster in bf16, where there are instructions for it.)
         qkv = qkv.float()
 
     # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
@@ -207,6 +208,7 @@ class BertForPreTraining(nn.Module):
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
+        # BERT's name for the layer between the hidden state of [CLS] and the NSP head is "pooler".
         self.pooler = nn.Linear(width, width)
         self.nsp = nn.Linear(width, 2)
 
@@ -217,7 +219,7 @@ class BertForPreTraining(nn.Module):
 
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Embeddings begin small at every width: with twice as much the demo ends 0.1 nats
+                # Embeddings begin small at every width: with 0.04 the demo's loss ends 0.1 nats
                 # higher.
                 std = 0.02 if "embeddings" in name else config.init_std
                 nn.init.normal_(parameter, std=std)
@@ -249,7 +251,7 @@ class BertForPreTraining(nn.Module):
         # exist: they would be most of a small model's work.
         examples = len(batch.pair_labels)
         # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
-        # of masked tokens
+        # of masked tokens. (What pads these is row 0; its label is IGNORED.)
         rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
@@ -360,7 +362,8 @@ def tokenizer_json(tokenizer):
         "pre_tokenizer": spaces,
         "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
         "post_processor": {"type": "Sequence", "processors": [
-            # For the sake of its trim_offsets. Nothing is cut into bytes here.
+            # Only for its trim_offsets, which leaves the space in front of a word out of the word's
+            # offsets. Nothing is cut into bytes here.
             {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
             {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]},
         "decoder": spaces}
@@ -390,6 +393,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     weights = {}
     for name, parameter in model.named_parameters():
         names = huggingface_names(name)
+        # Three parts for Q, K and V, else one.
         parts = parameter.detach().float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
     weights_file = io.BytesIO()
@@ -504,11 +508,12 @@ def fill_mask(model, tokenizer, text, count=5):
         raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
                          f"{ids.count(MASK)} and {T}")
     model.eval()
-    with torch.no_grad(), model.mlm_bias.device:                     # New tensors are made there.
+    # Within a device, as within no_grad, new tensors are made on it.
+    with torch.no_grad(), model.mlm_bias.device:
         tokens = torch.tensor(ids)                                   # (T,)
         masked_rows = torch.where(tokens == MASK)[0]                 # (M,)
         bounds = torch.tensor([0, T, T], dtype=torch.int32)
-        lengths = torch.tensor([T, 0], device="cpu")
+        lengths = torch.tensor([T, 0], device="cpu")                 # no padding
         hidden = model.encode(masked_rows, tokens, torch.zeros_like(tokens), torch.arange(T),
                               bounds, lengths)                       # (M, D)
         # The last columns only pad the vocabulary to a multiple of 64: no pieces belong to them.

@@ -44,7 +44,7 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # of the examples have a shorter text: training shall see such, too
+SHORT_FRACTION = 0.10       # the share of examples with a shorter text: training shall see some
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1
 FORMAT = 1                  # goes into a folder's digest. Raise it when the files, or the examples
                             # made of them, change: then old folders and checkpoints are refused
@@ -92,8 +92,9 @@ class Batch(NamedTuple):
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
-        *tensors, lengths = map(torch.from_numpy, self)
-        # non_blocking: to wait for a copy would be to wait for all that the GPU has to do.
+        *tensors, lengths = map(torch.from_numpy, self)              # `lengths` is the last field
+        # non_blocking: to wait for a copy would be to wait for all that the GPU has to do. (What is
+        # larger than 64 KB waits even so.)
         moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
         return Batch(*moved, lengths)
 
@@ -142,12 +143,12 @@ class PretrainingData:
         (k * 0.618... + walk_start) modulo 1        GOLDEN, and a random number
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
-    largest gap that those before it have left. So every place is read about equally often, without
-    an order that would have to be shuffled and kept, and no epoch begins or ends.
+    largest gap that those before it have left. So texts lie about every place equally often,
+    without an order that would have to be shuffled and kept, and no epoch begins or ends.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
-    document; in SHORT_FRACTION of the examples it is shorter. Tokens at the ends of a document, and
-    of documents that are shorter than an example, are read less often than others.
+    document; in SHORT_FRACTION of the examples it is shorter. (So the first and last tokens of a
+    document, and those of short documents, are in fewer texts than others.)
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.
@@ -190,6 +191,7 @@ class PretrainingData:
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
         its document if there are fewer. It is cut before one of the sentences that begin in it, or
         before any token if none does; cut_draw in [0, 1) says which."""
+        # The place is in document number - 1: documents[number - 1] <= place < documents[number].
         number = int(shard.documents.searchsorted(place, "right"))
         document = int(shard.documents[number - 1])
         document_end = int(shard.documents[number])
@@ -198,6 +200,7 @@ class PretrainingData:
         end = min(start + length, document_end)
 
         tokens = shard.tokens[start:end]
+        # Is a cut behind token 0, 1 ...: does it end a sentence, and does the next one begin one?
         is_cut = self.ends_sentence[tokens[:-1]] & self.begins_sentence[tokens[1:]]
         cuts = np.flatnonzero(is_cut) + 1
         if len(cuts) == 0:
@@ -219,7 +222,6 @@ class PretrainingData:
         if short_draw < SHORT_FRACTION:
             length = 2 + int(length_draw * (length - 1))
 
-        # For k up to 1e10 a float gives the place to about a millionth.
         fraction = (k * GOLDEN + self.walk_start) % 1.0
         own = self.text(shard, int(fraction * size), length, cut_draw)
         if self.pairs == "none":
@@ -240,7 +242,7 @@ class PretrainingData:
 
     def spans(self, indices):
         """Returns the list of the Spans of these examples."""
-        # Example i has the draws number 5 i to 5 i + 4.
+        # Example i has the draws number 5 * i to 5 * i + 4.
         counters = np.array(indices)[:, None] * 5 + np.arange(5)             # (B, 5)
         draws = uniform(counters, self.pair_key).tolist()
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
@@ -278,7 +280,7 @@ class PretrainingData:
         segments = []
         positions = []
         counters = []
-        lengths = []                                                   # numbers
+        lengths = []                                                   # a number of each example
         for spans in examples:
             text = self.shard(spans.shard).tokens
             tokens += [[CLS], text[spans.a:spans.a_end], [SEP]]
@@ -293,6 +295,7 @@ class PretrainingData:
             # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
             counters.append(spans.index * self.seq_len + position)
 
+        # In Python -n % 64 is what n lacks to the next multiple of 64.
         tokens = np.concatenate(tokens, dtype=np.int64)                # (n,)
         rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
         segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
@@ -324,7 +327,7 @@ def uniform(counters, key):
 # Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
 # a space as "▁". A sentence ends where a piece like ".", "?" or '."' is followed by one that begins
 # a word, like "▁The".
-# Marks: of Europe (; since it ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian,
+# Marks: of Europe (";" ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian,
 # Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
 # Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any letter
@@ -345,7 +348,7 @@ def micro_batches(step, global_batch, micro_size, rank, size):
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
     count = math.ceil(len(mine) / micro_size)
-    # Every count-th, so that their sizes differ by one at most.
+    # Every count-th, so that sizes differ by one at most: 7 examples in 3 are 3, 2 and 2.
     return [mine[k::count] for k in range(count)]
 
 
@@ -370,8 +373,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
 LONGEST = 1 << 16           # characters; a longer document is cut into several
 CHUNK = 1 << 10             # characters, so at most 4 KiB: SentencePiece leaves out longer texts
-SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. Twice as many save
-                            # 0.5 % of the tokens at 30,522 pieces, and take twice the time
+SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
+                            # a text has 0.5 % fewer tokens, and training takes twice the time
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. U+200C and U+200D are not among them, since Persian and the scripts of India spell with
@@ -388,8 +391,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     has no more.
 
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
-    a small one is seen more often. With 300 documents in 8 shards the largest has about twice the
-    text of the smallest, with 60 documents four times.
+    a small one is seen more often. Of a few hundred documents take few shards.
 
     Raises DataError if the folder holds something already or the text is of no use, OSError if it
     cannot be written.
@@ -439,6 +441,7 @@ def blocks(corpus, total=None):
 
 def cut_text(text, n):
     """Returns a text in parts of at most n characters, cut at white space if there is any."""
+    # (?s): a dot is any character. At most n of them that no letter follows; or else any n.
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 
@@ -450,8 +453,8 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     """
     texts = map("\n".join, blocks(corpus, documents))
     chunks = (chunk for text in texts for chunk in cut_text(text, CHUNK))
-    # Those with the smallest random numbers are a fair sample, and the same one each time. The
-    # sample that SentencePiece would draw is another one in each process.
+    # Each chunk gets a random number, and the smallest are the sample: a fair one, the same each
+    # time. The sample that SentencePiece would draw is another one in each process.
     rng = random.Random(0)
     sample = heapq.nsmallest(SAMPLE, chunks, key=lambda chunk: rng.random())
     model = io.BytesIO()
@@ -570,7 +573,7 @@ def documents_in(path):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
                 if line and not begun:
                     begun = True
-                    # "[{", '["' and "[" begin an array, which is refused below.
+                    # "[{", '["' and "[" begin an array, which has no "text": an error below.
                     is_json = re.match(r'{|\[\s*([{"]|$)', line)
                     if MARKUP.match(line):
                         raise ValueError("HTML, XML or tar, take the text out of it first")
@@ -614,7 +617,8 @@ def manifest_digest(manifest):
 
 
 def load_tokenizer(path):
-    """Returns the SentencePieceProcessor of a path; raises DataError if data.py has not made it."""
+    """Returns the SentencePieceProcessor of a path. Raises DataError if data.py has not made it,
+    OSError if it cannot be read."""
     with contextlib.suppress(RuntimeError, IndexError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         if tokenizer.id_to_piece(list(range(len(SPECIALS)))) == SPECIALS:
@@ -705,7 +709,7 @@ def english_sentences(text):
 # ----- The program -----
 
 def describe(manifest):
-    """Returns a report on prepared shards: a line, and one more for what may be wrong."""
+    """Returns a report on prepared shards: a line, and one for each thing that may be wrong."""
     unknown = manifest["unknown"]
     mean = manifest["tokens"] / manifest["documents"]
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "

@@ -11,8 +11,7 @@ A collective is a call that all ranks of a process group make together, such as 
 there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
 CPUs. Ranks find each other by a store, a small dictionary that all share, kept by a process of node
 0. When a rank dies or hangs, the others get an error in their next collective; then all processes
-end, one of them says which rank is lost (section Failures), and torchrun may start them again. Only
-this file imports torch.distributed.
+end, one of them says which rank is lost (section Failures), and torchrun may start them again.
 
 In comments on shapes: W ranks, n elements of a bucket.
 """
@@ -41,7 +40,7 @@ class DistError(Exception):
 
 class RankLost(DistError):
     """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
-    After it call `leave`, see "Failures", not sys.exit, which can wait for the lost rank.
+    After it end the process by `leave`: sys.exit can wait for the lost rank.
     """
 
 
@@ -53,7 +52,7 @@ ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_
 
 @dataclasses.dataclass
 class World:
-    """This process among all of `group`, and the collectives: calls that its ranks make together.
+    """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
     Numbers and objects go as CPU tensors, and so over Gloo, even where there are GPUs: a rank that
     died is then an exception in the training loop, while NCCL would abort the process.
@@ -92,19 +91,18 @@ class World:
 
     def all_to_all(self, rows):
         """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
-        received = rows.clone()                      # with one rank already the answer
+        received = rows.clone()                      # the answer, if there is one rank
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        gathered = torch.stack([tensor] * self.size)         # with one rank already the answer
+        gathered = torch.stack([tensor] * self.size)             # the answer, if there is one rank
         self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())      # views: it writes there
         return gathered
 
     def all_gather_object(self, value):
-        """Returns the list of every rank's value (any picklable object), in order of rank. For
-        small things: what is pickled takes four times its memory."""
+        """Returns the list of every rank's value (any small picklable object), in order of rank."""
         values = [value] * self.size
         self._run(distributed.all_gather_object, values, value)
         return values
@@ -191,7 +189,8 @@ def world_of_environment():
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # The remainder is for schedulers that show each rank only its own GPU.
+        # The remainder is for schedulers that show each rank only its own GPU. (Two ranks that get
+        # the same one by it are refused in train.py.)
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank, size, local_size, size // local_size, device)
@@ -202,36 +201,36 @@ def meet(world, init_method, limit):
     Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
 
     Why not simply take torch's store? It lives as long as torchrun, which may start dead ranks
-    again: new processes would find the words of the dead ones in it.
+    again: new processes would find in it what the dead ones have set. (The number of the restart
+    would tell them apart. But a torchrun that was itself started again counts from 0.)
 
-    So the store has rooms, numbered 1, 2, 3 ... A room is a prefix of keys: what is written in one
-    is not seen in another. Each new process opens the next room, by adding 1 to a count. While it
-    waits it moves on to the newest room and signs there. A room that all ranks have signed is the
-    one they meet in:
+    So each attempt to meet has a number, and keys of its own, with that number as a prefix. Each
+    new process begins an attempt, by adding 1 to a count. While it waits it joins the newest one,
+    by setting a key. The ranks meet in an attempt that all have joined:
 
-                                          newest room   who signed it
-        rank 0 comes                      1             0
-        rank 1 comes                      2             1, then 0: they have met
+                                          newest attempt    joined by
+        rank 0 comes                      1                 0
+        rank 1 comes                      2                 1, then 0: they have met
         both die and are started again
-        rank 1 comes                      3             1
-        rank 1 dies, comes once more      4             1
-        rank 0 comes                      5             0, then 1: they have met
+        rank 1 comes                      3                 1
+        rank 1 dies, comes once more      4                 1
+        rank 0 comes                      5                 0, then 1: they have met
 
-    So the dead are left behind: the process that takes the place of one opens a newer room. (If a
-    rank dies in the moment in which all meet, their first collective fails.)
+    So the dead are left behind: the process that takes the place of one begins a newer attempt. (If
+    a rank dies in the moment in which all meet, their first collective fails.)
     """
     # torch's rendezvous yields (store, rank, size), here once.
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
-    root.add("newest room", 1)
+    root.add("newest attempt", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
-        newest = root.add("newest room", 0)        # adding 0 reads the number
-        room = distributed.PrefixStore(str(newest), root)
-        room.set(f"here/{world.rank}", "")
-        absent = ranks_without(room, "here", world.size)
+        newest = root.add("newest attempt", 0)     # adding 0 reads the number
+        attempt = distributed.PrefixStore(str(newest), root)
+        attempt.set(f"here/{world.rank}", "")
+        absent = ranks_without(attempt, "here", world.size)
         if not absent:
-            return room
+            return attempt
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
@@ -246,7 +245,7 @@ def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL; returns the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up, Gloo raises an exception, which can say why; NCCL aborts the process. So
-    # Gloo shall be first. This call gives both of them twice the limit; below, Gloo gets the limit.
+    # Gloo shall be first: it gets the limit, below, and NCCL twice the limit, here.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -277,8 +276,8 @@ def two_levels(world, limit):
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
     for teams in (ranks, ranks.T):
-        # torch wants every rank to create all groups, in the same order, the unused (1 3) as well.
-        # A rank gets back the one it is in.
+        # torch wants every rank to create all groups, in the same order, also (1 3), which is not
+        # used: see `Bucket`. A rank gets back the one it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
@@ -292,8 +291,8 @@ def average_gradients(module, world):
 
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
-    has 158); and all are sent in full, without compression. `Reducer` mends all three. Training
-    does not call this function: it is here to be read.
+    has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
+    Training does not call this function: it is here to be read.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -314,9 +313,9 @@ class Reducer:
        bucket_mb MB; then the next bucket begins. The embeddings have buckets of their own.
        Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
        All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
-       and is cast afterwards: its parameters stay the same objects, with new memory.
-    2. Ready. When autograd has made p.grad, of all uses of p together, it calls `_ready`, which
-       adds it to the view and drops it.
+       and is cast afterwards: its parameters stay the same objects, which autograd knows.
+    2. Ready. When autograd has made p.grad, of all uses of p together (the token embedding has
+       two), it calls `_ready`, which adds it to the view and drops it.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready is complete.
        It goes to the communication thread, which averages one bucket after another while backward
        goes on.
@@ -365,7 +364,7 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step whose loss is multiplied by `scale`; the residuals are kept without it."""
+        """Begins a step whose loss is multiplied by `scale`. (Residuals are kept divided by it.)"""
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
@@ -395,14 +394,14 @@ class Reducer:
         rank is matched with the first on the others, and so on. So a bucket that is complete waits
         for those before it.
         """
-        # Those at the front have their jobs.
+        # The first len(self.jobs) have started already.
         for bucket in self.buckets[len(self.jobs):]:
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             gradients_done = None
             if self.stream:
                 # A mark in the GPU's queue of work: it is reached when what backward has queued
-                # until now is done.
+                # until now is done. Who waits for a "blocking" one sleeps.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
@@ -410,8 +409,8 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
         torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # This holds for the calling thread alone. On more cores it would take them away from
-        # backward: a step of `tiny` took 1.36 times as long.
+        # Of torch in this thread alone. If averaging took more cores, backward would have fewer: a
+        # step of `tiny` took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
             # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
@@ -467,10 +466,7 @@ class Reducer:
 def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
     takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin
-    or end.
-
-    (torch names a model's own parameters before those of its modules. In a BERT that is mlm_bias:
-    it comes last here, in a small bucket of its own.)"""
+    or end."""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # in the last of them, MB
     in_embeddings = False
@@ -504,8 +500,8 @@ class Bucket:
     So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
     `fp16` and `bf16` have one level on GPUs, since NCCL makes its own.
 
-    int8 and onebit round what they send. A leader adds what that has left, its residual, to what it
-    sends in the next step (error feedback):
+    int8 and onebit round what they send. What rounding has lost is the leader's residual, which it
+    adds to what it sends in the next step (error feedback):
 
         v_r = b_r / scale + e_r                b_r: leader r's bucket, gradients times the loss
                                                scale; e_r: its residual, unscaled, 0 at first
@@ -589,20 +585,22 @@ class Bucket:
 #     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
 #                            takes out of it, in place, what it sends; what is left is the residual
 #     mean (n + padding,)    q, the mean that all ranks get, the same bits on all
-#     state                  a dict: the "shapes" of the tensors in `value`, and what the compressor
-#                            keeps from step to step. It is not changed: the next state is a new one
+#     state                  a dict: what the compressor keeps from step to step, and the "shapes"
+#                            of the tensors in `value`, which one of tests/variants reads. It is not
+#                            changed: the next state is a new one
 #
 # Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
 # skip the same step. After that the next step begins with the same state.
 
 def dense(dtype, world, value):
-    """none, fp16 and bf16: averages a tensor over the ranks, in place, by one all-reduce in the
-    format `dtype`. It divides first, then casts, then sums. Returns the bytes sent.
+    """The compressor of none, fp16 and bf16. Averages a tensor over the ranks, in place, by one
+    all-reduce in the format `dtype`. It divides first, then casts, then sums. Returns the bytes
+    sent.
 
-    fp16 rounds to 11 bits, and needs the loss scaling that keeps gradients inside its range of
-    6e-8 to 65,504; bf16 has the range of fp32 and rounds to 8 bits. Each addition on the way rounds
-    as well. The bytes are computed, as of a ring of W ranks: each sends (W - 1) / W of the tensor
-    twice, to sum it up and to spread the sums.
+    fp16 keeps 11 significant bits, and needs the loss scaling that keeps gradients inside its range
+    of 6e-8 to 65,504; bf16 has the range of fp32 and keeps 8. Each addition on the way rounds as
+    well. The bytes are computed, for ranks that send to the next one in a ring: each sends
+    (W - 1) / W of the tensor twice, first to sum it up, then to spread the sums.
     """
     value.div_(world.size)                         # before the sum, which might overflow fp16
     wire = value.to(dtype)                         # in fp32 it is `value` itself
@@ -618,10 +616,9 @@ def compressed_mean(encode, decode, world, value, state):
     rounds down to whole numbers, in the first step:
 
                        rank 0                 rank 1
-        part           0      1               0      1
-        value          3.4    1.0             2.0    5.2
+        value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
         encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
-        all_to_all     3      2               1      5            part 0 of both; part 1 of both
+        all_to_all     3      2               1      5            now part 0 of both; part 1 of both
         mean           2.5                    3                   plus s, which is 0 at first
         encode         2                      3                   0.5 and 0 are the next s
         all_gather     2      3               2      3            the mean, on both
@@ -664,7 +661,7 @@ def encode_int8(blocks):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
-    # The clamp is for blocks of zeros.
+    # The clamp is for blocks of zeros. (The scale of a block with inf is inf, and 0 * inf is NaN.)
     scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
@@ -679,7 +676,7 @@ def decode_int8(codes):
 
 POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
 # The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1.
-SIGNS = 1 - 2.0 * (torch.arange(256).view(256, 1) & POWERS > 0)
+SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 
 def encode_onebit(blocks):
@@ -690,9 +687,9 @@ def encode_onebit(blocks):
 
         scale = mean |x|            bit = sign of x            C(x) = scale or -scale
 
-    1-bit Adam scales a whole part by ||x|| / sqrt(n). Where a few elements are large, as in an
-    embedding, then ||x - C(x)|| > ||x||, and the residual grows from step to step. mean |x| is the
-    scale with the smallest error (Karimireddy et al., arXiv 1901.09847).
+    mean |x| is the scale with the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam
+    has one scale, ||x|| / sqrt(n), for a whole part: with that the residual of an embedding grows
+    from step to step.
     """
     scales = blocks.abs().mean(-1, keepdim=True)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
@@ -833,7 +830,7 @@ def watch(rank):
 
 def leave(message, restart_helps, rank_lost=False):
     """Ends this process after an error, with status 1. The first of all ranks to fail prints the
-    message. Where it says that a restart cannot help, torchrun is ended, too.
+    message. If it says that a restart does not help, torchrun is ended, too.
 
     rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
     puts their numbers in place of the "?" in its message.

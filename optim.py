@@ -51,11 +51,11 @@ RECIPES = {
             Phase(seq_len=64, global_batch=32, steps=2300, lr=8e-3, warmup=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=4.8e-3, warmup=0.1),
         ]},
-    # BERT-base in about a day on one GPU of 24 GB, or in hours on eight; not yet run. Optimizer,
-    # masks, batch and rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples,
-    # mosaic-bert-base-uncased.yaml), which takes 70,000 steps, lets the rate end at 2 %, has
-    # another weight decay and encoder, and drops no attention weights. 20,900 steps are a day at
-    # the 69 TFLOP/s of an RTX 4090. Only the first 128 positions are trained.
+    # BERT-base in about a day on an RTX 4090, by estimate; not yet run. Optimizer, masks, batch and
+    # rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples, file
+    # mosaic-bert-base-uncased.yaml). That takes 70,000 steps, lets the rate end at 2 %, drops no
+    # attention weights, and has another weight decay and another encoder. Only the first 128
+    # positions are trained.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
@@ -124,9 +124,9 @@ def cast_with_masters(model, dtype):
 
     A master is the memory that the parameter had before the cast: `detach` returns a tensor that
     shares it. Then `model.to` gives the parameter, which stays the same object, new memory with
-    rounded weights; the master keeps the exact ones (arXiv 1710.03740, section 3.1). In bf16, which
-    has 8 bits, an update of less than 2^-9, 0.2 % of a weight, would be rounded away. A cast to
-    fp32 changes nothing, and both are one memory.
+    rounded weights; the master keeps the exact ones (arXiv 1710.03740, section 3.1). A weight in
+    bf16 has 8 significant bits: an update of less than 0.2 % of it (2^-9) would be rounded away. In
+    fp32 the cast changes nothing: parameter and master are one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)
@@ -146,15 +146,15 @@ def copy_to_model(masters, model):
 class LossScaler:
     """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-        gradients = backward(scale loss)        so that small fp16 gradients do not become 0
+        gradients = backward(scale * loss)      so that small fp16 gradients do not become 0
         overflow:   skip the step, scale = scale / 2
-        otherwise:  take the step; after growth_interval of them in a row, scale = 2 scale
+        otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
     bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
     largest=1) skips steps that are not finite, and stops the training after 15 of them; each
     growth_interval of good steps allows one more.
     """
-    scale: float = 2.0 ** 16           # always a power of two, which rounds no gradient
+    scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000
     smallest: float = 2.0 ** -14       # training stops below it
     largest: float = 2.0 ** 24
@@ -205,10 +205,9 @@ class Optimizer(torch.optim.Optimizer):
     Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
     that a checkpoint can be copied into them.
 
-    What one tensor after another costs: on a GPU up to 18 short calls for each of base's 158
-    tensors, or of large's 302. On an H100 a step of LAMB took 19 and 34 ms. One of torch's AdamW,
-    which takes lists of tensors (torch._foreach_*), took 4 and 11. With batches of thousands that
-    is little.
+    One tensor after another is slow on a GPU: on an H100 a step of LAMB took 19 ms for base, one of
+    torch's AdamW, on lists of tensors (torch._foreach_*), 4 ms. With batches of thousands that is
+    little.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -219,6 +218,8 @@ class Optimizer(torch.optim.Optimizer):
     }
 
     def __init__(self, params, **options):
+        # torch keeps `param_groups`, a list of dicts: parameters ("params") with their options. And
+        # `state`, a dict for each parameter.
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
             for w in group["params"]:
@@ -240,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
 def move_moments(m, v, g, b1, b2):
     """Moves m towards a gradient and v towards its square, in place."""
     m.lerp_(g, 1 - b1)                                           # lerp(a, b, x) = a + x (b - a)
-    v.mul_(b2).addcmul_(g, g, value=1 - b2)
+    v.mul_(b2).addcmul_(g, g, value=1 - b2)                      # v = b2 v + (1 - b2) g^2
 
 
 def adam_update(group, w, g, m, v):
@@ -278,14 +279,14 @@ class LAMB(Optimizer):
         w = w - lr ratio u
         ratio = min(||w|| / ||u||, 0.3), also 0.3 if a norm is 0; 1 for tensors without decay
 
-    A tensor moves by the fraction lr of its own norm, up to the bound, however large its gradient
-    is. That is what lets training take large batches, which need a large lr.
+    A tensor moves by the fraction lr of its own norm, or less where the bound of 0.3 holds, however
+    large its gradient is. That is what lets training take large batches, which need a large lr.
 
-    The paper's own form has no 0.3. It lets a function bound ||w||; we bound the ratio, as 1-bit
+    The paper's own form has no 0.3: there a function bounds ||w||. We bound the ratio, as 1-bit
     LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them: after
-    5,000 steps the embeddings of `tiny` had a root mean square of 0.87, and the loss was 0.45 nats
-    above that with the bound. Biases and LayerNorm have no decay and no ratio, as in the code of
-    the paper's authors and in NVIDIA's. Q, K and V are one tensor here, so they share a ratio.
+    5,000 steps of `tiny` the loss was 0.45 nats higher. Biases and LayerNorm have no decay and no
+    ratio, as in the code of the paper's authors and in NVIDIA's. Q, K and V are one tensor here, so
+    they share a ratio.
     """
 
     def _update(self, group, w, g, m, v):

@@ -9,11 +9,11 @@ r"""BERT pre-training, on one process or on many.
 
 The same command again resumes from the last checkpoint. All results are in the folder --out.
 
-The file goes from the parts to the whole: flags, log, state, checkpoints, the parts of a step,
-evaluation, `training_loop`, and last `train` and `main`, where the program begins.
+The file goes from the parts to the whole: errors, flags, log, state, checkpoints, the parts of a
+step, evaluation, `training_loop`, and last `train` and `main`, where the program begins.
 
 Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples. A
-function whose docstring says "Collective" must be called by all ranks together.
+function of this file whose docstring says "Collective" must be called by all ranks together.
 """
 import argparse
 import contextlib
@@ -58,9 +58,22 @@ class ConfigError(ValueError):
     """Flags or files that training cannot start with; the message says what to change."""
 
 
-# Errors that `explain` tells in one line, without a traceback; a lack of memory is another.
+# Errors that a user can mend, or has to know of: their messages say it.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
-            OSError, KeyboardInterrupt)
+            OSError)
+
+
+def explain(error):
+    """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
+    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate memory", cuBLAS
+    # "ALLOC_F".
+    if re.search("MemoryError|out of memory|allocate memory|ALLOC_F", repr(error)):
+        return f"out of memory; lower --micro-tokens ({str(error):.160})"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped before training began; the same command starts again"
+    if isinstance(error, EXPECTED):
+        return str(error) or repr(error)
+    return None
 
 
 # ----- Flags: args.x is what the user gave, or else what the recipe says -----
@@ -113,7 +126,8 @@ def parse_arguments(argv=None):
         help="average this many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
-    add("--max-steps", type=COUNT, default=1e9, help="stop after this step of the same schedule")
+    add("--max-steps", type=COUNT, default=1e9,
+        help="stop after this step, at the rates of the whole training")
     add("--save-every", type=COUNT, default=300,
         help="save and evaluate every so many steps and each half hour (default: %(default)s)")
 
@@ -247,7 +261,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()                # Python keeps what a full disk refuses, up to 8 KB
+            self.file.flush()        # what a full disk refuses is tried again with the next line
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -261,6 +275,8 @@ class Log:
 
 def log_start(args, world, log, state):
     """Says what is about to run, and writes it to metrics.jsonl."""
+    if not log.active:
+        return
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     commit = subprocess.getoutput(
@@ -295,8 +311,8 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of all starts together until the last step: the ranks' mean,
-                                     # so that all agree when --hours are over
+    seconds: float = 0.0             # of training, over all starts, until the last step: the
+                                     # ranks' mean, so that all agree when --hours are over
 
 
 def set_bias_to_frequencies(model, shards):
@@ -333,9 +349,10 @@ def build(args, world):
 
     Of each parameter there are three tensors, the same ones in the whole run:
 
-        p              the model's, maybe in 16 bits, for forward and backward; of its gradient only
-                       that of the last micro-batch exists, until the Reducer has added it up
-        master         fp32, what the optimizer steps; `copy_to_model` copies it to p
+        p              the model's, maybe in 16 bits, for forward and backward. Its gradient, that
+                       of one micro-batch, exists until the Reducer has added it up
+        master         fp32, what the optimizer steps; `copy_to_model` copies it to p. (If the
+                       model is in fp32, both are one memory.)
         master.grad    fp32, a view of one of the Reducer's buckets, where gradients add up and are
                        averaged
     """
@@ -349,8 +366,8 @@ def build(args, world):
 
     scaler = optim.LossScaler()
     if "fp16" not in (args.precision, args.compression):
-        # Nothing is in fp16, neither the model nor what is sent. bf16 has the range of fp32: no
-        # gradient becomes 0, so no loss has to be scaled.
+        # Nothing is in fp16, neither the model nor what is sent. The range of fp32 and bf16 is so
+        # large that no loss has to be scaled.
         scaler = optim.LossScaler(scale=1.0, largest=1.0)
     return State(model, reducer, masters, optimizer, scaler)
 
@@ -436,8 +453,8 @@ def save(args, world, log, state):
 
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
-    anew. Those that are damaged get another name, so that none counts as one of two. Raises
-    ConfigError if there are some and none is whole, if it is of another run, or if one
+    anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
+    Raises ConfigError if there are some and none is whole, if it is of another run, or if one
     cannot be read, for lack of memory, say."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
@@ -539,8 +556,7 @@ def progress(args, state):
         if finished < phase.tokens and state.step < args.max_steps:
             if args.hours:
                 return index, finished / phase.tokens
-            # Step number k of n, from 0 on: so neither the first nor the last has a rate of 0. (By
-            # the clock the first one has.)
+            # Step number k of n, from 0 on. So neither the first nor the last has a rate of 0.
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -589,7 +605,7 @@ def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
     nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
     of the whole step, over all ranks."""
-    # A sum of so many exponentials needs fp32.
+    # The softmax adds up as many exponentials as there are classes: 16 bits would round too much.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
@@ -598,6 +614,7 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
     and from the time when it began."""
     batch = args.phases[state.phase].global_batch
     finished = finished_tokens(args, state)
+    left = max(0, planned_tokens(args) - finished)
     return {
         "step": state.step,
         "phase": state.phase + 1,
@@ -608,7 +625,7 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
         "examples_per_second": batch / (time.perf_counter() - began),
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
-        "minutes_left": state.seconds / 60 * max(0, planned_tokens(args) - finished) / finished}
+        "minutes_left": left / finished * state.seconds / 60}        # at the speed until now
 
 
 def reason_to_stop(state, signalled, orphans):
@@ -786,9 +803,9 @@ def report(args, log, state):
 
 
 def train(args, world):
-    """Trains as the flags say. Returns nothing: all results are in the folder args.out.
+    """Trains as the flags say. Returns nothing: all results are in the folder args.out. Collective.
 
-    Raises one of EXPECTED; see `main`.
+    Raises what `explain` knows, and whatever a bug raises; see `main`.
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
@@ -814,19 +831,6 @@ def train(args, world):
     world.barrier()
     if stop:
         raise stop
-
-
-def explain(error):
-    """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
-    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate memory", cuBLAS
-    # "ALLOC_F".
-    if re.search("MemoryError|out of memory|allocate memory|ALLOC_F", repr(error)):
-        return f"out of memory; lower --micro-tokens ({str(error):.160})"
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped before training began; the same command starts again"
-    if isinstance(error, EXPECTED):
-        return str(error) or repr(error)
-    return None
 
 
 def main():

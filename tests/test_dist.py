@@ -341,7 +341,7 @@ def dies(world):
 
 def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)      # as torchrun keeps it
-    store.add("newest room", 1)                                # rank 1 came and died, ...
+    store.add("newest attempt", 1)                                # rank 1 came and died, ...
     store.set("1/here/1", "")
     assert run_ranks(dies, 2, tmp_path, store="store", check=False) == [None, None]
     for _ in range(2):                                         # ... then both, and both again
