@@ -64,7 +64,6 @@ class World:
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None is all processes
     levels: list = None      # the Worlds inside and between nodes, see `two_levels`
-    watcher: object = None   # the thread that waits for a failure, see `watch`
 
     def sum(self, values):
         """Returns the sums over all ranks of numbers, as a list of floats: integers are exact below
@@ -128,16 +127,6 @@ class World:
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
                            f"({error!r:.400})")
 
-    def close(self):
-        """Ends a run that went well, on all ranks. After an error, `leave` instead. Collective."""
-        if self.watcher:
-            self.barrier()
-            # Python aborts if it exits while a thread waits in the store, or with open groups.
-            with contextlib.suppress(RuntimeError):      # the process with the store may be gone
-                open_store().compare_set("failed", "", "nobody")
-            self.watcher.join()
-            distributed.destroy_process_group()
-
 
 def differences(one, other):
     """Returns the keys in which two dicts differ, as text: "seed 1 (not 0)"."""
@@ -155,8 +144,9 @@ def init(timeout=600.0, init_method="env://"):
     one rank.
 
     timeout: seconds that a collective waits for a rank. If there are several ranks, they listen to
-    signals from here on, see `listen_to_signals`. Raises DistError if the nodes are unlike (numbers
-    of ranks, GPUs) or torchrun is missing, RankLost if the ranks do not meet.
+    signals from here on, see `listen_to_signals`, and their processes have to end by os._exit:
+    Python's exit aborts with open groups. Raises DistError if the nodes are unlike (numbers of
+    ranks, GPUs) or torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -166,11 +156,11 @@ def init(timeout=600.0, init_method="env://"):
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store = meet(world, init_method, limit)
-        watcher = start_groups(world, store, limit)
+        start_groups(world, store, limit)
         node = {"ranks of its node": world.local_size, "device": world.device.type}
         world.check_same(node, "is on another kind of node than rank 0; set the same "
                                "--nproc_per_node on every node")
-        return dataclasses.replace(world, levels=two_levels(world, limit), watcher=watcher)
+        return dataclasses.replace(world, levels=two_levels(world, limit))
     except (RuntimeError, ValueError) as error:
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}")
 
@@ -242,7 +232,7 @@ def ranks_without(store, word, size):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo and for GPUs NCCL; returns the thread `watch`."""
+    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up, Gloo raises an exception, which can say why; NCCL aborts the process. So
     # Gloo shall be first: it gets the limit, below, and NCCL twice the limit, here.
@@ -257,9 +247,7 @@ def start_groups(world, store, limit):
     gloo._set_default_timeout(limit)
     # torchrun sends SIGTERM to all when a rank has died. It must not end those who can say which.
     listen_to_signals()
-    watcher = threading.Thread(target=watch, args=[world.rank], daemon=True)
-    watcher.start()
-    return watcher
+    threading.Thread(target=watch, args=[world.rank], daemon=True).start()
 
 
 def two_levels(world, limit):
@@ -790,7 +778,7 @@ def end_torchrun():
 # error in a collective it only knows that some rank is gone, and asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
-#                       restart helps; "nobody" after a run that went well, see `World.close`
+#                       restart helps
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
 #                       program is busy with. The ranks without it are those that are gone
 #
@@ -799,7 +787,7 @@ def end_torchrun():
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
 #     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it; SIGTERM,
-#           `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
+#     0.6   `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
@@ -810,21 +798,18 @@ def open_store():
 
 
 def watch(rank):
-    """Waits, in a thread of each process, until a rank has failed or all have ended well. After a
-    failure says that this process is alive, and ends it if it lives a minute later. Where a
-    restart cannot help it ends torchrun as well."""
+    """Waits, in a thread of each process, until a rank has failed. Then says that this process is
+    alive, and ends it if it lives a minute later. Where a restart cannot help it ends torchrun as
+    well."""
     with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
-        # Without an end. (torch passes milliseconds on as an int of 32 bits. Those of 1030 days are
-        # negative, so it waits in silence; with 1000 days it prints a warning every six days.)
-        store.wait(["failed"], datetime.timedelta(days=1030))
-        first = store.get("failed")
-        if first != b"nobody":
-            # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
-            # some time. One that waits for a dead rank in NCCL would wait longer.
-            faulthandler.dump_traceback_later(60, exit=True)
-            store.set(f"alive/{rank}", "")
-        if first.endswith(b"False"):
+        while not store.check(["failed"]):
+            time.sleep(0.5)
+        # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
+        # some time. One that waits for a dead rank in NCCL would wait longer.
+        faulthandler.dump_traceback_later(60, exit=True)
+        store.set(f"alive/{rank}", "")
+        if store.get("failed").endswith(b"False"):
             end_torchrun()
 
 

@@ -851,9 +851,8 @@ def main():
     try:
         world = dist.init(args.timeout)
         train(args, world)
-        world.close()
-        # At its end Python would print again what a closed terminal or a full disk has refused, and
-        # take that for an error: torchrun would restart a training that is done.
+        # At its own end Python would abort with open groups. And it would print again what a closed
+        # terminal or a full disk has refused: after that error torchrun would restart the training.
         os._exit(0)
     except (Exception, KeyboardInterrupt) as error:
         line = explain(error)

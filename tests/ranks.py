@@ -67,7 +67,7 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         world = dist.init(timeout, f"file://{store}")
         outcome = function(world, *arguments)
         with contextlib.suppress(dist.DistError):  # of a rank that is not there any more
-            world.close()
+            world.barrier()
     except BaseException as error:
         outcome = error
         if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):

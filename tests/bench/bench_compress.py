@@ -6,7 +6,6 @@
 A module of one parameter of --mb in fp32; a row is the median time of backward, which launches its
 bucket, and of waiting for the mean.
 """
-import contextlib
 import statistics
 import time
 
@@ -20,27 +19,27 @@ def once(args):
     torch.set_num_threads(1)
     beside.keep_freed_memory()
     figures = {}
-    with contextlib.closing(dist.init(60)) as world:
-        for mb in args.mb:
+    world = dist.init(60)
+    for mb in args.mb:
+        module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
+        x = torch.randn(len(module.weight[0]))
+        for name in args.compressions:
+            reducer = dist.Reducer(module, world, compression=name, bucket_mb=2 * mb)
+            seconds = []
+            for _ in range(args.steps + 3):              # three warm up
+                reducer.zero_grad()
+                loss = module(x)
+                world.barrier()
+                began = time.perf_counter()
+                loss.backward()
+                reducer.finish()
+                reducer.commit(True)
+                seconds.append(time.perf_counter() - began)
+            figures[f"{name}, {mb:g} MB, ms"] = 1e3 * statistics.median(seconds[3:])
+            figures[f"{name}, {mb:g} MB, MB sent"] = 1e-6 * reducer.bytes_sent
+            # The next Reducer hooks into parameters of its own.
             module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
-            x = torch.randn(len(module.weight[0]))
-            for name in args.compressions:
-                reducer = dist.Reducer(module, world, compression=name, bucket_mb=2 * mb)
-                seconds = []
-                for _ in range(args.steps + 3):              # three warm up
-                    reducer.zero_grad()
-                    loss = module(x)
-                    world.barrier()
-                    began = time.perf_counter()
-                    loss.backward()
-                    reducer.finish()
-                    reducer.commit(True)
-                    seconds.append(time.perf_counter() - began)
-                figures[f"{name}, {mb:g} MB, ms"] = 1e3 * statistics.median(seconds[3:])
-                figures[f"{name}, {mb:g} MB, MB sent"] = 1e-6 * reducer.bytes_sent
-                # The next Reducer hooks into parameters of its own.
-                module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
-        return figures if world.rank == 0 else None
+    return figures if world.rank == 0 else None
 
 
 def flags(add):

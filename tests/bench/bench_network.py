@@ -104,24 +104,24 @@ def rank_main(args):
     """Runs as one rank; rank 0 prints the rows as JSON."""
     torch.set_num_threads(1)
     beside.keep_freed_memory()
-    with contextlib.closing(dist.init(300)) as world:
-        batch = random_batch(VOCABULARY)
-        methods = {name: Method(name, world) for name in args.methods}
-        seconds = {key: [] for key in itertools.product(args.rates, methods)}
-        sent = {}
-        for number, rate in itertools.product(range(args.steps + 1), args.rates):
-            if world.rank % args.ranks == 0:
-                hosts.limit(rate)
-            for name, method in methods.items():
-                for _ in range(3 if number == 0 else 1):
-                    method.step(batch)       # connections find the new rate, caches are warm again
-                world.barrier()
-                before = sent_by_interface()
-                began = time.perf_counter()
-                method.step(batch)
-                taken = max(world.all_gather_object(time.perf_counter() - began))
-                seconds[rate, name] += [taken] * (number > 0)
-                sent[rate, name] = sent_by_interface() - before
+    world = dist.init(300)
+    batch = random_batch(VOCABULARY)
+    methods = {name: Method(name, world) for name in args.methods}
+    seconds = {key: [] for key in itertools.product(args.rates, methods)}
+    sent = {}
+    for number, rate in itertools.product(range(args.steps + 1), args.rates):
+        if world.rank % args.ranks == 0:
+            hosts.limit(rate)
+        for name, method in methods.items():
+            for _ in range(3 if number == 0 else 1):
+                method.step(batch)       # connections find the new rate, caches are warm again
+            world.barrier()
+            before = sent_by_interface()
+            began = time.perf_counter()
+            method.step(batch)
+            taken = max(world.all_gather_object(time.perf_counter() - began))
+            seconds[rate, name] += [taken] * (number > 0)
+            sent[rate, name] = sent_by_interface() - before
     figures = {}
     for (rate, name), found in seconds.items():
         figures[f"{rate}, {name}, ms"] = 1e3 * statistics.median(found)
