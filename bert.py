@@ -184,7 +184,7 @@ class Block(nn.Module):
         alone, (R, D). The last block is called with rows, since the heads read no others. bounds,
         lengths: as in `attention`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
-        # Torch's functions for attention do not know whether the model is in training.
+        # Torch's functions for attention drop weights in evaluation, too, if they are told to.
         dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
@@ -465,7 +465,7 @@ def init_from(folder, model, tokenizer_path):
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
             f"since Hugging Face does not save it, and make shards by data.py --tokenizer {own}")
     loaded = load_huggingface(folder)
-    # Of the configurations these alone may differ.
+    # These two may differ, and are made equal. All else is compared.
     loaded.config.dropout = model.config.dropout
     loaded.config.init_std = model.config.init_std
     if loaded.config != model.config:

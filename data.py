@@ -147,8 +147,8 @@ class PretrainingData:
     without an order that would have to be shuffled and kept, and no epoch begins or ends.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
-    document; in SHORT_FRACTION of the examples it is shorter. (So the first and last tokens of a
-    document, and those of short documents, are in fewer texts than others.)
+    document; in SHORT_FRACTION of the examples it is shorter. (So tokens near the ends of documents
+    are in fewer texts than others.)
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.
@@ -200,7 +200,7 @@ class PretrainingData:
         end = min(start + length, document_end)
 
         tokens = shard.tokens[start:end]
-        # Is a cut behind token 0, 1 ...: does it end a sentence, and does the next one begin one?
+        # True where token t ends a sentence and token t + 1 begins one.
         is_cut = self.ends_sentence[tokens[:-1]] & self.begins_sentence[tokens[1:]]
         cuts = np.flatnonzero(is_cut) + 1
         if len(cuts) == 0:
@@ -264,7 +264,7 @@ class PretrainingData:
         rows = np.flatnonzero(is_text & (draws < self.mask_fraction))
         labels = tokens[rows]
 
-        ordinary = self.vocab_size - len(SPECIALS)         # tokens that are no special ones
+        ordinary = self.vocab_size - len(SPECIALS)         # how many are no special tokens
         random_draws = uniform(counters[rows], self.token_key)
         random_tokens = len(SPECIALS) + (random_draws * ordinary).astype(np.int64)
 
@@ -280,7 +280,7 @@ class PretrainingData:
         segments = []
         positions = []
         counters = []
-        lengths = []                                                   # a number of each example
+        lengths = []                                                   # each example's length
         for spans in examples:
             text = self.shard(spans.shard).tokens
             tokens += [[CLS], text[spans.a:spans.a_end], [SEP]]
@@ -295,12 +295,12 @@ class PretrainingData:
             # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
             counters.append(spans.index * self.seq_len + position)
 
-        # In Python -n % 64 is what n lacks to the next multiple of 64.
         tokens = np.concatenate(tokens, dtype=np.int64)                # (n,)
         rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
         segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
         positions = pad(np.concatenate(positions), 64)                 # (N,)
-        lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,) with the padding
+        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows of padding.
+        lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,)
         bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
         pair_labels = np.array([spans.pair_label for spans in examples])
         return Batch(pad(tokens, 64), segments, positions, pad(rows, 16), pad(labels, 16, IGNORED),
@@ -441,7 +441,7 @@ def blocks(corpus, total=None):
 
 def cut_text(text, n):
     """Returns a text in parts of at most n characters, cut at white space if there is any."""
-    # (?s): a dot is any character. At most n of them that no letter follows; or else any n.
+    # (?s): a dot is any character. At most n of them before white space or the end; or else any n.
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 

@@ -126,7 +126,7 @@ def parse_arguments(argv=None):
         help="average this many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
-    add("--max-steps", type=COUNT, default=1e9,
+    add("--max-steps", type=COUNT, default=math.inf,
         help="stop after this step, at the rates of the whole training")
     add("--save-every", type=COUNT, default=300,
         help="save and evaluate every so many steps and each half hour (default: %(default)s)")
@@ -311,8 +311,8 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of training, over all starts, until the last step: the
-                                     # ranks' mean, so that all agree when --hours are over
+    seconds: float = 0.0             # of running, over all starts, until the last step: the ranks'
+                                     # mean, so that all agree when --hours are over
 
 
 def set_bias_to_frequencies(model, shards):
@@ -628,9 +628,12 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
         "minutes_left": left / finished * state.seconds / 60}        # at the speed until now
 
 
-def reason_to_stop(state, signalled, orphans):
+def reason_to_stop(args, state, signalled, orphans):
     """Returns the dist.DistError that ends a training after this step, or None. signalled: how many
     signals have come, to all ranks together; orphans: how many ranks have lost their torchrun."""
+    phase_index, _ = progress(args, state)
+    if phase_index == len(args.phases):
+        return None                                  # that was the last step
     message = f"stopped after step {state.step}; the same command resumes"
     if signalled:
         return dist.DistError(message)
@@ -764,7 +767,7 @@ def training_loop(args, world, log, state, signals):
         state.step += 1
         state.phase_step += 1
         state.seconds = seconds / world.size
-        stop = reason_to_stop(state, signalled, orphans)
+        stop = reason_to_stop(args, state, signalled, orphans)
         figures = step_figures(args, state, masked, mlm_all, nsp_all, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
@@ -809,8 +812,8 @@ def train(args, world):
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
-    # From here on (with several ranks, since they have met) a signal does not end the program. It
-    # asks for a checkpoint and a stop.
+    # From here on a signal does not end the program, but asks for a checkpoint and a stop. (Several
+    # ranks have listened since they met.)
     signals = dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)

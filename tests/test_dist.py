@@ -298,7 +298,6 @@ def collectives(world):
     assert tensor.tolist() == [2, 3, 4]
     assert world.all_gather(tensor + world.rank).tolist() == [
         [rank + 2, rank + 3, rank + 4] for rank in range(world.size)]
-    world.check_same({"a": 1, "b": None}, "differs")
     with pytest.raises(dist.DistError, match="^rank 2 differs: a 2 .not 0., c 1 .not None.$"):
         world.check_same({"a": 2, "c": 1} if world.rank == 2 else {"a": 0}, "differs")
     return total, world.all_gather_object(world.rank), (world.nodes, world.local_size)
@@ -353,8 +352,8 @@ def world_sum(world):
 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     began = time.monotonic()
     with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*rank 1, 2 did not come"):
         dist.init(1, f"file://{tmp_path}/store")

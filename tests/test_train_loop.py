@@ -376,3 +376,8 @@ def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision
     run(shards, tmp_path / "parts", *argv, "--max-steps", 7, size=size, gpu=True)
     run(shards, tmp_path / "parts", *argv, size=size, gpu=True)
     assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "parts"))
+
+
+def test_a_signal_in_the_last_step_ends_nothing():
+    state = SimpleNamespace(step=2, phase=0, phase_step=2)
+    assert not train.reason_to_stop(args_of("--steps", 2, 0), state, 1, 0)
