@@ -789,7 +789,7 @@ def end_torchrun():
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
 #     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it; SIGTERM,
-#     0.6   `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
+#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
@@ -806,7 +806,7 @@ def watch(rank):
     with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
         store = open_store()
         while not store.check(["failed"]):
-            time.sleep(0.5)
+            time.sleep(0.1)
         # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
         # some time. One that waits for a dead rank in NCCL would wait longer.
         faulthandler.dump_traceback_later(60, exit=True)

@@ -311,8 +311,8 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of running, over all starts, until the last step: the ranks'
-                                     # mean, so that all agree when --hours are over
+    seconds: float = 0.0             # of all starts, but for what a crash lost: the ranks' mean, so
+                                     # that all agree when --hours are over
 
 
 def set_bias_to_frequencies(model, shards):
@@ -470,16 +470,17 @@ def newest_checkpoint(args, log):
                 raise ConfigError(f"{path} cannot be read: {error!r:.160}")
             damaged = error
         if damaged:
-            log.say(f"warning: {path} is damaged ({damaged!r:.80}) and renamed; trying "
-                    "the one before")
-            path.rename(f"{path}.damaged")
+            log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
+            with contextlib.suppress(OSError):
+                path.rename(f"{path}.damaged")
             continue
         if differ:
             raise ConfigError(f"{path} is of another run: {differ}; give the flags of before, or "
                               "take another --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; the same command starts anew")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; now they are called *.damaged, "
+                          "and the same command starts anew")
     return None
 
 

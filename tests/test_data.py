@@ -661,12 +661,11 @@ def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_p
 
 
 def test_of_two_programs_that_write_one_folder_the_first_wins(
-        documents, tmp_path, monkeypatch):
+        documents, shards, tmp_path, monkeypatch):
     theirs = tmp_path / "tokenizer.model"
-    theirs.write_text("of another")
-    monkeypatch.setattr(type(theirs), "glob", lambda *_: [])         # it has come between
+    monkeypatch.setattr(data, "load_tokenizer", lambda path: theirs.write_text("of another"))
     with pytest.raises(FileExistsError, match=f"File exists: '{theirs}'"):
-        data.prepare(documents, tmp_path)
+        data.prepare(documents, tmp_path, tokenizer=shards / "tokenizer.model")
     assert theirs.read_text() == "of another"
 
 

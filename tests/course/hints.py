@@ -8,7 +8,7 @@ HINTS = {
         "Keep what stood there before you overwrite it: tokens[rows] is a copy. Then another draw "
         "of these rows decides, by self.fate_key: below 0.8, below 0.9, or neither.",
         "The random tokens need a draw of their own, `uniform(counters[rows], self.token_key)`. "
-        "Write into `tokens[rows]`, once, by two np.where, one inside of the other.",
+        "Write into `tokens[rows]`, once, by np.select, or by one np.where in another.",
     ],
     "pairs": [
         "Example i is of shard i modulo their number, and is the i // number-th of that shard. Its "
