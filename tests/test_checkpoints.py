@@ -187,8 +187,7 @@ def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
         damage(path, "cut")
     with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; now"):
         train_here(finished, *RUNS["bf16"][1])
-    train_here(finished, *RUNS["bf16"][1], "--max-steps", 1)
-    assert steps_kept(finished) == [1]
+    assert not steps_kept(finished)
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_of_two(finished, train_here):
