@@ -306,7 +306,7 @@ def collectives(world):
 def test_small_collectives(tmp_path):
     for total, ranks, place in run_ranks(collectives, 4, tmp_path, local_size=2):
         assert ranks == [0, 1, 2, 3] and place == (2, 2)
-        assert total[:2] == [2 ** 52 + 4, 6] and math.isnan(total[2])          # rank 1's NaN is not lost
+        assert total[:2] == [2 ** 52 + 4, 6] and math.isnan(total[2])  # nor is NaN lost
 
 
 def begins_again(world, sizes, store):

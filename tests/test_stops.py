@@ -1,4 +1,4 @@
-"""How a run of train.py ends before its last step: signals, ranks that fail, a torchrun that dies."""
+"""How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
 import json
 import os
 import signal
@@ -90,7 +90,8 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
             continue
         last = steps(out)[-1]
         assert process.exitcode == 1, "whoever waits for the run shall know that it is not done"
-        assert f"stopped after step {last}; the same command resumes" in (out / "stderr").read_text()
+        said = (out / "stderr").read_text()
+        assert f"stopped after step {last}; the same command resumes" in said
         assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists()
 
 

@@ -45,7 +45,7 @@ class Case:
     fault: str
     says: str = ""               # a line that must be printed (a regular expression)
     ends: str = "fails"          # "stops" with a checkpoint of the last step, "goes on" to the end;
-                                 # "refused": damage, or the same again would be
+                                 # "refused": before it takes a step
     inject: str = ""             # by faulty.py, in the run
     act: Callable = None         # or from outside, when step 7 is done or the injected fault began
     before: Callable = None      # changes the folders (out, shards) before the run

@@ -16,8 +16,8 @@ moments, and bytes to average: 8.7 times fewer at base, 17 at large.
 
 What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times, and
 whose `tokens` are two modules; data.PretrainingData, by one with other pairs, which the log still
-calls NSP. Held-out texts are such pairs, too: their losses are not quite those of train.py. The loop, the reducer and the checkpoints go by `named_parameters`, which names a shared
-weight once.
+calls NSP. Held-out texts are such pairs, too: their losses are not quite those of train.py. The
+loop, the reducer and the checkpoints go by `named_parameters`, which names a shared weight once.
 
 An ALBERT is a BERT with equal layers and an embedding of rank E, so that `written_out` is what is
 saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,

@@ -23,9 +23,9 @@ has left over by its own short L. And there W stands in place of K: so the decay
 and acts up to 1 / (1 - b1) times as strongly.
 
 What is changed: as in onebit_adam.py, with this optimizer. Before train.py saves, the ranks agree,
-in the run that goes on as well. With --hours j goes by the numbers of --steps, not by the clock.
-So the bits after that depend on which steps were saved; and what
-resumes, on as many ranks, equals the run that saved there.
+in the run that goes on as well. So the bits after that depend on which steps were saved; and what
+resumes, on as many ranks, equals the run that saved there. With --hours j goes by the numbers of
+--steps, not by the clock.
 """
 import sys
 from pathlib import Path
