@@ -408,8 +408,10 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
 
     folder.mkdir(parents=True, exist_ok=True)
-    # Raises FileExistsError if another data.py has begun to write here meanwhile.
-    (folder / "tokenizer.model").touch(exist_ok=False)
+    try:
+        (folder / "tokenizer.model").touch(exist_ok=False)
+    except FileExistsError:
+        raise DataError(f"another program is writing {folder}; wait until that one is ready")
     try:
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)
@@ -480,9 +482,10 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     says of them.
 
     Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
-    that comes twice is either trained on or held out, and is held out once. Documents of less than
-    two tokens are left out, since they have no A and B. Raises DataError if a shard has less than
-    two documents.
+    that comes twice is either trained on or held out, and is held out once. (But the parts of a
+    long one are documents of their own: some of a book can be held out, and others trained on.)
+    Documents of less than two tokens are left out, since they have no A and B. Raises DataError if
+    a shard has less than two documents.
     """
     vocab_size = tokenizer.get_piece_size()
     names = shard_names(shards)
@@ -584,8 +587,9 @@ def documents_in(path):
                     document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
-                # A file without any blank line is cut, so that it fits in any memory. At a half,
-                # since `blocks` would cut a document that is a little longer than LONGEST in two.
+                # A file without any blank line is cut, so that it fits in memory; only a line has
+                # to fit as a whole. At a half, since `blocks` would cut a document that is a little
+                # longer than LONGEST in two.
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""

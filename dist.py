@@ -122,6 +122,8 @@ class World:
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise                                # no rank is lost, and a restart would not help
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
@@ -664,6 +666,8 @@ def decode_int8(codes):
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
 
+# Both tables are copied to the GPU where they are used. With non_blocking the CPU does not wait
+# until they are there.
 POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
 # The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1.
 SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
@@ -686,13 +690,15 @@ def encode_onebit(blocks):
         packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
     else:
         eights = blocks.signbit().unflatten(-1, (-1, 8))
-        packed = (eights * POWERS.to(blocks.device)).sum(-1, dtype=torch.uint8)
+        powers = POWERS.to(blocks.device, non_blocking=True)
+        packed = (eights * powers).sum(-1, dtype=torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
 
 
 def decode_onebit(codes):
     """Returns the blocks (..., 512) that bytes (..., 68) stand for."""
-    signs = nn.functional.embedding(codes[..., :-4].int(), SIGNS.to(codes.device))  # (..., 64, 8)
+    table = SIGNS.to(codes.device, non_blocking=True)
+    signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
 
 

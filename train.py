@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -261,7 +262,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()        # what a full disk refuses is tried again with the next line
+            self.file.flush()        # what a full disk refuses, up to 8 KB, goes with a later line
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -862,9 +863,11 @@ def main():
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
-        # A restart may help after a bug and where a rank was lost, but not after what a user has to
-        # mend or has stopped.
-        restart_helps = line is None or rank_lost
+        # A network disk that was away for a while: it may be back in a minute.
+        disk_lost = getattr(error, "errno", None) in (errno.EIO, errno.ESTALE)
+        # A restart may help after these and after a bug, but not after what a user has to mend or
+        # has stopped.
+        restart_helps = line is None or rank_lost or disk_lost
         dist.leave(f"train.py: {rank}{line or traceback.format_exc()}", restart_helps, rank_lost)
 
 

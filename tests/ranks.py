@@ -72,8 +72,6 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         outcome = error
         if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
             outcome = RuntimeError(f"{error!r} on rank {rank}\n{traceback.format_exc()}")
-        if isinstance(error, AssertionError) and str(error):
-            outcome = AssertionError(f"{error} (on rank {rank})\n{traceback.format_exc()}")
     with open(f"{store}.{rank}", "wb") as file:
         pickle.dump(outcome, file)
     if isinstance(outcome, BaseException):

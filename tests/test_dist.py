@@ -356,7 +356,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
     began = time.monotonic()
     with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*rank 1, 2 did not come"):
         dist.init(1, f"file://{tmp_path}/store")
-    assert 1 <= time.monotonic() - began < 5
+    assert time.monotonic() - began < 5
 
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
@@ -364,10 +364,18 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    for gpus in (8, 1):
+    for gpus in 8, 1:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         dist.init()
     assert taken == [torch.device("cuda", 3), torch.device("cuda", 0)]
+
+
+def test_a_lack_of_memory_is_no_lost_rank():
+    def collective(group):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="^out"):
+        dist.World(size=2)._run(collective)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

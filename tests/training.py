@@ -60,12 +60,7 @@ def training(world, argv, sabotage):
     train.STARTED = time.monotonic()             # not when the server of the ranks imported it
     states = []
     build = train.build
-
-    def noted_build(*arguments):
-        states.append(build(*arguments))
-        return states[-1]
-
-    train.build = noted_build
+    train.build = lambda *arguments: states.append(build(*arguments)) or states[-1]
     if sabotage:
         function, *arguments = sabotage
         function(world, *arguments)
