@@ -411,7 +411,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     try:
         (folder / "tokenizer.model").touch(exist_ok=False)
     except FileExistsError:
-        raise DataError(f"another program is writing {folder}; wait until that one is ready")
+        raise DataError(f"another program has begun to write {folder}; wait until it is ready")
     try:
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)
@@ -677,7 +677,7 @@ def machine_documentation():
     """
     from pydoc_data.topics import topics
     texts = list(topics.values())
-    for module in (os, np, torch):              # os lies where the standard library does
+    for module in os, np, torch:                # os lies where the standard library does
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts

@@ -171,7 +171,7 @@ def world_of_environment():
     """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
     Raises DistError if srun or mpirun has started several processes without torchrun."""
     # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":
         if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
             raise DistError(f"{name} is {os.environ[name]}, but each of these processes would "
                             "train alone; start one torchrun on each node, and it starts the ranks")
@@ -266,7 +266,7 @@ def two_levels(world, limit):
         limit = 2 * limit                            # of NCCL, see `start_groups`
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
-    for teams in (ranks, ranks.T):
+    for teams in ranks, ranks.T:
         # torch wants every rank to create all groups, in the same order, also (1 3), which is not
         # used: see `Bucket`. A rank gets back the one it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)

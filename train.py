@@ -15,7 +15,6 @@ step, evaluation, `training_loop`, and last `train` and `main`, where the progra
 Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples. A
 function of this file whose docstring says "Collective" must be called by all ranks together.
 """
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -145,7 +144,7 @@ def parse_arguments(argv=None):
 
 def planned_phases(parser, args):
     """Returns the recipe's phases (list of optim.Phase) with the numbers that the flags give."""
-    for numbers in (args.steps, args.batch):
+    for numbers in args.steps, args.batch:
         if numbers and len(numbers) not in (1, len(args.phases)):
             parser.error("--steps and --batch take one number, or one for each of "
                          f"{len(args.phases)} phases")
@@ -262,7 +261,7 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()        # what a full disk refuses, up to 8 KB, goes with a later line
+            self.file.flush()        # what a full disk refuses, some KB, goes with a later line
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -336,7 +335,7 @@ def build_model(args, world):
     model = bert.BertForPreTraining(config)
     # Without pairs the gradients of the pooler and of the NSP head are 0, and weight decay alone
     # would wear them away.
-    for head in (model.pooler, model.nsp):
+    for head in model.pooler, model.nsp:
         head.requires_grad_(args.pairs != "none")
     set_bias_to_frequencies(model, args.data)
     if args.init and world.rank == 0:
@@ -455,8 +454,8 @@ def save(args, world, log, state):
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
     anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
-    Raises ConfigError if there are some and none is whole, if it is of another run, or if one
-    cannot be read, for lack of memory, say."""
+    Raises ConfigError if there are some and none is whole, or if it is of another run. If one
+    cannot be read, for lack of memory, say, raises that error."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
@@ -467,8 +466,11 @@ def newest_checkpoint(args, log):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:                   # a damaged file can raise anything
-            if explain(error):                       # not read, so it may be whole
-                raise ConfigError(f"{path} cannot be read: {error!r:.160}")
+            # zipfile may call a file damaged that it could not read; the context is the reason.
+            for cause in error.__context__, error:
+                if explain(cause):                   # not read, so it may be whole
+                    log.say(f"{path} cannot be read")
+                    raise cause
             damaged = error
         if damaged:
             log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
@@ -863,7 +865,7 @@ def main():
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
-        # A network disk that was away for a while: it may be back in a minute.
+        # A network disk that was away: it may be back in a minute. (A bad disk says EIO as well.)
         disk_lost = getattr(error, "errno", None) in (errno.EIO, errno.ESTALE)
         # A restart may help after these and after a bug, but not after what a user has to mend or
         # has stopped.

@@ -58,7 +58,7 @@ def programs_without_gpu(request, monkeypatch):
     """Programs under test run on the CPU, several ranks too, also where there is a GPU."""
     if "gpu" not in request.keywords:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        # In this process torch has already looked, and would say that there is one, of 0
+        # torch has looked in this process before, and would say: there are GPUs, but 0 of them
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

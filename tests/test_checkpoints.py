@@ -30,12 +30,8 @@ RUNS = {                                    # name: (ranks, flags)
 def whole(shards, tmp_path_factory):
     """Returns (the folder of RUNS that nothing disturbed, {name: the sums of its weights})."""
     folder = tmp_path_factory.mktemp("whole")
-
-    def one(name):
-        size, argv = RUNS[name]
-        return run(shards, folder / name, *argv, size=size)
-
-    return folder, dict(zip(RUNS, together(*(lambda name=name: one(name) for name in RUNS))))
+    return folder, {name: run(shards, folder / name, *argv, size=size)
+                    for name, (size, argv) in RUNS.items()}
 
 
 def kill_after_update(world, rank, step):
@@ -72,13 +68,11 @@ def test_a_killed_run_ends_with_the_same_bits(shards, whole, tmp_path, name):
             (kill_after_update, 0, 11)):          # in phase 2; from the checkpoint of step 9
         outcomes = run(shards, tmp_path / "out", *argv, size=size, sabotage=kill, check=False)
         assert None in outcomes, f"no rank was killed, but {outcomes} came of it"
-        others = [outcome for outcome in outcomes if outcome is not None]
-        assert all(isinstance(outcome, dist.RankLost) for outcome in others), (
-            f"ranks end with {others} where another is killed")
+        assert all(isinstance(outcome, (dist.RankLost, type(None))) for outcome in outcomes), (
+            f"ranks end with {outcomes} where one is killed")
     found = run(shards, tmp_path / "out", *argv, size=size)
     for key in "step", "phase", "mlm_loss", "lr", "grad_norm":
         expected, values = column(folder / name, key), column(tmp_path / "out", key)
-        assert len(values) == 14, f"metrics.jsonl has {len(values)} of 14 steps"
         assert values == expected, f"`{key}` is {values} in a run that was killed, not {expected}"
     assert found == sums[name], "the weights of a run that was killed end with other bits"
     assert_same(last_state(folder / name), last_state(tmp_path / "out"))
@@ -125,13 +119,10 @@ class Evil:
 
 def damage(path, how):
     content = bytearray(path.read_bytes())
-    if how == "cut":
-        del content[len(content) // 2:]
-    elif how == "flip":
-        content[len(content) // 2] ^= 1
-    elif how == "empty":
-        content.clear()
-    path.write_bytes(content)
+    half = len(content) // 2
+    content[half] ^= 1
+    ends = {"flip": len(content), "cut": half}
+    path.write_bytes(content[:ends.get(how, 0)])
     if how == "evil":
         torch.save({"settings": {}, "x": Evil()}, path)
     if how == "foreign":
@@ -161,7 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     path.with_suffix(".pt.damaged").rename(path)
     train_here(finished, *RUNS["bf16"][1])
     said = capsys.readouterr().out
-    assert said.count("warning:") == 1 and "step-00000014.pt is damaged" in said
+    assert said.count("warning:") == 1
     assert_same(last_state(finished), last_state(whole[0] / "bf16"))
     assert (finished / "step-00000012-backup.pt").exists()
 
@@ -180,6 +171,16 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
         if not found[-1]:
             assert_same(checkpoint, expected)
     assert found.count(True) > 15
+
+
+def test_a_checkpoint_that_the_disk_does_not_give_keeps_its_name(finished, monkeypatch):
+    def lost(file):
+        raise OSError("lost")
+
+    monkeypatch.setattr(train.zipfile, "_EndRecData", lost)
+    with pytest.raises(OSError, match="lost"):
+        newest(finished, {})
+    assert steps_kept(finished)[-1] == 14
 
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):

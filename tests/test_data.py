@@ -664,7 +664,7 @@ def test_of_two_programs_that_write_one_folder_the_first_wins(
         documents, shards, tmp_path, monkeypatch):
     theirs = tmp_path / "tokenizer.model"
     monkeypatch.setattr(data, "load_tokenizer", lambda path: theirs.write_text("of another"))
-    with pytest.raises(data.DataError, match=f"another program is writing {tmp_path};"):
+    with pytest.raises(data.DataError, match=f"another program has begun to write {tmp_path};"):
         data.prepare(documents, tmp_path, tokenizer=shards / "tokenizer.model")
     assert theirs.read_text() == "of another"
 

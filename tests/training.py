@@ -98,7 +98,7 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
     positions = np.tile(np.arange(length), examples)
     masked_rows = np.sort(generator.permutation(rows)[:rows * 3 // 20])
     bounds = np.array([*range(0, rows + 1, length), rows], dtype=np.int32)
-    batch = data.Batch(
+    return data.Batch(
         tokens=tokens,
         segments=(positions >= length // 2).astype(np.int64),
         positions=positions,
@@ -106,8 +106,7 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
         labels=tokens[masked_rows],
         bounds=bounds,
         pair_labels=generator.integers(0, 2, examples),
-        lengths=np.diff(bounds).astype(np.int64))
-    return batch.to(device)
+        lengths=np.diff(bounds).astype(np.int64)).to(device)
 
 
 def assert_same(a, b, where="the checkpoint"):
@@ -118,9 +117,7 @@ def assert_same(a, b, where="the checkpoint"):
         for key in a.keys() - {"seconds"}:
             assert_same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), f"{where} has {len(b)} values, not {len(a)}"
-        for i, pair in enumerate(zip(a, b)):
-            assert_same(*pair, f"{where}[{i}]")
+        assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
     elif torch.is_tensor(a):
         assert torch.equal(a, b), f"{where} has other bits"
     else:

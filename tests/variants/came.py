@@ -24,8 +24,6 @@ follows b2, at the paper's proportion (0.999 and 0.9999), since the demo's b2 is
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
