@@ -231,7 +231,7 @@ def overflow(world, name):
     residual, state = bucket.residual, bucket.state
     kept = [value for value in [residual, *state.values()] if torch.is_tensor(value)]
     bits = [value.clone() for value in kept]
-    for bad in (math.inf, -math.inf, math.nan):
+    for bad in math.inf, -math.inf, math.nan:
         assert not average(world, bucket, 3, spoil=bad)[0].isfinite().all(), (
             f"{name}: a gradient of one rank is {bad}, and the mean of all is finite")
         bucket.commit(False)
@@ -313,7 +313,7 @@ def begins_again(world, sizes, store):
     """Meets as nodes of so many ranks; returns the sum of the ranks, or the error."""
     torch.distributed.destroy_process_group()
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
-    os.environ.update(LOCAL_WORLD_SIZE=str(sizes[nodes[world.rank]]))
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[nodes[world.rank]])
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     torch.distributed.set_debug_level_from_env()
     try:
@@ -356,7 +356,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
     began = time.monotonic()
     with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*rank 1, 2 did not come"):
         dist.init(1, f"file://{tmp_path}/store")
-    assert time.monotonic() - began < 5
+    assert 1 <= time.monotonic() - began < 5
 
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(monkeypatch):
@@ -398,7 +398,6 @@ def leaves(world, said, act):
     """Rank 2 acts, the others go on until a collective fails; what each prints is in a file."""
     sys.stderr = open(f"{said}.{world.rank}", "w", buffering=1)
     world.all_gather_object(os.getpid())
-    restart_helps = act != "mistake"
     try:
         if world.rank == 2:
             if act == "killed":
@@ -414,7 +413,7 @@ def leaves(world, said, act):
             world.sum([1])
     except (dist.RankLost, ZeroDivisionError) as error:
         rank_lost = isinstance(error, dist.RankLost)
-        dist.leave(f"rank {world.rank}: {error}", rank_lost or restart_helps, rank_lost)
+        dist.leave(f"rank {world.rank}: {error}", rank_lost or act != "mistake", rank_lost)
 
 
 LOST = "rank [013]: rank 2 died or did not answer in time; the same command resumes .*"

@@ -364,7 +364,7 @@ def spoiled_run(world, shards, out):
     sums = []
     with installed(onebit_lamb):
         common.after_build(lambda args, world, state: states.append(state))
-        for last in (3, 4, 5):
+        for last in 3, 4, 5:
             train_here(world, shards, out, "--steps", 20, "--batch", 4, "--save-every", 1,
                        "--max-steps", last)
             tensors = train.tensors_of(states[-1]).values()

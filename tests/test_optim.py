@@ -30,7 +30,7 @@ def parameters(values, decays):
     """Returns tensors of the values, and the optimizer's groups of them."""
     params = [torch.tensor(value, requires_grad=True) for value in values]
     groups = []
-    for decay in (0.05, 0.0):
+    for decay in 0.05, 0.0:
         chosen = [p for p, its_decay in zip(params, decays) if its_decay == decay]
         groups.append({"params": chosen, "weight_decay": decay})
     return params, groups

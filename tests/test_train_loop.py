@@ -64,7 +64,7 @@ def test_a_rank_reads_only_its_shards(shards, tmp_path, one_rank):
     for node in 0, 1:
         folder = tmp_path / f"wiki-{node}"
         shutil.copytree(shards, folder)
-        for number in (1 - node, 3 - node):
+        for number in 1 - node, 3 - node:
             for path in folder.glob(f"train-{number:05}.*"):
                 path.unlink()
     argv = *EQUAL, *PHASES[1]
