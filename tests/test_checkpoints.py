@@ -118,7 +118,7 @@ def damage(path, how):
     content = bytearray(path.read_bytes())
     half = len(content) // 2
     content[half] ^= 1
-    ends = {"flip": len(content), "cut": half}
+    ends = {"flip": None, "cut": half}                       # None: nothing is cut off
     path.write_bytes(content[:ends.get(how, 0)])
     if how == "evil":
         torch.save({"settings": {}, "x": Evil()}, path)
@@ -150,6 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     train_here(finished, *RUNS["bf16"][1])
     said = capsys.readouterr().out
     assert said.count("warning:") == 1 and "step-00000014.pt is damaged" in said
+    assert "resuming from the checkpoint of step 12" in said
     assert_same(last_state(finished), last_state(whole[0] / "bf16"))
     assert (finished / "step-00000012-backup.pt").exists()
 

@@ -90,8 +90,8 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
             continue
         last = steps(out)[-1]
         assert process.exitcode == 1, "whoever waits for the run shall know that it is not done"
-        said = (out / "stderr").read_text()
-        assert f"stopped after step {last}; the same command resumes" in said
+        assert f"stopped after step {last}; the same command resumes" in (
+            out / "stderr").read_text()
         assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists()
 
 
