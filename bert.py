@@ -80,7 +80,7 @@ class BertConfig:
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
             # The original's 0.02 is made for a width of 768. Narrower models begin to learn some
-            # hundred steps later with it; here theirs is 0.02 (768 / width)^0.5.
+            # hundred steps later with it; here theirs is about 0.02 (768 / width)^0.5.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -476,7 +476,7 @@ def init_from(folder, model, tokenizer_path):
 # ----- Fill in a [MASK] -----
 
 # Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there: one of the private
-# characters of Unicode, which no tokenizer knows.
+# characters of Unicode, which hardly any text has.
 STAND_IN = "\ue000"
 
 

@@ -44,7 +44,7 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # the share of examples with a shorter text: training shall see some
+SHORT_FRACTION = 0.10       # the share of examples of any length: training shall see short ones
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1
 FORMAT = 1                  # goes into a folder's digest. Raise it when the files, or the examples
                             # made of them, change: then old folders and checkpoints are refused
@@ -147,8 +147,8 @@ class PretrainingData:
     without an order that would have to be shuffled and kept, and no epoch begins or ends.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
-    document; in SHORT_FRACTION of the examples it is shorter. (So tokens near the ends of documents
-    are in fewer texts than others.)
+    document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
+    documents are in fewer texts than others.)
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.
@@ -341,7 +341,7 @@ def micro_batches(step, global_batch, micro_size, rank, size):
     """Returns the micro-batches of rank `rank` of `size` in a step, each a list of at most
     micro_size indices.
 
-    The step has the examples step * global_batch up to (step + 1) * global_batch; a rank takes
+    The step has the examples from step * global_batch on, global_batch of them; a rank takes
     those that are `rank` modulo `size`. Nothing has to divide: a rank may have one example more
     than another, and a micro-batch one more than another.
     """
@@ -354,7 +354,8 @@ def micro_batches(step, global_batch, micro_size, rank, size):
 
 def loader(dataset, step, global_batch, micro_size, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
-    works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
+    works with one, a thread makes the next: only one thread at a time runs Python (the GIL), but
+    torch's and NumPy's loops let others run. The other arguments: as of `micro_batches`."""
     def make(number):
         dealt = micro_batches(number, global_batch, micro_size, rank, size)
         return [dataset.batch(indices) for indices in dealt]
@@ -371,7 +372,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
-LONGEST = 1 << 16           # characters; a longer document is cut into several
+LONGEST = 1 << 16           # characters; a longer document is cut into several (plain text in a
+                            # file at half of it, see `documents_in`)
 CHUNK = 1 << 10             # characters, so at most 4 KiB: SentencePiece leaves out longer texts
 SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
                             # a text has 0.5 % fewer tokens, and training takes twice the time
@@ -587,9 +589,9 @@ def documents_in(path):
                     document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
-                # A file without any blank line is cut, so that it fits in memory; only a line has
-                # to fit as a whole. At a half, since `blocks` would cut a document that is a little
-                # longer than LONGEST in two.
+                # A long document is cut, so that it fits in memory; only a line has to fit as a
+                # whole. At a half, since `blocks` would cut a document that is a little longer than
+                # LONGEST in two.
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""

@@ -10,8 +10,9 @@ sends in the next step (error feedback).
 A collective is a call that all ranks of a process group make together, such as a sum over them; if
 there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
 CPUs. Ranks find each other by a store, a small dictionary that all share, kept by a process of node
-0. When a rank dies or hangs, the others get an error in their next collective; then all processes
-end, one of them says which rank is lost (section Failures), and torchrun may start them again.
+0. When a rank dies or hangs, the others get an error in their next collective over Gloo; then all
+processes end, one of them says which rank is lost (section Failures), and torchrun may start them
+again.
 
 In comments on shapes: W ranks, n elements of a bucket.
 """
@@ -122,7 +123,7 @@ class World:
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            if "out of memory" in str(error):
+            if "memory" in str(error):
                 raise                                # no rank is lost, and a restart would not help
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
@@ -309,7 +310,9 @@ class Reducer:
        two), it calls `_ready`, which adds it to the view and drops it.
     3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready is complete.
        It goes to the communication thread, which averages one bucket after another while backward
-       goes on.
+       goes on. (Only one thread at a time runs Python, but both are nearly always in C++ code,
+       backward and collectives, which lets others run. A GPU works by itself: the CPU only queues
+       its work.)
     4. Finish. Waits for the thread.
 
         reducer = Reducer(model, world)
@@ -648,8 +651,8 @@ def encode_int8(blocks):
     """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and an fp32
     scale, and C(blocks), what they stand for.
 
-    The largest element becomes 127 (block-wise quantisation as of Dettmers et al., arXiv
-    2110.02861, section 2.1, here linear):
+    The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
+    arXiv 2110.02861, section 2.1, here linear):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
@@ -780,10 +783,11 @@ def end_torchrun():
 # ----- Failures: who failed, said once -----
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
-# then get an error in their next collective: at once from a dead rank, at the end of --timeout from
-# one that hangs. So a rank that fails only has to end, and all come to `leave`. One of them prints
-# why: the first, whose word stands in the store. It says what its own error says. But after an
-# error in a collective it only knows that some rank is gone, and asks which. Keys in the store:
+# then get an error in their next collective over Gloo: at once from a dead rank, at the end of
+# --timeout from one that hangs. (NCCL waits in both cases, twice as long.) So a rank that fails
+# only has to end, and all come to `leave`. One of them prints why: the first, whose word stands in
+# the store. It prints its own error. But an error of a collective only tells that some rank is
+# gone, so it asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
 #                       restart helps

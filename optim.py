@@ -65,10 +65,11 @@ RECIPES = {
         "phases": [
             Phase(seq_len=128, global_batch=4096, steps=20900, lr=5e-4, warmup=0.06, power=1),
         ]},
-    # BERT-large as NVIDIA trains it: DeepLearningExamples, PyTorch, pretrain_config.sh. There the
-    # rate grows to 6e-3 and then drops at once to 5.076e-3, which is 6e-3 sqrt(1 - 0.2843), since
-    # the decay is counted from the start of the phase; likewise in phase 2, from 4e-3. Here it
-    # grows to the lower rate, and the decay is the same.
+    # BERT-large with NVIDIA's batches, steps and rates: DeepLearningExamples, PyTorch,
+    # pretrain_config.sh. There the rate grows to 6e-3 and then drops at once to 5.076e-3, which is
+    # 6e-3 sqrt(1 - 0.2843), since the decay is counted from the start of the phase; likewise in
+    # phase 2, from 4e-3. Here it grows to the lower rate, and the decay is the same. Of our own are
+    # LAMB's bound, one ratio for Q, K and V, the first bias of the MLM head, and copied positions.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
@@ -122,11 +123,18 @@ def cast_with_masters(model, dtype):
     """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
     the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
 
-    A master is the memory that the parameter had before the cast: `detach` returns a tensor that
-    shares it. Then `model.to` gives the parameter, which stays the same object, new memory with
-    rounded weights; the master keeps the exact ones (arXiv 1710.03740, section 3.1). A weight in
-    bf16 has 8 significant bits: an update of less than 0.2 % of it (2^-9) would be rounded away. In
-    fp32 the cast changes nothing: parameter and master are one memory.
+    Of each parameter there are four tensors:
+
+        p              in 16 bits, for forward and backward
+        p.grad         in 16 bits, of one micro-batch; dropped when it is added to master.grad
+        master         fp32, what the optimizer steps; `copy_to_model` copies it to p
+        master.grad    fp32, where the gradients of all micro-batches add up
+
+    A master is the memory that p had before the cast: `detach` returns a tensor that shares it.
+    Then `model.to` gives p, which stays the same object, new memory with rounded weights; the
+    master keeps the exact ones (arXiv 1710.03740, section 3.1). A weight in bf16 has 8 significant
+    bits: an update of less than 0.2 % of it (2^-9) would be rounded away. In fp32 the cast changes
+    nothing: p and master are one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)

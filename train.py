@@ -45,7 +45,7 @@ import optim
 STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
-SAVE_SECONDS = 1800          # a checkpoint is saved at least this often
+SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
 LOG_SECONDS = 10             # between two lines on the terminal, at least
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
@@ -123,7 +123,7 @@ def parse_arguments(argv=None):
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
     add("--bucket-mb", type=data.number_in(float, 1e-6), default=2.0,
-        help="average this many MB of gradients at a time (default: %(default)s)")
+        help="average at least so many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a rank up after this many seconds of silence (default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
@@ -347,14 +347,9 @@ def build_model(args, world):
 def build(args, world):
     """Returns the State before the first step, the same weights on all ranks. Collective.
 
-    Of each parameter there are three tensors, the same ones in the whole run:
-
-        p              the model's, maybe in 16 bits, for forward and backward. Its gradient, that
-                       of one micro-batch, exists until the Reducer has added it up
-        master         fp32, what the optimizer steps; `copy_to_model` copies it to p. (If the
-                       model is in fp32, both are one memory.)
-        master.grad    fp32, a view of one of the Reducer's buckets, where gradients add up and are
-                       averaged
+    It ties three parts together by their tensors, see `optim.cast_with_masters`. The model's
+    parameters have gradients of one micro-batch, which the Reducer adds up in its buckets and
+    averages. The optimizer steps the masters, whose gradients are views of these buckets.
     """
     model = build_model(args, world)
     # Before the cast, since the Reducer sends rank 0's weights to all in fp32.
@@ -451,6 +446,16 @@ def save(args, world, log, state):
             found[step].unlink()
 
 
+def read_checkpoint(path):
+    """Returns a checkpoint (dict, on the CPU); raises an exception if it cannot. Of a damaged file
+    that can be any."""
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():                        # the name of the first damaged part
+            raise ValueError("wrong checksum")
+    # weights_only, because a pickle could run any code.
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
     anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
@@ -460,20 +465,16 @@ def newest_checkpoint(args, log):
     for step in sorted(found, reverse=True):
         path = found[step]
         try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()          # None if all checksums are right
-            # weights_only, because a pickle could run any code.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = read_checkpoint(path)
             differ = dist.differences(checkpoint["settings"], args.settings)
-        except Exception as error:                   # a damaged file can raise anything
-            # zipfile may call a file damaged that it could not read; the context is the reason.
+        except Exception as error:
+            # If the disk or the memory failed, the file may be whole. Then zipfile's own error,
+            # "not a zip file", may stand in front: the one behind it is its __context__.
             for cause in error.__context__, error:
-                if explain(cause):                   # not read, so it may be whole
+                if explain(cause):
                     log.say(f"{path} cannot be read")
                     raise cause
-            damaged = error
-        if damaged:
-            log.say(f"warning: {path} is damaged ({damaged!r:.80}); trying the one before")
+            log.say(f"warning: {path} is damaged ({error!r:.80}); trying the one before")
             with contextlib.suppress(OSError):
                 path.rename(f"{path}.damaged")
             continue
@@ -561,6 +562,7 @@ def progress(args, state):
             if args.hours:
                 return index, finished / phase.tokens
             # Step number k of n, from 0 on. So neither the first nor the last has a rate of 0.
+            # (By the clock the first one has.)
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -740,12 +742,12 @@ def training_loop(args, world, log, state, signals):
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            # The Reducer will take the mean over the ranks: their sum / size. With the divisor
-            # masked / size that becomes the sum of all ranks / masked, so that every token of the
-            # step weighs the same. Likewise every pair.
-            mlm_loss = mlm_sum / (max(masked, 1) / world.size)
-            nsp_loss = nsp_sum / (phase.global_batch / world.size)
-            ((mlm_loss + nsp_loss) * scale).backward()
+            # This rank's part of the whole step's loss: every masked token of the step weighs the
+            # same, and every pair.
+            mlm_loss = mlm_sum / max(masked, 1)
+            nsp_loss = nsp_sum / phase.global_batch
+            # The Reducer takes the mean over the ranks. Times their number that is the sum.
+            ((mlm_loss + nsp_loss) * world.size * scale).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
