@@ -24,7 +24,8 @@ HINTS = {
         "`attention`, at first: loop over the examples; `qkv.split(lengths.tolist())` are their "
         "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
         "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). Not needed: "
-        "on a CPU 16 bits are faster, and nearer to the exact result, when computed in fp32.",
+        "on a CPU 16 bits are faster, and nearer to the exact result, when computed in fp32 and "
+        "cast back at the end.",
     ],
     "schedule": [
         "Draw the rates of the recipe nvidia-64k by hand: as the phase begins, near the end of "
@@ -60,7 +61,7 @@ HINTS = {
     ],
     "buckets": [
         "`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and where the "
-        "embeddings begin. What goes to Bucket is {name: shape}.",
+        "embeddings begin or end. What goes to Bucket is {name: shape}.",
         "`dense`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
         "`average`: `inner` are the ranks of this node, or this one alone; `outer` are those that "
         "exchange. The leader of the node alone sends: by `_send` with residuals, else by its "

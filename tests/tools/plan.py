@@ -208,13 +208,19 @@ def print_memory(args):
     """Prints what a rank holds, and how many tokens it can compute at a time."""
     state = state_gigabytes(args)
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state.items()]
-    activations = args.micro_tokens * token_gigabytes(args)
+    # A micro-batch has whole examples, and no more than a rank has in a step.
+    tokens = 0
+    for phase in args.phases:
+        share = math.ceil(phase.global_batch / args.ranks)
+        micro_size = max(1, args.micro_tokens // phase.seq_len)
+        tokens = max(tokens, phase.seq_len * min(share, micro_size))
+    activations = tokens * token_gigabytes(args)
     print(f"GB of a rank in {8 * args.itemsize} bits:", ", ".join(parts))
-    print(f"    activations of --micro-tokens {args.micro_tokens}: {activations:.2f}")
+    print(f"    activations of {tokens:,} tokens, the most in a micro-batch: {activations:.2f}")
     free = USABLE * args.gpu_memory - sum(state.values())
     fit = max(0, int(free / token_gigabytes(args)))
     print(f"    {fit:,} tokens fit {args.gpu_memory:g} GB")
-    if fit < args.micro_tokens:
+    if fit < tokens:
         print("    this is too little memory: lower --micro-tokens, or take a smaller model")
 
 
