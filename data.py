@@ -597,8 +597,8 @@ def documents_in(path):
                     document = ""
     except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 have errors of their own
         raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                        "UTF-8 (see iconv), also as .gz, .bz2 or .xz, or has JSON with a `text` "
-                        "a line (wikiextractor --json)")
+                        "UTF-8 (see iconv), also as .gz, .bz2 or .xz; if it begins with { or [, "
+                        "each line is JSON with a `text` (wikiextractor --json)")
     if document:
         yield document
 
@@ -609,7 +609,8 @@ def load_manifest(folder):
     """Returns the manifest of a folder of shards (dict); raises DataError if there is none, or one
     that is not as it was written."""
     path = Path(folder) / "manifest.json"
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(
+            FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         manifest = json.loads(path.read_text())
         if manifest["sha256"] == manifest_digest(manifest):
             return manifest

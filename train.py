@@ -66,8 +66,9 @@ EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.
 def explain(error):
     """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
     # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate memory", cuBLAS
-    # "ALLOC_F".
-    if re.search("MemoryError|out of memory|allocate memory|ALLOC_F", repr(error)):
+    # "ALLOC_F", oneDNN "create a primitive".
+    if re.search("MemoryError|out of memory|allocate memory|ALLOC_F|create a primitive",
+                 repr(error)):
         return f"out of memory; lower --micro-tokens ({str(error):.160})"
     if isinstance(error, KeyboardInterrupt):
         return "stopped before training began; the same command starts again"
@@ -88,7 +89,7 @@ def parse_arguments(argv=None):
     """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
     with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2, or
     1 under torchrun."""
-    parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
+    parser = data.Parser(allow_abbrev=False)
 
     add = parser.add_argument
     add("--data", type=data.path_of, default=DEMO_SHARDS,
@@ -280,7 +281,7 @@ def log_start(args, world, log, state):
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     commit = subprocess.getoutput(
-        f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null")
+        f'git -C "{Path(__file__).parent}" describe --always --dirty 2>/dev/null')
     log.metric("run", command=sys.argv, flags=args.settings,
                phases=[vars(phase) for phase in args.phases], commit=commit, python=sys.version,
                torch=torch.__version__, ranks=world.size, device=world.device.type,
@@ -398,7 +399,7 @@ def check_weights(world, state):
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
-                                    "saved")
+                                    "saved: start anew at a lower --lr-scale")
     # A checksum: the bits are added up as integers, whose sum no order of additions changes.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
@@ -436,7 +437,7 @@ def save(args, world, log, state):
         with contextlib.suppress(OSError):
             temporary.unlink()
         log.say(f"warning: no checkpoint of step {state.step}: {error!r:.100} (is the disk full?); "
-                "the one before stays")
+                "older ones stay")
         return
 
     # All but this one and the one before go.
@@ -472,7 +473,7 @@ def newest_checkpoint(args, log):
             # "not a zip file", may stand in front: the one behind it is its __context__.
             for cause in error.__context__, error:
                 if explain(cause):
-                    log.say(f"{path} cannot be read")
+                    log.say(f"{path} cannot be read; if it stays so, remove it")
                     raise cause
             log.say(f"warning: {path} is damaged ({error!r:.80}); trying the one before")
             with contextlib.suppress(OSError):
@@ -767,7 +768,7 @@ def training_loop(args, world, log, state, signals):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
+        # 8. Add up the losses and the seconds, and who asks for a stop. Then log, evaluate, save.
         own = [*sums.tolist(), time.monotonic() - clock_start, len(signals), dist.torchrun_died()]
         mlm_all, nsp_all, seconds, signalled, orphans = world.sum(own)
         state.step += 1
@@ -781,10 +782,10 @@ def training_loop(args, world, log, state, signals):
         phase_ends = phase_index != state.phase
         half_hour = state.seconds - saved_at > SAVE_SECONDS
         if phase_ends or stop or half_hour or state.step % args.save_every == 0:
-            save(args, world, log, state)
-            saved_at = state.seconds
             if phase_ends or not stop:
                 evaluate(args, world, log, state)
+            save(args, world, log, state)
+            saved_at = state.seconds
     return stop
 
 
