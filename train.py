@@ -89,7 +89,7 @@ def parse_arguments(argv=None):
     """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
     with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2, or
     1 under torchrun."""
-    parser = data.Parser(allow_abbrev=False)
+    parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
     add("--data", type=data.path_of, default=DEMO_SHARDS,
@@ -635,12 +635,10 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
         "minutes_left": left / finished * state.seconds / 60}        # at the speed until now
 
 
-def reason_to_stop(args, state, signalled, orphans):
-    """Returns the dist.DistError that ends a training after this step, or None. signalled: how many
-    signals have come, to all ranks together; orphans: how many ranks have lost their torchrun."""
-    phase_index, _ = progress(args, state)
-    if phase_index == len(args.phases):
-        return None                                  # that was the last step
+def reason_to_stop(state, signalled, orphans):
+    """Returns the dist.DistError that ends a training before its last step, or None. signalled: how
+    many signals have come, to all ranks together; orphans: how many ranks have lost their torchrun.
+    """
     message = f"stopped after step {state.step}; the same command resumes"
     if signalled:
         return dist.DistError(message)
@@ -725,8 +723,7 @@ def training_loop(args, world, log, state, signals):
         micro_batches = next(batches)
         data_seconds = time.perf_counter() - began
 
-        # 2. Count the masked tokens of the whole step, on all ranks, for the divisor of the MLM
-        #    loss. If each rank divided by its own, tokens of ranks that have few would weigh more.
+        # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
         masked = count_masked(world, micro_batches)
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
@@ -735,16 +732,14 @@ def training_loop(args, world, log, state, signals):
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed is a function of the step, so that no generator has to be saved.
-            # Python's hash of numbers is the same in every process; only that of text is not.
+            # Dropout's seed follows from the step, so none is saved. (Hashes of numbers are fixed.)
             torch.manual_seed(hash((args.seed, state.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
             mlm_sum = loss_sum(mlm_logits, batch.labels)
             nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            # This rank's part of the whole step's loss: every masked token of the step weighs the
-            # same, and every pair.
+            # Every masked token of the step weighs the same, on whatever rank; and every pair.
             mlm_loss = mlm_sum / max(masked, 1)
             nsp_loss = nsp_sum / phase.global_batch
             # The Reducer takes the mean over the ranks. Times their number that is the sum.
@@ -768,24 +763,27 @@ def training_loop(args, world, log, state, signals):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Add up the losses and the seconds, and who asks for a stop. Then log, evaluate, save.
+        # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
         own = [*sums.tolist(), time.monotonic() - clock_start, len(signals), dist.torchrun_died()]
         mlm_all, nsp_all, seconds, signalled, orphans = world.sum(own)
         state.step += 1
         state.phase_step += 1
         state.seconds = seconds / world.size
-        stop = reason_to_stop(args, state, signalled, orphans)
         figures = step_figures(args, state, masked, mlm_all, nsp_all, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, state)
+        if phase_index < len(args.phases):
+            stop = reason_to_stop(state, signalled, orphans)
         phase_ends = phase_index != state.phase
         half_hour = state.seconds - saved_at > SAVE_SECONDS
         if phase_ends or stop or half_hour or state.step % args.save_every == 0:
-            if phase_ends or not stop:
-                evaluate(args, world, log, state)
             save(args, world, log, state)
             saved_at = state.seconds
+            if phase_ends or not stop:
+                evaluate(args, world, log, state)
+    if not batches:          # No step was left: the run may have died in its last evaluation.
+        evaluate(args, world, log, state)
     return stop
 
 

@@ -323,17 +323,11 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 
 # ----- Evaluation, GPUs -----
 
-class Noted:
-    """A log that keeps the lines in `said`."""
-    def __init__(self, lowest=math.inf):
-        self.lowest = lowest
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
-
-    def metric(self, kind, **fields):
-        pass
+def noted(lowest=math.inf):
+    """Returns a log that keeps the lines in `said`."""
+    said = []
+    return SimpleNamespace(lowest=lowest, said=said, say=said.append,
+                           metric=lambda kind, **fields: None)
 
 
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
@@ -342,11 +336,11 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     config = bert.BertConfig.preset("tiny", 320)
     model = bert.BertForPreTraining(dataclasses.replace(config, init_std=0.3))
     state = SimpleNamespace(model=model, phase=0, step=0)
-    log = Noted()
+    log = noted()
     found = train.evaluate(args, dist.World(), log, state)
     assert len(log.said) == 1 and log.lowest == found["mlm_loss"]
     for rise, lines in (0.4, 1), (0.6, 2):                # half a nat above the lowest is said
-        log = Noted(found["mlm_loss"] - rise)
+        log = noted(found["mlm_loss"] - rise)
         train.evaluate(args, dist.World(), log, state)
         assert len(log.said) == lines and ("--lr-scale" in log.said[-1]) == (lines == 2)
     assert model.training
@@ -378,6 +372,11 @@ def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision
     assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "parts"))
 
 
-def test_a_signal_in_the_last_step_ends_nothing():
-    state = SimpleNamespace(step=2, phase=0, phase_step=2)
-    assert not train.reason_to_stop(args_of("--steps", 2, 0), state, 1, 0)
+def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
+    """Also if a signal comes in the last step. The same command evaluates again: the run may have
+    died in its last evaluation."""
+    monkeypatch.setattr(dist, "listen_to_signals", lambda: ["SIGTERM"])
+    for _ in range(2):
+        train_here(tmp_path, "--steps", 1, 0)
+        assert metrics(tmp_path, "eval")
+        (tmp_path / "metrics.jsonl").unlink()
