@@ -249,6 +249,7 @@ def test_presets_begin_with_the_loss_of_guessing():
     large = bert.BertConfig.preset("large", 30522)
     assert (large.layers, large.width, large.heads, large.feed_forward) == (24, 1024, 16, 4096)
     assert large.vocab_size == 30528 and large.max_positions == 512
+    assert model.config.init_std > 0.04 and large.init_std == 0.02
     with torch.device("meta"):
         model = bert.BertForPreTraining(large)
     assert sum(p.numel() for p in model.parameters()) == 336_232_258  # papers.md, 1.4
@@ -303,7 +304,7 @@ def refused(folder):
 def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved, shards, tmp_path):
     model, folder, _ = saved
     tokenizer = shards / "tokenizer.model"
-    other = make_model(seed=1, config=replace(CONFIG, dropout=0.1))       # dropout is no shape
+    other = make_model(seed=1, config=replace(CONFIG, dropout=0.1, init_std=0.1))      # no shapes
     bert.init_from(folder, other, tokenizer)
     for p, q in zip(other.parameters(), model.parameters()):
         assert torch.equal(p, q)

@@ -91,7 +91,7 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     for key in "mlm_loss", "nsp_loss", "lr":                         # the same examples
         expected, found = column(one, key), column(many, key)
         assert len(found) == 14 and found == pytest.approx(expected, rel=1e-4)
-    results = [{line["step"]: line["mlm_loss"] for line in metrics(out, "eval")}
+    results = [{line["step"]: line["mlm_loss"] + line["nsp_loss"] for line in metrics(out, "eval")}
                for out in (one, many)]
     for step, loss in results[0].items():                            # in evaluations, too
         assert results[1][step] == pytest.approx(loss, rel=1e-4)
@@ -203,7 +203,8 @@ CHANGES = ("--model mini", "--seed 5", "--lr-scale 2", "--dropout 0.3", "--mask-
 
 def test_another_run_in_the_same_folder_is_refused(documents, finished, train_here, tmp_path):
     # What changes no result may change.
-    train_here(finished, *RUNS["bf16"][1], "--micro-tokens", 64, "--save-every", 7)
+    train_here(finished, *RUNS["bf16"][1], "--micro-tokens", 64, "--save-every", 7,
+               "--timeout", 9, "--bucket-mb", 7)
     before = (finished / "metrics.jsonl").read_bytes()
     data.prepare(documents[:300], tmp_path / "other", vocab_size=320, shards=4)
     changes = *CHANGES, f"--init {finished}/model", f"--data {tmp_path}/other"
@@ -231,6 +232,9 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished,
     _, outcome = run(shards, tmp_path / "out", *SHORT, size=2, check=False, sabotage=(on_own_disk,))
     assert isinstance(outcome, train.ConfigError)
     assert re.search(r"step 14 is in \S+out1 here, and only 0 where rank 0 is;", str(outcome))
+    # On rank 0's disk it is found, and rank 1 has none.
+    (tmp_path / "out1").rename(tmp_path / "b0")
+    run(shards, tmp_path / "b", *RUNS["bf16"][1], size=2, sabotage=(on_own_disk,))
 
 
 @pytest.mark.parametrize("room", [0, 20000])             # at once, or half-way
@@ -238,21 +242,21 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     save = train.save
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full_at_step_4(args, world, log, state):
-        if state.step == 4:
+    def full_at_step_6(args, world, log, state):
+        if state.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             save(args, world, log, state)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        if state.step == 4:
+        if state.step == 6:
             names = {path.name for path in tmp_path.iterdir()}
-            assert names == {"metrics.jsonl", "step-00000002.pt"}
+            assert names == {"metrics.jsonl", "step-00000002.pt", "step-00000004.pt"}
 
-    monkeypatch.setattr(train, "save", full_at_step_4)
-    train_here(tmp_path, *SHORT, "--save-every", 2, "--max-steps", 6)
-    assert steps_kept(tmp_path) == [2, 6] and column(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
-    assert "warning: no checkpoint of step 4: " in capsys.readouterr().out
+    monkeypatch.setattr(train, "save", full_at_step_6)
+    train_here(tmp_path, *SHORT, "--save-every", 2, "--max-steps", 8)
+    assert steps_kept(tmp_path) == [4, 8] and len(column(tmp_path, "step")) == 8
+    assert "warning: no checkpoint of step 6: " in capsys.readouterr().out
 
 
 def test_a_run_saves_by_the_clock(train_here, tmp_path, monkeypatch):
@@ -290,7 +294,7 @@ def test_init_starts_from_a_folders_weights(shards, finished, tmp_path):
     out, model = tmp_path / "out", tmp_path / "model"
     trained, loss = knows_by_heart(finished / "model", shards, range(9))
     bert.save_huggingface(trained, shards / "tokenizer.model", model, 32)
-    argv = *INIT, "--init", model
+    argv = *INIT, "--precision", "bf16", "--init", model
     run(shards, out, *argv, "--max-steps", 2, size=2)
     first = metrics(out)[0]["mlm_loss"]
     assert first < 1.2 * loss < 1              # `loss` is of a step before, and with dropout

@@ -180,6 +180,7 @@ def test_every_token_is_read_about_equally_often(tmp_path, shards, monkeypatch):
         seen = np.zeros(size, int)
         for k, unread in enumerate([0.2, 0.03, 0.01, 0.01]):    # 0.38, 0.15, 0.06, 0.02 by chance
             spans = dataset.spans(range(first + k * epoch, first + (k + 1) * epoch))
+            assert {span.a_end - span.a for span in spans} == {126}
             for span in spans:
                 seen[span.a:span.a_end] += 1
             assert (seen == 0).mean() < unread, (
@@ -632,8 +633,9 @@ class Letters:
 
 def test_large_vocabularies_fit_and_short_documents_are_left_out(tmp_path):
     documents = [f"ab{k}\n.\ncd" for k in range(300)] + ["a", "."] * 50
+    documents += [f"{text}\n" for text in documents[:300]]      # the same text, not held out twice
     counts = data.write_shards(documents, tmp_path, Letters(), 3, len(documents))
-    assert counts["documents"] == 300
+    assert counts["documents"] + counts["held_out"] == 600
     tokens = np.fromfile(tmp_path / "train-00001.tokens", np.uint16)
     assert tokens.min() > 65_436 - 1
 

@@ -76,6 +76,7 @@ def test_the_published_recipes():
         after_warmup = highest * (1 - phase.warmup) ** phase.power
         assert phase.power == 0.5 and phase.lr == pytest.approx(after_warmup, rel=1e-4)
     assert (nvidia.optimizer, nvidia.dropout) == ("lamb", 0.1)
+    assert train.parse_arguments(["--recipe", "day"]).phases[0].power == 1
 
 
 @pytest.mark.parametrize("found,precision", [

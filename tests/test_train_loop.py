@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ import data
 import dist
 import optim
 import train
+from tests.conftest import make_documents
 from tests.ranks import together
 from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics,
                             random_batch, run, steps_kept)
@@ -75,6 +77,17 @@ def test_a_rank_reads_only_its_shards(shards, tmp_path, one_rank):
     shutil.copytree(tmp_path / "wiki-0", tmp_path / "wiki-2")
     outcomes = run(shards, tmp_path / "no", *argv, size=3, sabotage=share, check=False)
     assert all(re.search(r"wiki-\d/train-\S+", str(outcome)) for outcome in outcomes)
+
+
+def make_the_demo(world, folder):
+    """Takes a second for the demo's text."""
+    train.DEMO_SHARDS = folder
+    data.machine_documentation = lambda: time.sleep(1) or make_documents()
+
+
+def test_all_ranks_wait_for_the_demos_shards(tmp_path):
+    demo = tmp_path / "demo"
+    run(demo, tmp_path / "out", "--steps", 0, size=2, sabotage=(make_the_demo, demo))
 
 
 # ----- What the flags change -----
@@ -190,6 +203,7 @@ def test_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tmp_pat
     run(shards, tmp_path / "out", *argv, size=2, sabotage=(note_seeds, tmp_path))
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == 2 * 2 * 2          # steps, micro-batches, ranks
+    assert str(hash((0, 1, 1, 1)) % 2 ** 64) in seeds[1]     # --seed, and the last of these
 
 
 def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path, monkeypatch):
@@ -202,8 +216,11 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path,
         seen.append((rates, float(torch.nn.utils.get_total_norm(gradients))))
         step(self)
 
+    commits = []
     monkeypatch.setattr(optim.LAMB, "step", noted_step)
+    monkeypatch.setattr(dist.Reducer, "commit", lambda _, taken: commits.append(taken))
     args = train_here(tmp_path, *SHORT, "--precision", "fp32")
+    assert commits == [True] * 14
     lines = metrics(tmp_path)
     assert seen == [({line["lr"]}, pytest.approx(min(1, line["grad_norm"]), rel=1e-3))
                     for line in lines]
@@ -258,7 +275,8 @@ def spoil_loss(world, rank, calls):
         commit(self, step_taken)
         moved = [not torch.equal(old, bucket.residual) for old, bucket in zip(before, self.buckets)]
         finite = math.isfinite(self.norm())
-        assert moved == [bucket.has_residual and finite for bucket in self.buckets]
+        assert moved == [bucket.has_residual and finite and self.scale > 1
+                         for bucket in self.buckets]
 
     bert.BertForPreTraining.forward = patched
     dist.Reducer.commit = watched_commit
@@ -335,7 +353,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     torch.manual_seed(0)
     config = bert.BertConfig.preset("tiny", 320)
     model = bert.BertForPreTraining(dataclasses.replace(config, init_std=0.3))
-    state = SimpleNamespace(model=model, phase=0, step=0)
+    state = SimpleNamespace(model=model, phase=0, step=3)
     log = noted()
     found = train.evaluate(args, dist.World(), log, state)
     assert len(log.said) == 1 and log.lowest == found["mlm_loss"]

@@ -149,21 +149,6 @@ def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     assert sum(x.numel() for x in state.values()) == 30 * 50 + 2 * (30 + 50)
 
 
-def test_newton_schulz_brings_singular_values_near_1():
-    generator = torch.Generator().manual_seed(0)
-    for rows, columns in (64, 64), (96, 32), (32, 128):
-        g = torch.randn(rows, columns, generator=generator)
-        u, s, vt = torch.linalg.svd(g, full_matrices=False)
-        s = torch.logspace(0, -1.5, len(s))
-        after = s / s.norm()
-        for _ in range(5):
-            after = 3.4445 * after - 4.7750 * after ** 3 + 2.0315 * after ** 5
-        assert 0.5 < after.min() and after.max() < 1.5
-        for dtype, tolerance in (torch.float32, 1e-4), (torch.bfloat16, 0.1):
-            x = muon.newton_schulz(7 * (u * s @ vt), dtype).float()
-            assert torch.allclose(x, u * after @ vt, atol=tolerance), (rows, columns, dtype)
-
-
 def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere():
     torch.manual_seed(0)
     config = bert.BertConfig(1, 64, heads=1, feed_forward=128, vocab_size=128)
@@ -306,15 +291,9 @@ def test_a_modern_is_its_equations_on_packed_rows():
     assert torch.allclose(hidden, later, rtol=1e-3, atol=1e-3)
 
 
-def test_a_modern_has_no_biases_and_about_as_many_parameters():
+def test_muon_knows_the_matrices_of_a_modern():
     with torch.device("meta"):
         model = modern.Modern(bert.BertConfig.preset("base", 8192))
-        theirs = bert.Block(model.config)
-    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    assert biases == {"mlm_bias", "pooler.bias", "nsp.bias"}
-    ours, theirs = (sum(p.numel() for p in block.parameters())
-                    for block in (model.blocks[-1], theirs))
-    assert ours == pytest.approx(theirs, rel=0.07)
     # Q, K and V are three matrices to Muon, gate and input two
     parts = {group["parts"]: len(group["params"])
              for group in muon.groups_of(dict(model.named_parameters())) if group["parts"]}
