@@ -15,7 +15,7 @@ from tests.ranks import start_script
 
 SIGNALS = [signum.name for signum in dist.STOP_SIGNALS]
 # So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
-LONG = "--batch 128 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
+LONG = "--batch 512 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
 
 
 def steps(out):
