@@ -421,7 +421,7 @@ class Reducer:
 
     def finish(self):
         """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
-        RankLost; DistError if a parameter took no part in the loss, naming it.
+        RankLost; DistError if parameters took no part in the loss, naming each.
 
         Looks for missing gradients before it waits: their buckets were never launched. Sets
         `bytes_sent`, the sum of the jobs' results, and `wait_seconds`, the time that it waited for

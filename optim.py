@@ -173,7 +173,7 @@ class LossScaler:
         """Returns True if step number `step` is to be taken, and adjusts the scale.
 
         overflow: whether a gradient is not finite, on any rank: all ranks must do the same. Raises
-        TrainingStopped when overflows have halved the scale below `smallest`.
+        TrainingStopped, naming the step, when overflows have halved the scale below `smallest`.
         """
         if not overflow:
             self.good_steps += 1

@@ -1,6 +1,7 @@
 """How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import dist
 from tests.conftest import ROOT
 from tests.ranks import start_script
 
-SIGNALS = [signum.name for signum in dist.STOP_SIGNALS]
+SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 # So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
 LONG = "--batch 512 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
 
@@ -61,7 +62,6 @@ def handlers():
     (None, print, True), (None, signal.SIG_IGN, False), (1, signal.SIG_IGN, True)])
 def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
         monkeypatch, handlers, torchrun, before, asks, name):
-    assert len(SIGNALS) == 7
     monkeypatch.setattr(dist, "TORCHRUN", torchrun)
     signal.signal(signal.Signals[name], before)
     requests = dist.listen_to_signals()
@@ -94,8 +94,8 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
         assert f"stopped after step {last}; the same command resumes" in (
             out / "stderr").read_text()
         assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists()
-        assert '"eval"' not in (out / "metrics.jsonl").read_text()     # there may be no time for it
-        assert "Done" not in (out / "stdout").read_text()
+        # No evaluation, for which there may be no time
+        assert not re.search("held out|Done", (out / "stdout").read_text())
 
 
 # ----- Under torchrun -----

@@ -86,8 +86,8 @@ def make_the_demo(world, folder):
 
 
 def test_all_ranks_wait_for_the_demos_shards(tmp_path):
-    demo = tmp_path / "demo"
-    run(demo, tmp_path / "out", "--steps", 0, size=2, sabotage=(make_the_demo, demo))
+    run(tmp_path / "demo", tmp_path / "out", "--steps", 0, size=2,
+        sabotage=(make_the_demo, tmp_path / "demo"))
 
 
 # ----- What the flags change -----
