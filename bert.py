@@ -2,15 +2,16 @@
 
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
-The original model (Devlin et al., arXiv 1810.04805): post-LayerNorm, GELU with erf, learned
-positions. Two heads are trained with it. One predicts masked tokens (MLM, masked language model),
-the other predicts from [CLS] whether the second text follows the first (NSP, next sentence).
+The original model (Devlin et al., arXiv 1810.04805): an encoder whose LayerNorm follows each sum,
+and learned embeddings of positions. Two heads are trained with it. One predicts masked tokens (MLM,
+masked language model), the other predicts from [CLS] whether the second text follows the first
+(NSP, next sentence).
 
 Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tokens of all examples
 stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
 example; everything else treats each row by itself.
 
-Shapes, as in "x (N, D)":
+Shapes, as in "x (N, D)"; the batch is a micro-batch, a data.Batch:
     B   examples of the batch
     T   tokens of one example
     N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
@@ -34,7 +35,8 @@ import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import nn
 
-# torch must not choose cuDNN's attention, which prepares anew for every shape: that is slow here.
+# torch must not choose the attention of cuDNN, a library of NVIDIA's: it prepares anew for each new
+# shape, and here many come.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -76,11 +78,11 @@ class BertConfig:
         return cls(
             layers,
             width,
-            heads=width // 64,
+            heads=width // 64,               # of 64 columns each, as in the original
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768. Narrower models begin to learn some
-            # hundred steps later with it; here theirs is about 0.02 (768 / width)^0.5.
+            # The original's 0.02 is made for a width of 768. With it narrower models begin to learn
+            # some hundred steps later, so they have 0.55 / width^0.5; at 768 that is 0.02.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -130,12 +132,14 @@ def attention(qkv, bounds, lengths, dropout):
         bounds     0       | 5       | 10        | 18          | 64      (B + 2,)
 
     The padding is treated as one more example, whose results nobody reads; its length can be 0.
-    lengths is always on the CPU, since it decides shapes; bounds is on the model's device, for
-    functions of a GPU that take all lengths at once. dropout is that of the attention weights.
+    lengths is on the CPU, bounds on the model's device. dropout is that of the attention weights.
+
+    On newer GPUs, in 16 bits, one call takes all examples; elsewhere one call for each length.
     """
     if qkv.is_cuda and qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
         # FlashAttention (Dao, arXiv 2307.08691) takes examples of all lengths at once, in 16 bits;
-        # GPUs before Ampere (V100, T4) do not have it.
+        # GPUs before Ampere, which is (8, 0), do not have it (V100, T4). Torch's function for it is
+        # not documented. It takes bounds and the longest length of the queries, and of the keys.
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         longest = int(lengths.max())
         causal = debug = False
@@ -144,8 +148,7 @@ def attention(qkv, bounds, lengths, dropout):
 
     dtype = qkv.dtype
     if dtype.itemsize == 2 and not qkv.is_cuda:
-        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32. (All else is
-        # faster in bf16, where there are instructions for it.)
+        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 
     # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
@@ -165,7 +168,7 @@ def attention(qkv, bounds, lengths, dropout):
 
 class Block(nn.Module):
     """One layer of the encoder: attention, then feed-forward. The output of each is added to its
-    input, and the sum is normalised."""
+    input, and the sum is normalised (post-LayerNorm; many later models normalise the inputs)."""
 
     def __init__(self, config):
         super().__init__()
@@ -180,19 +183,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, bounds, lengths, rows=None):
-        """Returns the next hidden states (N, D) for x (N, D). With rows (R,) it returns those rows
-        alone, (R, D). The last block is called with rows, since the heads read no others. bounds,
-        lengths: as in `attention`."""
+        """Returns the next hidden states (N, D) for x (N, D). bounds, lengths: as in `attention`.
+
+        rows (R,): only these are returned, (R, D). The last block is called with them, since the
+        heads read no others: what follows its attention is computed for R rows, not N.
+        """
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
-        # Torch's functions for attention drop weights in evaluation, too, if they are told to.
+        # Unlike nn.Dropout, torch's functions for attention do not know of evaluation.
         dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
             x = x.index_select(0, rows)                          # (R, D)
             attended = attended.index_select(0, rows)            # (R, D)
 
-        # BERT normalises the sums (post-LayerNorm). Later models normalise the inputs of attention
-        # and feed-forward instead (pre-LayerNorm).
         x = self.attention_norm(x + self.dropout(self.attention_out(attended)))
         hidden = F.gelu(self.up(x))                              # (N or R, D_ff)
         return self.norm(x + self.dropout(self.down(hidden)))
@@ -219,21 +222,19 @@ class BertForPreTraining(nn.Module):
 
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Embeddings begin small at every width: with 0.04 the demo's loss ends 0.1 nats
-                # higher.
+                # Embeddings begin small at every width: larger ones cost the demo 0.1 nats.
                 std = 0.02 if "embeddings" in name else config.init_std
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,). tokens, segments and positions
-        are numbers (N,): a token's id, 0 or 1 for A or B, and its position in its example. bounds,
-        lengths: as in `attention`."""
+        """Returns the last hidden states (R, D) of the rows (R,). The other arguments are fields of
+        data.Batch. tokens, segments and positions are numbers (N,): a token's id, 0 or 1 for A or
+        B, and its position in its example. bounds, lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
             x = block(x, bounds, lengths)
-        # No head reads the other rows, so the last block drops them after its attention.
         return self.blocks[-1](x, bounds, lengths, rows)
 
     def mlm_logits(self, hidden):
@@ -242,16 +243,13 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the logits (M, V) of the masked tokens and (B, 2) of the pairs.
-
-        batch: a data.Batch. Beside what `encode` takes it has masked_rows (M,), and labels (M,)
-        and pair_labels (B,), of which train.py makes the loss.
-        """
+        """Returns the logits (M, V) of the masked tokens, and (B, 2) of the pairs. batch: a
+        data.Batch."""
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist: they would be most of a small model's work.
         examples = len(batch.pair_labels)
         # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
-        # of masked tokens. (What pads these is row 0; its label is IGNORED.)
+        # of masked tokens. (masked_rows are padded by row 0, whose logits no label asks for.)
         rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
@@ -290,7 +288,8 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "init_std": "initializer_range"}
 
 # The ids of the special tokens, and the characters that are dropped from all text, such as soft
-# hyphens and marks of direction. Both stand in data.py, too: the files do not import each other.
+# hyphens and marks of direction. Both stand in data.py, too: so each file can be read, and taken
+# elsewhere, without the other.
 PAD, UNK, CLS, SEP, MASK = range(5)
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
@@ -300,10 +299,11 @@ def huggingface_names(name):
     one."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
-    module, _, kind = name.rpartition(".")                   # The kind is weight or bias.
+    module, _, kind = name.rpartition(".")                   # "nsp.weight" -> "nsp", "weight"
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
-    _, layer, inner = module.split(".")                      # The module is blocks.3.qkv, say.
+    # The others are in a block: "blocks.3.qkv.weight", say.
+    _, layer, inner = module.split(".")
     return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in BLOCK_NAMES[inner].split()]
 
 
@@ -320,14 +320,15 @@ def normalizer_steps(tokenizer):
     They do what data.py does: INVISIBLE and Unicode's form NFKC; then SentencePiece's own rule,
     nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
-    # White space becomes a space, and so do a few characters that SentencePiece takes for it. A
-    # text has to begin with a character that stays, or it would not begin with a new word. Of
-    # several spaces the last is kept, next to its word; of those at the end, none.
     steps = [
+        # What is dropped from the very begin leaves a space, or the text would begin with no word.
         replace(f"^{INVISIBLE}+", " "),
+        # Dropped: INVISIBLE, and control characters.
         replace(f"{INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
+        # A space: white space, and a few characters that SentencePiece takes for it.
         replace("[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]", " "),
         {"type": "NFKC"},
+        # Of several spaces the last is kept, next to its word; of those at the end, none.
         replace(" +(?= |$)", "")]
     if tokenizer.normalize("A") == "▁a":
         # SentencePiece has one small sigma, and no small letter for the Turkish I with a dot.
@@ -337,15 +338,15 @@ def normalizer_steps(tokenizer):
 
 def tokenizer_json(tokenizer):
     """Returns the tokenizer.json (a dict) that cuts text as a SentencePieceProcessor of data.py.
+    What stands in it is explained by Hugging Face's library `tokenizers`.
 
     Its pieces begin with a space where SentencePiece's begin with "▁": such a space is left out of
-    the offsets of a token, but for spaces at the very beginning of a text. What differs in Hugging
-    Face's `tokenizers`:
+    the offsets of a token, but for spaces at the very beginning of a text. What differs:
     - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
     - the text "[MASK]" becomes the token [MASK], and so with the other special tokens; data.py cuts
       them as any other text;
     - a new word begins where one of INVISIBLE follows a [MASK];
-    - it knows Unicode of 2018: later characters are not replaced, such as that of the era Reiwa;
+    - `tokenizers` knows Unicode of 2018: characters that came later are not replaced;
     - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
       its letter, and a small i with another dot above are not what SentencePiece makes of them.
     """
@@ -436,7 +437,8 @@ def load_huggingface(folder):
     try:
         described = json.loads(Path(folder, "config.json").read_text())
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
-        # On the device "meta" a model has shapes alone: a wrong width cannot fill the memory.
+        # On the device "meta" tensors have a shape and no memory, so a wrong width cannot fill it.
+        # Below, assign=True puts the loaded tensors in their places.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
 
@@ -487,15 +489,16 @@ def encode_with_masks(tokenizer, text):
     [MASK], "s", ".": a lone "▁" is the space of the masked word, which [MASK] stands for.
     """
     text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
-    # Pieces have no spaces, so these can part them. Unknown characters side by side are one piece,
-    # and a stand-in can be among them.
+    # All pieces in one string: no piece has a space. Then the lone "▁" before a stand-in goes, and
+    # the stand-in becomes a piece of its own. (It can be within one: unknown characters side by
+    # side are one piece.)
     pieces = " ".join(tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str))
     pieces = pieces.replace(f"▁ {STAND_IN}", STAND_IN).replace(STAND_IN, " [MASK] ")
     return [CLS] + tokenizer.piece_to_id(pieces.split()) + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
-    """Returns, for each [MASK] of a text, the `count` likeliest words, as "be 12%, have 3%". The
+    """Returns, for each [MASK] of a text, the `count` likeliest tokens, as "be 12%, have 3%". The
     model is in evaluation mode afterwards.
 
     The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
@@ -508,12 +511,13 @@ def fill_mask(model, tokenizer, text, count=5):
         raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
                          f"{ids.count(MASK)} and {T}")
     model.eval()
-    # Within a device, as within no_grad, new tensors are made on it.
+    # Tensors that are made within `with device` are made on it.
     with torch.no_grad(), model.mlm_bias.device:
         tokens = torch.tensor(ids)                                   # (T,)
         masked_rows = torch.where(tokens == MASK)[0]                 # (M,)
+        # One example, and padding of 0 rows.
         bounds = torch.tensor([0, T, T], dtype=torch.int32)
-        lengths = torch.tensor([T, 0], device="cpu")                 # no padding
+        lengths = torch.tensor([T, 0], device="cpu")
         hidden = model.encode(masked_rows, tokens, torch.zeros_like(tokens), torch.arange(T),
                               bounds, lengths)                       # (M, D)
         # The last columns only pad the vocabulary to a multiple of 64: no pieces belong to them.

@@ -1,17 +1,17 @@
-"""Masked sentence-pair batches, from shards on disk; below, shards from text by SentencePiece.
+"""Batches of masked text, from shards on disk; below, shards from text.
 
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
+A token is a piece of a word, of a vocabulary that the library SentencePiece learns from the text.
 A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
-(settings, counts and digests), `unigrams` (float64, the counts of tokens in the training text)
-and, for each shard, two arrays without any header:
+(settings, counts and the files' checksums), `unigrams` (float64, how often the training text has
+each token) and, for each shard, two arrays without any header:
 
     NAME.tokens      uint16, every token of the shard, no [CLS] and [SEP]
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
 Masks and pairs are made on the fly, so all phases, at any length, read the same shards.
-Shapes: B examples, N rows (tokens) of a batch, M masked tokens; n, m are N, M before padding.
 """
 import argparse
 import bz2
@@ -44,8 +44,8 @@ from tqdm import tqdm
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # the share of examples of any length: training shall see short ones
-GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1
+SHORT_FRACTION = 0.10       # so many examples have a random length, so that some are short
+GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1, see PretrainingData
 FORMAT = 1                  # goes into a folder's digest. Raise it when the files, or the examples
                             # made of them, change: then old folders and checkpoints are refused
 
@@ -58,7 +58,8 @@ class DataError(ValueError):
 
 class Batch(NamedTuple):
     """A micro-batch without padding between its examples: their tokens one after another, each
-    token a row. Here are three examples of 5, 5 and 8 tokens:
+    token a row. B examples have N rows, and M of them are masked. Here B = 3, of 5, 5 and 8 tokens,
+    and N = 64:
 
         rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                     [CLS] ..| [CLS] ..| [CLS] ..  | padding
@@ -72,9 +73,12 @@ class Batch(NamedTuple):
         segments      0   0  0  0   0   1  1   1
         positions     0   1  2  3   4   5  6   7
 
-    Padding at the end rounds N up to a multiple of 64 and M to one of 16. So there are few shapes,
-    not hundreds: on a GPU each new one costs preparation and memory. A small batch in which no
-    token was masked has M = 0.
+    `bounds` are the lengths added up. The lengths are needed on the CPU, where shapes are decided,
+    the bounds on a GPU, by FlashAttention. (See bert.attention.)
+
+    Padding at the end rounds N up to a multiple of 64 and M to one of 16; n and m are N and M
+    without it. So there are few shapes, not hundreds: a GPU's libraries choose a kernel, and keep
+    memory, for each new one. A small batch in which no token was masked has M = 0.
 
     The fields are NumPy arrays until `to` makes tensors of them.
     """
@@ -83,18 +87,18 @@ class Batch(NamedTuple):
     positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
     masked_rows: np.ndarray         # (M,) int64, the rows that are to be predicted, then zeros
     labels: np.ndarray              # (M,) int64, the tokens that stood there, then IGNORED
-    bounds: np.ndarray              # (B + 2,) int32, the first row of each example and of the
-                                    # padding, then N
-    pair_labels: np.ndarray         # (B,) int64, 0 if the second text is the true next of
-                                    # the first, 1 if not; IGNORED without pairs
+    bounds: np.ndarray              # (B + 2,) int32 as FlashAttention wants it: the first row of
+                                    # each example and of the padding, then N
+    pair_labels: np.ndarray         # (B,) int64, 0 if B follows A in its document, 1 if not;
+                                    # IGNORED without pairs
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
         *tensors, lengths = map(torch.from_numpy, self)              # `lengths` is the last field
-        # non_blocking: to wait for a copy would be to wait for all that the GPU has to do. (What is
-        # larger than 64 KB waits even so.)
+        # non_blocking: a GPU copies after all that it was given before, and the CPU goes on. (For
+        # arrays of up to 64 KB; the CPU waits for longer ones.)
         moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
         return Batch(*moved, lengths)
 
@@ -107,7 +111,7 @@ class Shard(NamedTuple):
 
 @functools.cache
 def open_shard(path):
-    """Returns the Shard of the files PATH.tokens and PATH.documents."""
+    """Returns the Shard of the files PATH.tokens and PATH.documents, which are opened once."""
     tokens = np.memmap(f"{path}.tokens", np.uint16, "r")
     documents = np.memmap(f"{path}.documents", np.int64, "r")
     # As plain arrays of the same memory, since an np.memmap takes longer to index.
@@ -115,7 +119,7 @@ def open_shard(path):
 
 
 class Text(NamedTuple):
-    """A piece of a document in two parts. The fields are offsets into the shard's tokens."""
+    """A stretch of a document, in two parts. The fields are offsets into the shard's tokens."""
     start: int              # where the first part begins
     middle: int             # where the first part ends and the second one begins
     end: int                # where the second part ends
@@ -134,8 +138,42 @@ class Spans(NamedTuple):
     pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
 
 
+# Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
+# a space as "▁". A sentence ends where a piece like ".", "?" or '."' is followed by one that begins
+# a word, like "▁The".
+# Marks: of Europe (";" ends Greek questions; other texts are cut there, too), Chinese and Japanese,
+# Urdu, Arabic, Armenian, Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. (`blocks` has made
+# "..." of "…".)
+SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
+# Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any
+# letter (\w) can follow a mark. (Thai seldom has one, but it has "?" and "!".)
+SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17ff\u3040-\u9fff]")
+
+
+def uniform(counters, key):
+    """Returns a random float64 in [0, 1) for each counter. It follows from the counter and the key
+    alone, so example i needs nothing of those before it.
+
+    It is a hash: SplitMix64 (Steele, Lea, Flood 2014), whose constants and shifts mix all bits of
+    the counter with each other. To make one of NumPy's generators for each example would take
+    longer than all the rest.
+    """
+    # NumPy computes with uint64 modulo 2^64.
+    x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 11) * 2.0 ** -53           # the upper 53 bits, which float64 can hold
+
+
+def pad(values, multiple, fill=0):
+    """Returns an array (n,), made longer with `fill` until `multiple` divides its length."""
+    return np.append(values, np.full(-len(values) % multiple, fill, values.dtype))
+
+
 class PretrainingData:
-    """The examples of a phase; number i is a pure function of (seed, phase, i), i = 0, 1, 2 ...
+    """The examples of a phase. Number i, for i = 0, 1, 2 ..., follows from seed, phase and i, and
+    from the shards and the other arguments: it does not matter which rank makes it, or when.
 
     Where its text lies: example i comes from shard i modulo S, the number of shards, and is example
     k = i // S of that shard. It lies around the token at the fraction
@@ -143,8 +181,9 @@ class PretrainingData:
         (k * 0.618... + walk_start) modulo 1        GOLDEN, and a random number
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
-    largest gap that those before it have left. So texts lie about every place equally often,
-    without an order that would have to be shuffled and kept, and no epoch begins or ends.
+    largest gap that those before it have left. So texts lie about every place equally often: in one
+    pass over the text a seventh of it is never read, at random places it would be a third. And
+    there is no order of examples that would have to be shuffled and kept.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
     document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
@@ -174,11 +213,12 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(f"{self.folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        # (pieces,) bool: whether a piece ends, or begins, as the expression says.
+        # (pieces,) bool: whether the expression is found in a piece.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
-        # One key for each use of random numbers, so that the draws are independent.
+        # One key for each use of `uniform`, so that the draws are independent: five random numbers,
+        # made from seed and phase.
         keys = np.random.SeedSequence((seed, phase)).generate_state(5, np.uint64)
         walk_key, self.pair_key, self.mask_key, self.fate_key, self.token_key = keys
         self.walk_start = float(uniform([0], walk_key)[0])
@@ -191,7 +231,8 @@ class PretrainingData:
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
         its document if there are fewer. It is cut before one of the sentences that begin in it, or
         before any token if none does; cut_draw in [0, 1) says which."""
-        # The place is in document number - 1: documents[number - 1] <= place < documents[number].
+        # How many documents begin at the place or before it. It is in the last of these:
+        # documents[number - 1] <= place < documents[number].
         number = int(shard.documents.searchsorted(place, "right"))
         document = int(shard.documents[number - 1])
         document_end = int(shard.documents[number])
@@ -209,7 +250,13 @@ class PretrainingData:
         return Text(start, middle, end, document, document_end)
 
     def pair(self, i, draws):
-        """Returns the Spans of example i.
+        """Returns the Spans of example i: A and its true B, or A and the B of another text, as long
+        as the true one would be in a whole text:
+
+            the example's text    | A          | true B          |
+                                  start        middle            end
+            another document's    |                   | other B         |
+                                  start               middle
 
         draws: five random numbers in [0, 1). They say whether the example is short, and how short;
         where the text is cut; whether B is the true next one, and from where another B comes.
@@ -229,10 +276,11 @@ class PretrainingData:
         if true_draw < 0.5:
             return Spans(i, s, own.start, own.middle, own.middle, own.end, 0)
 
-        # B from elsewhere begins as true ones do, with the second part of a text, and is about as
-        # long: else a model could tell them apart without reading. (If documents are short, or
-        # sentences as long as a text, it can tell some of them.) The places outside of A's
-        # document are counted from its end on, and after the shard's last token from 0.
+        # B from elsewhere begins as true ones do, with the second part of a text, cut by the same
+        # draw, and is about as long: else a model could tell them apart without reading. (If
+        # documents are short, or sentences as long as a text, it can tell some of them.)
+        # The place is a random one outside of A's document: counted from its end on, and when the
+        # shard ends, on from the shard's begin.
         outside = size - (own.document_end - own.document)
         place = (own.document_end + int(place_draw * outside)) % size
         other = self.text(shard, place, length, cut_draw)
@@ -299,40 +347,12 @@ class PretrainingData:
         rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
         segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
         positions = pad(np.concatenate(positions), 64)                 # (N,)
-        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows of padding.
+        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
         lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,)
         bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
         pair_labels = np.array([spans.pair_label for spans in examples])
         return Batch(pad(tokens, 64), segments, positions, pad(rows, 16), pad(labels, 16, IGNORED),
                      bounds, pair_labels, lengths)
-
-
-def pad(values, multiple, fill=0):
-    """Returns an array (n,), made longer with `fill` until `multiple` divides its length."""
-    return np.append(values, np.full(-len(values) % multiple, fill, values.dtype))
-
-
-def uniform(counters, key):
-    """Returns a random float64 in [0, 1) for each counter, a function of it and the key alone
-    (SplitMix64; Steele, Lea, Flood 2014): example i needs nothing of those before it. To make one
-    of NumPy's generators for each example would take longer than all the rest."""
-    # NumPy computes with uint64 modulo 2^64. The constants are SplitMix64's.
-    x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    return (x >> 11) * 2.0 ** -53           # the upper 53 bits, which float64 can hold
-
-
-# Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
-# a space as "▁". A sentence ends where a piece like ".", "?" or '."' is followed by one that begins
-# a word, like "▁The".
-# Marks: of Europe (";" ends Greek questions), Chinese and Japanese, Urdu, Arabic, Armenian,
-# Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. The tokenizer has already made "..." of "…".
-SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
-# Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any letter
-# (\w) begins a word.
-SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17ff\u3040-\u9fff]")
 
 
 # ----- Batches: dealt to the ranks, made ahead in a thread -----
@@ -354,8 +374,10 @@ def micro_batches(step, global_batch, micro_size, rank, size):
 
 def loader(dataset, step, global_batch, micro_size, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
-    works with one, a thread makes the next: only one thread at a time runs Python (the GIL), but
-    torch's and NumPy's loops let others run. The other arguments: as of `micro_batches`."""
+    works with one, a thread makes the next. The other arguments: as of `micro_batches`.
+
+    (Only one thread at a time runs Python, but torch's and NumPy's own loops let others run.)
+    """
     def make(number):
         dealt = micro_batches(number, global_batch, micro_size, rank, size)
         return [dataset.batch(indices) for indices in dealt]
@@ -372,20 +394,20 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
-LONGEST = 1 << 16           # characters; a longer document is cut into several (plain text in a
-                            # file at half of it, see `documents_in`)
-CHUNK = 1 << 10             # characters, so at most 4 KiB: SentencePiece leaves out longer texts
+LONGEST = 1 << 16           # characters; a longer document is cut into several
+CHUNK = 1 << 10             # characters: SentencePiece leaves out texts of over 4,192 bytes
 SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
                             # a text has 0.5 % fewer tokens, and training takes twice the time
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
-# them. U+200C and U+200D are not among them, since Persian and the scripts of India spell with
-# them; SentencePiece takes the first for a space.
+# them. Persian and the scripts of India spell with U+200C and U+200D, so these stay. (SentencePiece
+# takes U+200C for a space.)
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards; returns its manifest (dict). What fails leaves nothing.
+    """Writes a new folder of shards; returns its manifest (dict). An error leaves no file; a killed
+    program leaves a folder without manifest.json.
 
     corpus: documents, each one string, that can be iterated again and again: once to count them,
     once to train the tokenizer, and once to encode them.
@@ -393,7 +415,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     has no more.
 
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
-    a small one is seen more often. Of a few hundred documents take few shards.
+    a small one is seen more often: make one shard of a few hundred documents.
 
     Raises DataError if the folder holds something already or the text is of no use, OSError if it
     cannot be written.
@@ -446,7 +468,8 @@ def blocks(corpus, total=None):
 
 def cut_text(text, n):
     """Returns a text in parts of at most n characters, cut at white space if there is any."""
-    # (?s): a dot is any character. At most n of them before white space or the end; or else any n.
+    # (?s): a dot is any character. First as many as can be, up to n, before white space or the end
+    # (no \S follows); where there is no such place, n.
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 
@@ -458,8 +481,8 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     """
     texts = map("\n".join, blocks(corpus, documents))
     chunks = (chunk for text in texts for chunk in cut_text(text, CHUNK))
-    # Each chunk gets a random number, and the smallest are the sample: a fair one, the same each
-    # time. The sample that SentencePiece would draw is another one in each process.
+    # Each chunk gets a random number, and those with the smallest are the sample. It is the same
+    # each time; the sample that SentencePiece would draw is another one in each process.
     rng = random.Random(0)
     sample = heapq.nsmallest(SAMPLE, chunks, key=lambda chunk: rng.random())
     model = io.BytesIO()
@@ -498,7 +521,8 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     ends = np.zeros(len(names), np.int64)       # how many tokens each shard has so far
     unigrams = np.zeros(vocab_size)
 
-    # One of a hundred documents is held out; of few documents about 100, but a fifth at most.
+    # One of a hundred documents is held out; of few documents about 100, but a fifth at most. (Of
+    # few documents chance could take more, so they are counted below.)
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of the texts that are held out
     for block in blocks(corpus, documents):
@@ -572,33 +596,35 @@ def documents_in(path):
     document = ""
     begun = False
     number = 0
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        try:
             # Lines of a BufferedReader come faster than gzip's, bz2's and lzma's own.
             for number, line in enumerate(io.BufferedReader(file), 1):
                 line = line.decode("utf-8-sig").strip()         # no byte order mark
                 if line and not begun:
                     begun = True
-                    # "[{", '["' and "[" begin an array, which has no "text": an error below.
+                    # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no
+                    # "text": an error below.
                     is_json = re.match(r'{|\[\s*([{"]|$)', line)
                     if MARKUP.match(line):
                         raise ValueError("HTML, XML or tar, take the text out of it first")
                 if line and is_json:
-                    # "replace": half of a surrogate pair cannot be written as UTF-8.
+                    # JSON can spell characters that UTF-8 has not ("\ud800"): they become "?".
                     text = json.loads(line)["text"] or ""
                     document = text.encode("utf-8", "replace").decode()
                 elif line:
                     document += f"{line}\n"
-                # A long document is cut, so that it fits in memory; only a line has to fit as a
-                # whole. At a half, since `blocks` would cut a document that is a little longer than
-                # LONGEST in two.
+                # A document ends after a line of JSON, at a blank line, or when it is long, so that
+                # no file has to fit in memory. (At half of LONGEST: what is a little longer than
+                # LONGEST would be cut once more by `blocks`.)
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""
-    except Exception as error:          # gzip, bz2, lzma, JSON and UTF-8 have errors of their own
-        raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                        "UTF-8 (see iconv), also as .gz, .bz2 or .xz; if it begins with { or [, "
-                        "each line is JSON with a `text` (wikiextractor --json)")
+        # gzip, bz2, lzma, JSON and UTF-8 have errors of their own.
+        except Exception as error:
+            raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
+                            "UTF-8 (see iconv), also as .gz, .bz2 or .xz; if it begins with { or "
+                            "[, each line is JSON with a `text` (wikiextractor --json)")
     if document:
         yield document
 
@@ -620,6 +646,7 @@ def load_manifest(folder):
 
 def manifest_digest(manifest):
     """Returns the SHA-256 of FORMAT and of all that a manifest says but for its own digest."""
+    # FORMAT stands where the digest will stand.
     content = json.dumps(manifest | {"sha256": FORMAT}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -652,7 +679,7 @@ def verify(folder, rank=0, size=1):
     manifest = load_manifest(folder)
     names = shard_names(manifest["shards"])[1:]
     # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
-    # reads every stride-th shard: of 8 shards and 6 ranks every second one.
+    # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
     elsewhere = set(names) - set(names[rank % stride::stride])
     for name, digest in manifest["files"].items():
@@ -707,7 +734,7 @@ def english_sentences(text):
             continue
         paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)         # :class:`~torch.T`
         paragraph = " ".join(paragraph.split())
-        # After a full stop, and at the items of a list.
+        # Cut after a full stop that a capital follows, and at the items of a list (" - The ...").
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])|\s-\s+(?=[A-Z])", paragraph):
             others = re.findall("[^A-Za-z ]", sentence)
             if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence):

@@ -3,16 +3,15 @@
 A rank is one process of the training, a node a machine with some of them. Each rank has the whole
 model and computes the gradients of its own examples; all ranks then step with the mean of these.
 `average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
-arXiv 2006.15704, section 3.2). Of the compressors, `dense` (none, fp16, bf16) is enough at first.
-The others, int8 and onebit, send less. What a rank did not send, the residual, it adds to what it
-sends in the next step (error feedback).
+arXiv 2006.15704, section 3.2). A compressor is the function that averages a bucket over the ranks.
+`dense` (none, fp16, bf16) is enough at first; int8 and onebit send less.
 
-A collective is a call that all ranks of a process group make together, such as a sum over them; if
-there is only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between
-CPUs. Ranks find each other by a store, a small dictionary that all share, kept by a process of node
-0. When a rank dies or hangs, the others get an error in their next collective over Gloo; then all
-processes end, one of them says which rank is lost (section Failures), and torchrun may start them
-again.
+A process group is a set of ranks, here all or a part of them. A collective is a call that all ranks
+of a group make together, such as a sum over them; if there is only one rank it does nothing. Two
+libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks find each other by a store, a
+small dictionary that all share, kept by a process of node 0. When a rank dies or hangs, the others
+get an error in their next collective over Gloo; then all processes end, one of them says which rank
+is lost (section Failures), and torchrun may start them again.
 
 In comments on shapes: W ranks, n elements of a bucket.
 """
@@ -41,13 +40,13 @@ class DistError(Exception):
 
 class RankLost(DistError):
     """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
-    After it, end the process by `leave`: sys.exit can wait for the lost rank.
+    After it, end the process by `leave`.
     """
 
 
 # ----- Ranks and collectives -----
 
-# torch 2.13 has the first, and warns of the second, which older ones have.
+# One function, two names: torch 2.13 has the first, older versions the second.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -55,8 +54,9 @@ ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
-    Numbers and objects go as CPU tensors, and so over Gloo, even where there are GPUs: a rank that
-    died is then an exception in the training loop, while NCCL would abort the process.
+    A tensor on a GPU, such as a bucket, goes over NCCL, one on the CPU over Gloo. Numbers and
+    objects go as CPU tensors, even where there are GPUs: a rank that died is then an exception in
+    the training loop, while NCCL would abort the process.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -91,14 +91,15 @@ class World:
 
     def all_to_all(self, rows):
         """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
-        received = rows.clone()                      # the answer, if there is one rank
+        received = rows.clone()                      # of one rank this is the answer already
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        gathered = torch.stack([tensor] * self.size)             # the answer, if there is one rank
-        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())      # views: it writes there
+        gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
+        # `flatten` copies nothing: what torch writes there stands in `gathered`.
+        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
         return gathered
 
     def all_gather_object(self, value):
@@ -123,8 +124,9 @@ class World:
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
+            # Out of memory is a RuntimeError, too. No rank is lost, and a restart would not help.
             if "memory" in str(error):
-                raise                                # no rank is lost, and a restart would not help
+                raise
             # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
@@ -146,9 +148,12 @@ def init(timeout=600.0, init_method="env://"):
     """Returns this process's World, by the environment that torchrun sets; without it, a World of
     one rank.
 
-    timeout: seconds that a collective waits for a rank. If there are several ranks, they listen to
-    signals from here on, see `listen_to_signals`, and their processes have to end by os._exit:
-    Python's exit aborts with open groups. Raises DistError if the nodes are unlike (numbers of
+    timeout: seconds that a collective waits for a rank. init_method: where the store is, as torch
+    says it; "env://" is torchrun's.
+
+    If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
+    their processes have to end by os._exit: Python's exit aborts while torch's groups are open, and
+    to close them can wait for a lost rank. Raises DistError if the nodes are unlike (numbers of
     ranks, GPUs) or torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
@@ -171,7 +176,8 @@ def init(timeout=600.0, init_method="env://"):
 def world_of_environment():
     """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
     Raises DistError if srun or mpirun has started several processes without torchrun."""
-    # SLURM_NTASKS would not tell: a batch script, which runs once, has it too.
+    # What srun sets, Open MPI's mpirun, and MPICH's. (SLURM_NTASKS would not tell: a batch script,
+    # which runs once, has it too.)
     for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":
         if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
             raise DistError(f"{name} is {os.environ[name]}, but each of these processes would "
@@ -212,7 +218,7 @@ def meet(world, init_method, limit):
     So the dead are left behind: the process that takes the place of one begins a newer attempt. (If
     a rank dies in the moment in which all meet, their first collective fails.)
     """
-    # torch's rendezvous yields (store, rank, size), here once.
+    # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("newest attempt", 1)
@@ -238,7 +244,8 @@ def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     # When its time is up, Gloo raises an exception, which can say why; NCCL aborts the process. So
-    # Gloo shall be first: it gets the limit, below, and NCCL twice the limit, here.
+    # Gloo shall be first: NCCL gets twice the limit, here, and Gloo the limit, below. (Torch has
+    # only a private function that changes it for one of them.)
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -269,7 +276,8 @@ def two_levels(world, limit):
     levels = []
     for teams in ranks, ranks.T:
         # torch wants every rank to create all groups, in the same order, also (1 3), which is not
-        # used: see `Bucket`. A rank gets back the one it is in.
+        # used: the first rank of each node sends for all of its node. A rank gets back the group
+        # that it is in.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
@@ -295,49 +303,30 @@ def average_gradients(module, world):
 # ----- The reducer: gradients averaged while backward runs -----
 
 class Reducer:
-    """Averages a module's gradients over the W ranks while backward still runs.
+    """Averages a module's gradients over the W ranks while backward still runs:
 
         g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
 
-    Afterwards g has the same bits on every rank. Four steps, the headings of the code below:
-
-    1. Pack, once. Whole parameters, the last one first, go to a flat fp32 bucket until it has
-       bucket_mb MB; then the next bucket begins. The embeddings have buckets of their own.
-       Each parameter has a view of its bucket, in which the gradients of its micro-batches add up.
-       All ranks start from rank 0's weights. A module that shall train in 16 bits comes in fp32,
-       and is cast afterwards: its parameters stay the same objects, which autograd knows.
-    2. Ready. When autograd has made p.grad, of all uses of p together (the token embedding has
-       two), it calls `_ready`, which adds it to the view and drops it.
-    3. Launch. In the step's last micro-batch, a bucket whose parameters are all ready is complete.
-       It goes to the communication thread, which averages one bucket after another while backward
-       goes on. (Only one thread at a time runs Python, but both are nearly always in C++ code,
-       backward and collectives, which lets others run. A GPU works by itself: the CPU only queues
-       its work.)
-    4. Finish. Waits for the thread.
-
-        reducer = Reducer(model, world)
-        for name, view in reducer.gradients.items():
-            masters[name].grad = view              # the weights that the optimizer steps; once
+    Afterwards g has the same bits on every rank. A step:
 
         reducer.zero_grad()
         for k, batch in enumerate(micro_batches):
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
-        reducer.finish()                           # now reducer.gradients are equal on all ranks
-        reducer.commit(step_taken=True)            # for residuals
-        optimizer.step()
-        copy_to_model(masters, model)              # if they are not the same memory
+        reducer.finish()                # now reducer.gradients, {name: g}, are equal on all ranks
 
-    compression: a name in COMPRESSORS. `gradients`: {name: view}. `buckets`: the Buckets; `flats`:
-    their flat tensors. After `finish`: `bytes_sent` by this rank (on two levels, to other nodes),
-    and `wait_seconds` for the thread.
+    compression: a name in COMPRESSORS. `buckets`: the Buckets; `flats`: their flat tensors. After
+    `finish`: `bytes_sent` by this rank (on two levels, to other nodes), and `wait_seconds` for the
+    communication thread.
     """
 
-    # 1. Pack
+    # 1. Pack, once. Each parameter has a place in a flat fp32 bucket, a view of it, where the
+    #    gradients of all its micro-batches add up. All ranks start from rank 0's weights. The
+    #    module comes in fp32, and can be cast to 16 bits afterwards.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0):
-        # A rank that has died by now is an exception here, over Gloo. NCCL's first call, which
-        # connects the ranks, would wait for it much longer.
+        # Are all ranks there? One that has died by now is an exception here, over Gloo. NCCL's
+        # first call, which connects the ranks, would wait for it much longer.
         world.barrier()
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
@@ -348,17 +337,20 @@ class Reducer:
         self.gradients = {}
         for bucket in self.buckets:
             self.gradients.update(bucket.views())
+        # Autograd shall call `_ready` as soon as it has made p.grad.
         for name, p in parameters.items():
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1)        # the communication thread
         self.stream = None
         if world.device.type == "cuda":
+            # A stream is a queue of work for a GPU. The averaging gets one of its own, so that it
+            # runs beside backward, not after it.
             self.stream = torch.cuda.Stream(world.device)
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step whose loss is multiplied by `scale`. (Residuals are kept divided by it.)"""
+        """Begins a step. scale: what its loss is multiplied by."""
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
@@ -366,27 +358,32 @@ class Reducer:
         for flat in self.flats:
             flat.zero_()
 
-    # 2. Ready
+    # 2. Ready. A gradient is added to its bucket.
 
     def _ready(self, name, p):
-        """Autograd calls this when p.grad is complete, with the parameter, not its gradient.
+        """Adds p.grad to its view, in fp32, and drops it. In the step's last micro-batch, launches
+        the buckets that are complete now.
 
-        Adds p.grad to its view, in fp32, and drops it. In the last micro-batch, launches the
-        buckets that are complete now. Raises KeyError if backward runs again after the last."""
+        Autograd calls this when p.grad is complete, the sum of all uses of p (the token embedding
+        has two). Raises KeyError if there is a backward after that of the last micro-batch."""
         self.gradients[name].add_(p.grad)
         p.grad = None
         if self.last_micro_batch:
             self.missing.remove(name)
             self._launch()
 
-    # 3. Launch
+    # 3. Launch. A bucket whose gradients are all there is averaged by the communication thread,
+    #    while backward goes on. (Only one thread at a time runs Python. But both are nearly always
+    #    in C++ code, backward and collectives, which lets others run.)
+    #
+    #    A GPU computes later than Python calls it: the CPU only puts the work into a stream.
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
 
-        Buckets start in the order of `self.buckets`, on every rank: the first collective on one
-        rank is matched with the first on the others, and so on. So a bucket that is complete waits
-        for those before it.
+        Buckets start in the order of `self.buckets`, on every rank: torch adds up the first
+        collective of one rank with the first of the others, and so on. So a bucket that is complete
+        waits for those before it.
         """
         # The first len(self.jobs) have started already.
         for bucket in self.buckets[len(self.jobs):]:
@@ -394,8 +391,8 @@ class Reducer:
                 return
             gradients_done = None
             if self.stream:
-                # A mark in the GPU's queue of work: it is reached when what backward has queued
-                # until now is done. Waiting for a "blocking" one takes no core.
+                # A mark in backward's stream: it is reached when what backward has put there until
+                # now is done. While a thread waits for a "blocking" one it takes no core.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
@@ -403,13 +400,12 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
         torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # This sets how many cores torch takes in this thread alone. If averaging took more,
-        # backward had fewer: a step of `tiny` took 1.36 times as long.
+        # One core for what torch computes in this thread, and only in this one. If averaging took
+        # more, backward had fewer: a step of `tiny` took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
-            # A stream is a queue of work for a GPU. What this thread calls now goes to a queue of
-            # its own, beside that of backward. The call also makes the stream's GPU that of the
-            # thread: each thread begins with GPU 0, and would take memory there even to wait.
+            # What this thread calls from here on goes to this stream, and to its GPU. (A thread
+            # begins with GPU 0, and would take memory there even to wait.)
             torch.cuda.set_stream(self.stream)
             gradients_done.synchronize()
         sent = bucket.average(self.scale)
@@ -417,15 +413,13 @@ class Reducer:
             self.stream.synchronize()      # only this thread waits, until the bucket is averaged
         return sent
 
-    # 4. Finish
+    # 4. Finish. Wait for the communication thread.
 
     def finish(self):
-        """Waits until all ranks hold the same gradients. Raises what went wrong in the thread, say
-        RankLost; DistError if parameters took no part in the loss, naming each.
-
-        Looks for missing gradients before it waits: their buckets were never launched. Sets
-        `bytes_sent`, the sum of the jobs' results, and `wait_seconds`, the time that it waited for
-        all jobs."""
+        """Waits until all ranks hold the same gradients. Sets `bytes_sent`, the sum of the jobs'
+        results, and `wait_seconds`, the time that it waited for all jobs. Raises what went wrong in
+        the thread, say RankLost; DistError if parameters took no part in the loss, naming each."""
+        # A bucket with a gradient that is missing was never launched.
         if self.missing:
             raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
                             "backward: each must take part in that loss, or have "
@@ -433,8 +427,8 @@ class Reducer:
         if self.stream:
             # First let backward end: wait_seconds shall count the averaging alone.
             torch.cuda.current_stream().synchronize()
-            # A rank that died in backward is an exception here, over Gloo. NCCL would wait for it
-            # until the timeout, and then abort the process without a line.
+            # Are all ranks there? One that died in backward is an exception here, over Gloo. NCCL
+            # would wait for it until the timeout, and then abort the process without a line.
             self.world.barrier()
         began = time.perf_counter()
         self.bytes_sent = sum(job.result() for job in self.jobs)
@@ -446,7 +440,8 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step for the compressors: a skipped one leaves what they keep as it was."""
+        """Ends a step for int8 and onebit: what they keep for the next one, see Bucket, is as
+        before if this one was skipped."""
         for bucket in self.buckets:
             bucket.commit(step_taken)
 
@@ -458,15 +453,15 @@ class Reducer:
 
 
 def fill_buckets(tensors, world, compression, bucket_mb=2.0):
-    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output. Each
-    takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings begin
-    or end. (A BERT's mlm_bias comes last, though its gradient is early: torch names a model's own
-    parameters before those of its modules.)"""
+    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
+
+    Each takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings
+    begin: their gradients come last, and what shared a bucket with them would wait. (In our BERT
+    one tensor comes after them, the small mlm_bias.)"""
     contents = []                                  # {name: shape} of each bucket
-    space = 0.0                                    # in the last of them, MB
+    space = 0.0                                    # what still fits into the last of them, MB
     in_embeddings = False
     for name, tensor in reversed(tensors.items()):
-        # The embeddings' gradients come last. What shared a bucket with them would wait.
         if space <= 0 or name.startswith("embeddings.") != in_embeddings:
             contents.append({})
             space = bucket_mb
@@ -493,7 +488,7 @@ class Bucket:
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
     So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
-    `fp16` and `bf16` have one level on GPUs, since NCCL makes its own.
+    `fp16` and `bf16` have one level on GPUs, where NCCL itself adds up inside a node first.
 
     int8 and onebit round what they send. What rounding has lost is the leader's residual, which it
     adds to what it sends in the next step (error feedback):
@@ -509,17 +504,18 @@ class Bucket:
 
     def __init__(self, shapes, world, compression):
         self.compressor = COMPRESSORS[compression]
-        self.has_residual = has_residual(compression)
+        self.has_residual = compression not in DENSE
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        # The ranks of `inner` add up first, then those of `outer` exchange. With one level, `inner`
-        # is this rank alone.
+        # The ranks of `inner` add up first, then those of `outer`, the leaders, exchange. With one
+        # level `inner` is this rank alone, which is its own leader.
         self.inner = World()
         self.outer = world
         if world.levels and (self.has_residual or world.device.type == "cpu"):
             self.inner, self.outer = world.levels
         self.sizes = [math.prod(shape) for shape in shapes.values()]
         n = sum(self.sizes)
-        # Zeros fill it up, so that each rank of `outer` can average a part of whole blocks.
+        # For int8 and onebit zeros fill it up, so that each leader can average a part of whole
+        # blocks.
         padding = -n % (BLOCK * self.outer.size)
         self.padded = torch.zeros(n + padding, device=world.device)
         self.flat = self.padded[:n]
@@ -554,19 +550,19 @@ class Bucket:
         mean, next_state, sent = self.compressor(self.outer, value, self.state)
         # The compressor has taken out of `value` what it sent: the residual is left.
         self.uncommitted = value, next_state
-        self.flat.copy_(mean[:len(self.flat)] * scale)
+        torch.mul(mean[:len(self.flat)], scale, out=self.flat)
         return sent
 
     def commit(self, step_taken):
-        """Keeps what the last `average` has left for the next one if the step is taken, and drops
-        it otherwise."""
+        """Keeps what the last `average` has left for the next one if the step is taken. Else keeps
+        what the one before had left."""
         if self.uncommitted and step_taken:
             self.residual, self.state = self.uncommitted
         self.uncommitted = None
 
     def forget(self):
         """Drops all that earlier steps have left."""
-        self.residual = torch.zeros(1, device=self.flat.device)      # e_r; at first 0 for all
+        self.residual = torch.zeros(1, device=self.flat.device)      # e_r; one 0 for all elements
         self.state = {"shapes": list(self.shapes.values())}
         self.uncommitted = None                    # from `_send` to `commit`: e'_r, next state
 
@@ -635,10 +631,8 @@ def compressed_mean(encode, decode, world, value, state):
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
-    # (blocks of a part, BLOCK)
-    part_mean = torch.zeros_like(parts[0]) + state.get("part_residual", 0)
-    for codes_of_rank in received:
-        part_mean.add_(decode(codes_of_rank), alpha=1 / world.size)
+    part_mean = decode(received).mean(0)                   # (blocks of a part, BLOCK)
+    part_mean += state.get("part_residual", 0)
 
     # 3. Send the average to all.
     part_codes, part_decoded = encode(part_mean)
@@ -656,8 +650,10 @@ def encode_int8(blocks):
 
         scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
     """
-    # The clamp is for blocks of zeros. (The scale of a block with inf is inf, and 0 * inf is NaN.)
-    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
+    # The clamp is for blocks of zeros. In a block with inf the scale is inf, and what is decoded
+    # from it NaN (0 * inf), so that all ranks skip the step.
+    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    scales = largest.div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
@@ -669,10 +665,10 @@ def decode_int8(codes):
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
 
-# Both tables are copied to the GPU where they are used. With non_blocking the CPU does not wait
-# until they are there.
+# Both tables are copied to the GPU where they are used. (non_blocking: the CPU goes on meanwhile.)
 POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
-# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1.
+# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1. So row 3, which
+# is 00000011, is 1 1 1 1 1 1 -1 -1.
 SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 
@@ -685,8 +681,8 @@ def encode_onebit(blocks):
         scale = mean |x|            bit = sign of x            C(x) = scale or -scale
 
     mean |x| is the scale with the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam
-    has one scale, ||x|| / sqrt(n), for a whole part: with that the residual of an embedding grows
-    from step to step.
+    has one scale, ||x|| / sqrt(n), for a whole part: with that the residual of an embedding, most
+    of whose rows have no gradient in a step, grows from step to step.
     """
     scales = blocks.abs().mean(-1, keepdim=True)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
@@ -712,11 +708,8 @@ COMPRESSORS = {
     "int8": functools.partial(compressed_mean, encode_int8, decode_int8),
     "onebit": functools.partial(compressed_mean, encode_onebit, decode_onebit),
 }
-
-
-def has_residual(compression):
-    """Returns True if a compressor, by its name, leaves a residual, sent by error feedback."""
-    return compression not in ("none", "fp16", "bf16")
+# All others leave a residual, and send it by error feedback.
+DENSE = "none", "fp16", "bf16"
 
 
 # ----- Requests to stop -----
@@ -728,9 +721,10 @@ stop_requests = []
 
 
 def listen_to_signals():
-    """Returns a list to which each signal that asks for a stop adds its name, so that training can
-    stop with a checkpoint: SIGTERM, Ctrl-C, a closed terminal, what schedulers send before the end.
-    After the first signal, Ctrl-C ends the process at once. A second call returns the same list.
+    """From now on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, what
+    schedulers send before the end) does not end the process, but adds its name to the list
+    `stop_requests`, so that training can stop with a checkpoint. Returns that list. After the first
+    signal, Ctrl-C ends the process at once.
 
     Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
     to: it passes its own signals on to the ranks, and kills those that ignore them.
@@ -748,9 +742,9 @@ def listen_to_signals():
 def find_torchrun():
     """Returns the process number of the torchrun that started this rank; None without torchrun.
 
-    There may be a wrapper between them (numactl, bash -c). But torchrun starts each rank in a
-    session of its own (in Unix, a group of processes), whose number is that of its first process,
-    the wrapper or the rank. The parent of that process is torchrun.
+    The parent of a rank may be a wrapper (numactl, bash -c). But torchrun starts each rank in a
+    session of its own. A session is a set of processes, and has the number of its first one: of the
+    wrapper, or the rank. The parent of that one is torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -774,7 +768,7 @@ def torchrun_died():
 def end_torchrun():
     """Ends the torchrun that started this process, if there is one: it would restart the ranks."""
     if TORCHRUN:
-        time.sleep(2)      # node 0's may keep the store: first let all read "failed"
+        time.sleep(2)      # node 0's torchrun may keep the store: first let all read "failed"
         if not torchrun_died():
             with contextlib.suppress(ProcessLookupError):        # it has just ended
                 os.kill(TORCHRUN, signal.SIGTERM)
@@ -784,10 +778,10 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. (NCCL waits in both cases, twice as long.) So a rank that fails
-# only has to end, and all come to `leave`. One of them prints why: the first, whose word stands in
-# the store. It prints its own error. But an error of a collective only tells that some rank is
-# gone, so it asks which. Keys in the store:
+# --timeout from one that hangs. (NCCL waits twice the --timeout for either.) So a rank that fails
+# only has to end, and all come to `leave`. One of them prints its error: the first to put its
+# number into the store. (The error of a collective only tells that some rank is gone. Then the
+# first one asks which.) Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
 #                       restart helps
@@ -803,6 +797,9 @@ def end_torchrun():
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
+#
+# torchrun gives them 30 s from its SIGTERM on. Asking the store may take 10 s; a process that still
+# lives after 60 s is ended.
 
 def open_store():
     """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
@@ -817,8 +814,8 @@ def watch(rank):
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
-        # Ends the process in 60 s, even if all its threads hang. A program that is saving needs
-        # some time. One that waits for a dead rank in NCCL would wait longer.
+        # A timer that ends the process in 60 s, even if all of Python hangs. A program that is
+        # saving needs some time. One that waits for a dead rank in NCCL would wait longer.
         faulthandler.dump_traceback_later(60, exit=True)
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
@@ -826,8 +823,8 @@ def watch(rank):
 
 
 def leave(message, restart_helps, rank_lost=False):
-    """Ends this process after an error, with status 1. The first of all ranks to fail prints the
-    message. If it says that a restart does not help, torchrun is ended, too.
+    """Ends this process after an error, with status 1. The first of all ranks to fail prints its
+    message; if its restart_helps is False, torchrun is ended, too.
 
     rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
     puts their numbers in place of the "?" in its message.
@@ -853,8 +850,9 @@ def agree(message, restart_helps, rank_lost):
     """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
     Raises RuntimeError if the store is gone.
 
-    A rank that is the first, by an error of its own, returns at once. All others wait two seconds,
-    which torchrun allows: it kills half a minute after its SIGTERM."""
+    The first one, if the error is its own and no RankLost, returns at once. All others wait two
+    seconds: those who lost a rank until the living have set "alive", the later ones until the first
+    has read it."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()
@@ -862,7 +860,7 @@ def agree(message, restart_helps, rank_lost):
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
     if rank_lost or first != ours:
-        time.sleep(2)          # until the living have set "alive", and the first rank has read it
+        time.sleep(2)
     if first != ours:
         return "", first.endswith("True")
     silent = ranks_without(store, "alive", distributed.get_world_size())

@@ -16,8 +16,8 @@ class TrainingStopped(ArithmeticError):
 @dataclasses.dataclass
 class Phase:
     """A part of pre-training with one sequence length and one schedule. Most recipes have two: most
-    steps take short texts, which are cheap; the last ones take long texts, since short ones do not
-    reach the higher positions."""
+    steps take short texts, which are cheap; the last ones take long texts, since the model learns
+    an embedding for each position in a text, and short ones do not reach the later positions."""
     seq_len: int             # tokens of an example, the special ones included
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int
@@ -36,15 +36,15 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe has the phases, the optimizer's betas, and defaults for the flags of train.py that have
-# the same names.
+# A recipe: the phases, the optimizer's two betas, and what four flags of train.py (--optimizer,
+# --dropout, --mask-fraction, --pairs) are if they are not given.
 RECIPES = {
-    # A 2x128 model on 5 MB of text, in minutes. With 30 % of the tokens masked it learned faster
-    # than with 20. That more than 15 % can be better was found for large models (arXiv 2202.08005).
+    # A model of 2 layers on 5 MB of text, in minutes. With 30 % of the tokens masked it learned
+    # faster than with 20; BERT masks 15 %. (For large models: arXiv 2202.08005.)
     "demo": {
         "optimizer": "lamb",
-        "betas": (0.9, 0.98),        # v forgets fast: there are few steps
-        "dropout": 0.0,              # every text is seen a few times only
+        "betas": (0.9, 0.98),        # not 0.999, since there are few steps
+        "dropout": 0.0,              # nothing is learned by heart: each text comes a few times only
         "mask_fraction": 0.3,
         "pairs": "nsp",
         "phases": [
@@ -52,10 +52,9 @@ RECIPES = {
             Phase(seq_len=128, global_batch=32, steps=400, lr=4.8e-3, warmup=0.1),
         ]},
     # BERT-base in about a day on an RTX 4090, by estimate; not yet run. Optimizer, masks, batch and
-    # rate are those of MosaicBERT (arXiv 2312.17482; mosaicml/examples, file
-    # mosaic-bert-base-uncased.yaml). MosaicBERT takes 70,000 steps, lets the rate end at 2 %, drops
-    # no attention weights, and has another weight decay and another encoder. Only the first 128
-    # positions are trained here.
+    # rate are MosaicBERT's (arXiv 2312.17482; mosaicml/examples, mosaic-bert-base-uncased.yaml).
+    # Steps (there 70,000), the rate's end (2 %), weight decay, dropout of attention and the encoder
+    # are not. Only the first 128 positions are trained.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
@@ -66,10 +65,10 @@ RECIPES = {
             Phase(seq_len=128, global_batch=4096, steps=20900, lr=5e-4, warmup=0.06, power=1),
         ]},
     # BERT-large with NVIDIA's batches, steps and rates: DeepLearningExamples, PyTorch,
-    # pretrain_config.sh. There the rate grows to 6e-3 and then drops at once to 5.076e-3, which is
-    # 6e-3 sqrt(1 - 0.2843), since the decay is counted from the start of the phase; likewise in
-    # phase 2, from 4e-3. Here it grows to the lower rate, and the decay is the same. Of our own are
-    # LAMB's bound, one ratio for Q, K and V, the first bias of the MLM head, and copied positions.
+    # pretrain_config.sh. There warm-up ends at 6e-3, and the next step's rate is 5.076e-3, which is
+    # 6e-3 sqrt(1 - 0.2843); in phase 2 4e-3 and 3.735e-3. Here it ends at these lower rates, and
+    # the decay is the same. NVIDIA's LAMB and model differ from ours: see `LAMB`, and in train.py
+    # `set_bias_to_frequencies` and `copy_positions`.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
@@ -84,8 +83,8 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate; `done`, in [0, 1), is how far a step is in its phase. The rate
-    grows from 0 to lr, and decays to 0:
+    r"""Returns the learning rate. `done` is which part of the phase is over, from 0 at its begin to
+    1 at its end (train.progress says it). The rate grows from 0 to lr, and decays to 0:
 
         lr |     /\
            |   /     \
@@ -107,12 +106,12 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def choose_precision(name, device):
-    """Returns the name of the precision to train in: for "auto" the fastest of the device, for any
-    other name that name."""
+    """Returns the name of the precision to train in. "auto" is 16 bits where the device computes
+    faster with them, preferably bf16; any other name is returned as it is."""
     if name != "auto":
         return name
     if device.type == "cuda":
-        # Old GPUs (T4, V100) can only emulate bf16.
+        # Old GPUs (T4, V100) can only emulate bf16, slowly.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     # A CPU without instructions for bf16 takes 10 to 200 times as long with it as with fp32.
     features = torch.cpu.get_capabilities()
@@ -130,11 +129,18 @@ def cast_with_masters(model, dtype):
         master         fp32, what the optimizer steps; `copy_to_model` copies it to p
         master.grad    fp32, where the gradients of all micro-batches add up
 
-    A master is the memory that p had before the cast: `detach` returns a tensor that shares it.
-    Then `model.to` gives p, which stays the same object, new memory with rounded weights; the
-    master keeps the exact ones (arXiv 1710.03740, section 3.1). A weight in bf16 has 8 significant
-    bits: an update of less than 0.2 % of it (2^-9) would be rounded away. In fp32 the cast changes
-    nothing: p and master are one memory.
+    Why masters (arXiv 1710.03740, section 3.1): a step changes a weight by a small part of it. In
+    bf16 a number and the next one differ by 0.4 to 0.8 %, and less than half of that is rounded
+    away.
+
+    No weight is copied in fp32. `detach` makes a second tensor of p's memory, the master, and then
+    `model.to` gives p new memory:
+
+        before        p -> [0.1234567]                                   fp32
+        detach        p -> [0.1234567] <- master
+        model.to      p -> [0.1235]       [0.1234567] <- master          16 bits, and fp32
+
+    Where dtype is fp32, `model.to` does nothing: p and its master stay one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)
@@ -158,13 +164,13 @@ class LossScaler:
         overflow:   skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
-    bf16 and fp32 need no scale, since their range is large enough. There LossScaler(scale=1,
-    largest=1) skips steps that are not finite, and stops the training after 15 of them; each
-    growth_interval of good steps allows one more.
+    bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1).
+    It skips steps that are not finite all the same. Each halves the scale, which only counts them:
+    after 15 it is below `smallest`, and the training stops.
     """
     scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000
-    smallest: float = 2.0 ** -14       # training stops below it
+    smallest: float = 2.0 ** -14       # below it training stops
     largest: float = 2.0 ** 24
     good_steps: int = 0                # in a row
     skipped: int = 0                   # in the whole run
@@ -193,29 +199,26 @@ class LossScaler:
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
     max_norm. norm: their global norm before this, so still times `scale`."""
-    # Of two divisors the larger one: `scale` alone, or what makes the norm max_norm. That one
-    # divides by the scale as well, since norm has it in it.
-    factor = 1 / max(scale, norm / max_norm)
+    factor = 1 / scale
+    if norm * factor > max_norm:
+        factor = max_norm / norm
     for tensor in tensors:
         tensor.mul_(factor)
 
 
 # ----- Optimizers -----
 #
-# w is a parameter, an fp32 tensor; g is its gradient, m the running mean of g and v that of g^2. b1
-# and b2 ("betas") are how slowly m and v forget. t = 1, 2, ... counts the updates. lr is the
-# learning rate, eps keeps a divisor from being 0, decay is the weight decay.
+# w is a parameter, an fp32 tensor; g is its gradient. The moments m and v are running means, of g
+# and of g^2; b1 and b2 ("betas") are how slowly they forget. t = 1, 2, ... counts the updates. lr
+# is the learning rate; eps keeps a divisor from being 0; decay (weight decay) pulls w towards 0.
 
 class Optimizer(torch.optim.Optimizer):
     """What our optimizers share. Each of them only adds `_update(group, w, g, m, v)`, which changes
     w, m and v of one parameter in place.
 
     Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
-    that a checkpoint can be copied into them.
-
-    One tensor after another is slow on a GPU: for base, AdamW took 13 ms a step on an H100, and
-    torch's AdamW, on lists of tensors (torch._foreach_*), 4 ms. Of a step of 600 ms, with a batch
-    of 4,096, that is little.
+    that a checkpoint can be copied into them. (Torch's own AdamW updates many tensors at once: that
+    is faster on a GPU, and harder to read.)
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -226,8 +229,8 @@ class Optimizer(torch.optim.Optimizer):
     }
 
     def __init__(self, params, **options):
-        # torch keeps `param_groups`, a list of dicts: parameters ("params") with their options. And
-        # `state`, a dict for each parameter.
+        # Makes `param_groups`, a list of dicts {"params": [w, ...], "lr": 0.001, ...}: parameters
+        # with their options. And `state`, {w: what is kept for w}, empty at first.
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
             for w in group["params"]:
@@ -285,24 +288,25 @@ class LAMB(Optimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2), with u of `adam_update`:
 
         w = w - lr ratio u
-        ratio = min(||w|| / ||u||, 0.3), also 0.3 if a norm is 0; 1 for tensors without decay
+        ratio = min(||w|| / ||u||, 0.3)        for matrices; 0.3 if w or u is 0
+        ratio = 1                              for vectors: biases and LayerNorm, without decay
 
-    A tensor moves by the fraction lr of its own norm, or less where the bound of 0.3 holds, however
-    large its gradient is. That is what lets training take large batches, which need a large lr.
+    So a matrix moves by the part lr of its own norm, however large its gradient is; by less where
+    the bound of 0.3 holds. That lets training take large batches, which need a large lr.
 
-    The paper's own form has no 0.3; its phi(||w||) bounds the norm. We bound the ratio, as 1-bit
-    LAMB does (arXiv 2104.06069). Without a bound the weights grow, and the steps with them: after
-    5,000 steps of `tiny` the loss was 0.45 nats higher. Biases and LayerNorm have no decay and no
-    ratio, as in the code of the paper's authors and in NVIDIA's. Q, K and V are one tensor here, so
-    they share a ratio.
+    The bound is that of 1-bit LAMB (arXiv 2104.06069); the paper bounds ||w|| instead. Without one
+    the weights grow, and the steps with them: after 5,000 steps of `tiny` the loss was 0.45 nats
+    higher. The paper's authors and NVIDIA do not scale vectors either, in their code. Q, K and V
+    are one matrix here (bert.Block), so they share a ratio; NVIDIA's are three.
     """
 
     def _update(self, group, w, g, m, v):
         """Applies one update to one parameter: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
-        if group["weight_decay"]:
+        if group["weight_decay"]:                  # the group of the matrices
             norm = w.norm()
-            # A tensor, not a number: to know it, the CPU would have to wait for the GPU.
+            # Norm and ratio stay tensors: for a Python number the CPU would wait for the GPU.
+            # (Where u is 0 the quotient is inf, and the clamp makes it 0.3.)
             ratio = torch.where(norm > 0, norm / u.norm(), LARGEST_RATIO)
             u.mul_(ratio.clamp(max=LARGEST_RATIO))
         w.sub_(u, alpha=group["lr"])

@@ -12,8 +12,9 @@ The same command again resumes from the last checkpoint. All results are in the 
 The file goes from the parts to the whole: errors, flags, log, state, checkpoints, the parts of a
 step, evaluation, `training_loop`, and last `train` and `main`, where the program begins.
 
-Shapes, as in "(M, V)": M masked tokens of a micro-batch, V size of the vocabulary, B examples. A
-function of this file whose docstring says "Collective" must be called by all ranks together.
+Shapes, as in "(M, V)": B examples of a micro-batch, M masked tokens in it, V size of the
+vocabulary. A function of this file whose docstring says "Collective" must be called by all ranks
+together.
 """
 import contextlib
 import ctypes
@@ -40,8 +41,8 @@ import dist
 import optim
 
 
-# The clock of --hours begins with the process: the processor's seconds until now are about what the
-# imports above have taken.
+# The clock of --hours begins with the process, so before the imports above. What they have taken is
+# about the time that this process has computed until now.
 STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
@@ -104,7 +105,7 @@ def parse_arguments(argv=None):
     add("--steps", type=COUNT_OR_0, nargs="+",
         help="replace the recipe's steps: one number for all phases, or one for each")
     add("--batch", type=COUNT, nargs="+",
-        help="replace the recipe's examples in a step, of all ranks: likewise")
+        help="replace the recipe's examples in a step, of all ranks: one number, or one a phase")
     add("--lr-scale", type=data.number_in(float, 0), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
@@ -114,7 +115,7 @@ def parse_arguments(argv=None):
     add("--seed", type=data.number_in(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
     add("--hours", type=data.number_in(float, 1e-4, 1e5),
-        help="end when this time is over; the recipe's steps say only how it is shared")
+        help="end when this time is over; the phases share it as their steps and batches say")
 
     # How the machines do it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
@@ -124,16 +125,16 @@ def parse_arguments(argv=None):
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
     add("--bucket-mb", type=data.number_in(float, 1e-6), default=2.0,
-        help="average at least so many MB of gradients at a time (default: %(default)s)")
+        help="average about so many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
-        help="give a rank up after this many seconds of silence (default: %(default)s)")
+        help="give a silent rank up after so many seconds, on GPUs twice (default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
-        help="stop after this step, at the rates of the whole training")
+        help="stop after this step; the learning rates stay those of the whole training")
     add("--save-every", type=COUNT, default=300,
         help="save and evaluate every so many steps and each half hour (default: %(default)s)")
 
     # Parse once to know the recipe, make its values the defaults of the flags with their names, and
-    # parse again.
+    # parse again. (So `phases` and `betas`, which are no flags, come into args as well.)
     recipe = parser.parse_args(argv).recipe
     parser.set_defaults(**optim.RECIPES[recipe])
     args = parser.parse_args(argv)
@@ -155,16 +156,18 @@ def planned_phases(parser, args):
         batch = args.batch or [phase.global_batch]
         planned.append(dataclasses.replace(
             phase,
+            # A list of one number is for all phases: the remainder is then 0.
             steps=steps[index % len(steps)],
             global_batch=batch[index % len(batch)],
             lr=phase.lr * args.lr_scale))
     return planned
 
 
-# Flags that each node may set in its own way.
+# Three kinds of flags. These may be others on each node, and others when a run resumes:
 LOCAL = {"data", "out", "timeout"}
-# Flags that all nodes set alike, and that may change when a run resumes.
+# These must be alike on all nodes, and may be others when a run resumes:
 FREE = {"micro_tokens", "bucket_mb", "max_steps", "save_every"}
+# All others must be alike on all nodes, and the same when a run resumes: see `run_settings`.
 
 
 def run_settings(args, manifest):
@@ -186,14 +189,14 @@ def check_ranks(args, world):
     ranks would wait for each other, or average what does not belong together; with another torch or
     processor their weights would drift apart, since sums are rounded otherwise. Raises it, too, if
     two ranks have the same GPU, which NCCL refuses. Collective."""
-    told = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
-    told["processor"] = torch.backends.cpu.get_cpu_capability()
+    alike = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
+    alike["processor"] = torch.backends.cpu.get_cpu_capability()
     if world.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(world.device)
-        told["processor"] = gpu.major, gpu.minor, gpu.multi_processor_count
+        alike["processor"] = gpu.major, gpu.minor, gpu.multi_processor_count
         if len(set(world.all_gather_object(str(gpu.uuid)))) < world.size:
             raise dist.DistError("several ranks have the same GPU; lower --nproc_per_node")
-    world.check_same(args.settings | told, "was started differently")
+    world.check_same(args.settings | alike, "was started differently")
 
 
 def prepare_run(args, world):
@@ -240,6 +243,7 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = open(folder / "metrics.jsonl", "a")      # the lock lasts while it is open
         try:
+            # For this process alone; if another one has it, that is an error at once.
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another run writes to {folder}, or its disk has no locks "
@@ -262,7 +266,8 @@ class Log:
                 fields[name] = None          # JSON has neither NaN nor inf
         try:
             self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()        # what a full disk refuses, some KB, goes with a later line
+            # What a full disk refuses stays in Python's buffer, and goes with a later line.
+            self.file.flush()
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
@@ -312,16 +317,16 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of all starts, but for what a crash lost: the ranks' mean, so
-                                     # that all agree when --hours are over
+    seconds: float = 0.0             # of training, in all starts; what a crash lost is not counted.
+                                     # The mean over the ranks: so all end --hours together
 
 
 def set_bias_to_frequencies(model, shards):
-    """Sets the MLM head's bias so that the first loss is the unigram entropy, not log V: that saves
-    the demo some 300 steps."""
-    rarity = data.unigram_losses(shards)                           # (pieces,) nats
-    # Subtracting the mean changes no probability. It makes the numbers smaller, so that 16 bits
-    # round them less.
+    """Sets the MLM head's bias so that it begins by guessing by token frequency, not by guessing
+    all tokens alike: that saves the demo some 300 steps."""
+    rarity = data.unigram_losses(shards)                           # (pieces,), -log frequency
+    # Logits may all be moved alike: no probability changes. By their mean, the numbers are small,
+    # and 16 bits round them less.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -348,9 +353,11 @@ def build_model(args, world):
 def build(args, world):
     """Returns the State before the first step, the same weights on all ranks. Collective.
 
-    It ties three parts together by their tensors, see `optim.cast_with_masters`. The model's
-    parameters have gradients of one micro-batch, which the Reducer adds up in its buckets and
-    averages. The optimizer steps the masters, whose gradients are views of these buckets.
+    It ties three parts together by their tensors, see `optim.cast_with_masters`:
+
+        the model         p and p.grad, the gradient of one micro-batch
+        the Reducer       adds p.grad up in a view of a bucket, and averages it over the ranks
+        the optimizer     steps the master by master.grad, which is that view
     """
     model = build_model(args, world)
     # Before the cast, since the Reducer sends rank 0's weights to all in fp32.
@@ -362,8 +369,7 @@ def build(args, world):
 
     scaler = optim.LossScaler()
     if "fp16" not in (args.precision, args.compression):
-        # Nothing is in fp16, neither the model nor what is sent. The range of fp32 and bf16 is so
-        # large that no loss has to be scaled.
+        # Neither the model nor what is sent is in fp16, so no loss has to be scaled.
         scaler = optim.LossScaler(scale=1.0, largest=1.0)
     return State(model, reducer, masters, optimizer, scaler)
 
@@ -375,7 +381,8 @@ COUNTERS = ("step", "phase", "phase_step", "seconds")
 
 def tensors_of(state):
     """Returns the tensors that steps change, {name: tensor}: master weights and the optimizer's
-    moments. The names and shapes are the same on every rank, before the first step as well."""
+    moments m and v. The names and shapes are the same on every rank, before the first step as well.
+    """
     tensors = dict(state.masters)
     for name, master in state.masters.items():
         for moment, tensor in state.optimizer.state[master].items():
@@ -400,7 +407,8 @@ def check_weights(world, state):
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
                                     "saved: start anew at a lower --lr-scale")
-    # A checksum: the bits are added up as integers, whose sum no order of additions changes.
+    # A checksum: the bits are added up as integers, whose sum no order of additions changes. Ranks
+    # whose weights differ would go on, and their model be worth nothing.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
@@ -431,7 +439,7 @@ def save(args, world, log, state):
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         with contextlib.suppress(OSError):
@@ -448,12 +456,11 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU); raises an exception if it cannot. Of a damaged file
-    that can be any."""
+    """Returns a checkpoint (dict, on the CPU). A damaged file can raise any exception."""
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():                        # the name of the first damaged part
             raise ValueError("wrong checksum")
-    # weights_only, because a pickle could run any code.
+    # torch.save writes a pickle, which could run any code; with weights_only none runs.
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -469,8 +476,8 @@ def newest_checkpoint(args, log):
             checkpoint = read_checkpoint(path)
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:
-            # If the disk or the memory failed, the file may be whole. Then zipfile's own error,
-            # "not a zip file", may stand in front: the one behind it is its __context__.
+            # If the disk or the memory failed, the file may be whole. That error can be the
+            # __context__ of this one: zipfile, while it handles it, may say "not a zip file".
             for cause in error.__context__, error:
                 if explain(cause):
                     log.say(f"{path} cannot be read; if it stays so, remove it")
@@ -509,7 +516,7 @@ def restore(args, world, log, state):
         numbers = newest_checkpoint(args, log)
     if numbers:
         saved = numbers.pop("tensors")
-    numbers = world.all_gather_object(numbers)[0]    # what counts is rank 0's
+    numbers = world.all_gather_object(numbers)[0]    # all take those of rank 0
     if numbers is None:
         return
 
@@ -536,12 +543,10 @@ def planned_tokens(args):
 def finished_tokens(args, state):
     """Returns how many of the planned tokens are finished: those of all steps until now.
 
-    With --hours the clock counts, not the steps: when half of the time is over, by the seconds that
-    the ranks have agreed on, half of the tokens are taken as finished. So the phases share the time
-    as they share the tokens. (A rate by the clock: Izsak et al., arXiv 2104.07705.)
-
-    A hundredth of the hours is kept for what comes after the last step: an evaluation, a checkpoint
-    and the model's folder.
+    With --hours the clock counts in place of the steps: after half of the time, half of the planned
+    tokens are taken as finished, however many there were. So the phases share the time as they
+    share the tokens. (A rate by the clock: Izsak et al., arXiv 2104.07705.) A hundredth of the time
+    is kept for what comes after the last step: an evaluation, a checkpoint and the model's folder.
     """
     if args.hours:
         return planned_tokens(args) * state.seconds / (0.99 * 3600 * args.hours)
@@ -552,8 +557,8 @@ def finished_tokens(args, state):
 
 
 def progress(args, state):
-    """Returns (index, done): the phase that the next step is in, and how far in it that step is, in
-    [0, 1). If there is no next step: (the number of phases, 0.0).
+    """Returns (index, done): the phase that the next step is in, and `done` of learning_rate. If
+    there is no next step: (the number of phases, 0.0).
 
     With phases of 100 and 50 tokens, and 120 finished, it is in the second one, of which 20 are.
     """
@@ -562,8 +567,8 @@ def progress(args, state):
         if finished < phase.tokens and state.step < args.max_steps:
             if args.hours:
                 return index, finished / phase.tokens
-            # Step number k of n, from 0 on. So neither the first nor the last has a rate of 0.
-            # (By the clock the first one has.)
+            # Step number k of n, from 0 on, is at (k + 1) / (n + 1): so neither the first nor the
+            # last step has a rate of 0. (By the clock the first one has.)
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -574,8 +579,9 @@ def copy_positions(args, state):
     """Copies embeddings of positions that an earlier phase has trained to those that none has:
     after a phase of 64 tokens, position 64 gets that of position 0, 65 that of 1.
 
-    Else longer texts would begin among noise (Longformer, arXiv 2004.05150, section 5). Google's
-    and NVIDIA's BERT do without. With --init nothing is copied: that model may know all positions.
+    So a phase of longer texts begins with positions that mean something, not with random ones
+    (Longformer, arXiv 2004.05150, section 5). Google's and NVIDIA's BERT do without. With --init
+    nothing is copied: that model may know all positions.
     """
     if state.step and not args.init:
         trained = max(phase.seq_len for phase in args.phases[:state.phase])
@@ -588,7 +594,7 @@ def copy_positions(args, state):
 def begin_phase(args, world, state, phase_index):
     """Returns an iterator over the steps of a phase that are to come, each a list of this rank's
     micro-batches (data.Batch). A phase that is new begins with its first example."""
-    if phase_index != state.phase:
+    if phase_index != state.phase:             # not so in a run that resumes within a phase
         state.phase = phase_index
         state.phase_step = 0
         copy_positions(args, state)
@@ -637,8 +643,8 @@ def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
 
 def reason_to_stop(state, signalled, orphans):
     """Returns the dist.DistError that ends a training before its last step, or None. signalled: how
-    many signals have come, to all ranks together; orphans: how many ranks have lost their torchrun.
-    """
+    many signals have come, to all ranks together; orphans: how many ranks have no torchrun any
+    longer."""
     message = f"stopped after step {state.step}; the same command resumes"
     if signalled:
         return dist.DistError(message)
@@ -654,11 +660,11 @@ def evaluate(args, world, log, state):
     """Logs and returns what the model does on the held-out documents, at the phase's length (dict;
     losses in nats). Collective: the ranks share the work.
 
-    Examples and masks are the same at every evaluation of a phase; 15 % of the tokens are masked,
-    the default of data.PretrainingData, however many training masks. unigram_loss is the loss
-    on the same tokens of a predictor that knows only how often the training text has each token:
-    the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the NSP
-    accuracy's standard error is about 1.6 %.
+    Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
+    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. unigram_loss is the
+    loss on the same tokens of a predictor that knows only how often the training text has each
+    token: the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the
+    NSP accuracy's standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     seq_len = args.phases[state.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
@@ -742,7 +748,7 @@ def training_loop(args, world, log, state, signals):
             # Every masked token of the step weighs the same, on whatever rank; and every pair.
             mlm_loss = mlm_sum / max(masked, 1)
             nsp_loss = nsp_sum / phase.global_batch
-            # The Reducer takes the mean over the ranks. Times their number that is the sum.
+            # The Reducer will take the mean over the ranks. Times their number that is the sum.
             ((mlm_loss + nsp_loss) * world.size * scale).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
@@ -780,9 +786,9 @@ def training_loop(args, world, log, state, signals):
         if phase_ends or stop or half_hour or state.step % args.save_every == 0:
             save(args, world, log, state)
             saved_at = state.seconds
-            if phase_ends or not stop:
+            if phase_ends or not stop:               # a stop within a phase shall be quick
                 evaluate(args, world, log, state)
-    if not batches:          # No step was left: the run may have died in its last evaluation.
+    if batches is None:      # No step was left: the run may have died in its last evaluation.
         evaluate(args, world, log, state)
     return stop
 
@@ -826,8 +832,8 @@ def train(args, world):
     stop = training_loop(args, world, log, state, signals)
 
     if world.rank == 0:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded. (A head
-        # that is not trained has no masters, and stays rounded.)
+        # The folder gets the masters, since in 16 bits the model's weights are rounded. (The NSP
+        # head, where it is not trained, has no masters and stays rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])
@@ -835,7 +841,8 @@ def train(args, world):
                               longest)
         if not stop:
             report(args, log, state)
-    # When a rank ends by an error torchrun kills the others, so all wait until rank 0 has written.
+    # `stop` is an error, and when a rank ends by one torchrun kills the others. So all wait here
+    # until rank 0 has written.
     world.barrier()
     if stop:
         raise stop
@@ -859,14 +866,16 @@ def main():
     try:
         world = dist.init(args.timeout)
         train(args, world)
-        # At its own end Python would abort with open groups. And it would print again what a closed
-        # terminal or a full disk has refused: after that error torchrun would restart the training.
+        # Python's own end would abort while torch's groups are open, see `dist.init`. And it would
+        # print again what a closed terminal or a full disk has refused: after that error torchrun
+        # would restart the training.
         os._exit(0)
     except (Exception, KeyboardInterrupt) as error:
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
-        # A network disk that was away: it may be back in a minute. (A bad disk says EIO as well.)
+        # A network disk that was away says so; it may be back in a minute. (A bad disk says EIO,
+        # too.)
         disk_lost = getattr(error, "errno", None) in (errno.EIO, errno.ESTALE)
         # A restart may help after these and after a bug, but not after what a user has to mend or
         # has stopped.

@@ -22,7 +22,7 @@ from tests.variants import gradientflow, powersgd, topk
 
 # Those of dist.py and of tests/variants. A new one is tested at once.
 dist.COMPRESSORS |= {"topk": topk.topk, "powersgd": powersgd.powersgd, "chunk": gradientflow.chunk}
-LOSSY = [name for name in dist.COMPRESSORS if dist.has_residual(name)]
+LOSSY = [name for name in dist.COMPRESSORS if name not in dist.DENSE]
 
 
 # ----- The reducer against one process -----
@@ -506,7 +506,7 @@ def test_gradients_on_gpus_are_those_of_one_process(tmp_path, size, local_size):
     expected = one_process()
     for name, gradients in outcomes[0].items():
         for key, view in gradients.items():
-            if not dist.has_residual(name):
+            if name in dist.DENSE:
                 torch.testing.assert_close(view, expected[key], rtol=2e-2, atol=2e-2)
             for other in outcomes:                             # on all ranks the same bits
                 assert torch.equal(other[name][key], view)

@@ -207,7 +207,7 @@ def is_frozen(args, state):
 def prepare(args, world, state):
     """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if flags ask
     for another optimizer or for residuals."""
-    if not isinstance(state.optimizer, OneBitAdam) or dist.has_residual(args.compression):
+    if not isinstance(state.optimizer, OneBitAdam) or args.compression not in dist.DENSE:
         raise train.ConfigError("a 1-bit optimizer needs --compression none, fp16 or bf16, and no "
                                 "--optimizer")
     state.optimizer.connect(args, world, state)

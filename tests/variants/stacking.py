@@ -113,7 +113,7 @@ def begin_stage(args, state, stage, grow):
 
 def prepare(args, world, state):
     """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
-    if state.model.config.layers % STAGES or dist.has_residual(args.compression):
+    if state.model.config.layers % STAGES or args.compression not in dist.DENSE:
         raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and "
                                 "--compression none, fp16 or bf16")
     if args.init:
