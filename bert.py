@@ -112,7 +112,7 @@ def plain_attention(qkv):
 
     qkv (T, 3, H, D/H) holds Q, K and V of its T tokens; the result has the shape (T, H, D/H). See
     Vaswani et al., arXiv 1706.03762, equation 1. This is what to understand; what the model calls
-    is `attention` below, which does the same for all examples of a batch, and faster.
+    is `attention` below: the same for all examples of a batch, faster, and with dropout.
     """
     q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
     scores = q @ k.mT / q.shape[2] ** 0.5                        # (H, T, T)
@@ -189,7 +189,7 @@ class Block(nn.Module):
         heads read no others: what follows its attention is computed for R rows, not N.
         """
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
-        # Unlike nn.Dropout, torch's functions for attention do not know of evaluation.
+        # Unlike nn.Dropout, torch's functions for attention do not look at self.training.
         dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
@@ -288,8 +288,7 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "init_std": "initializer_range"}
 
 # The ids of the special tokens, and the characters that are dropped from all text, such as soft
-# hyphens and marks of direction. Both stand in data.py, too: so each file can be read, and taken
-# elsewhere, without the other.
+# hyphens and marks of direction. Both stand in data.py, too: so neither file imports the other.
 PAD, UNK, CLS, SEP, MASK = range(5)
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
@@ -321,7 +320,7 @@ def normalizer_steps(tokenizer):
     nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
     steps = [
-        # What is dropped from the very begin leaves a space, or the text would begin with no word.
+        # What is dropped at the start leaves a space, so that the text begins with a new word.
         replace(f"^{INVISIBLE}+", " "),
         # Dropped: INVISIBLE, and control characters.
         replace(f"{INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
@@ -471,7 +470,7 @@ def init_from(folder, model, tokenizer_path):
     loaded.config.dropout = model.config.dropout
     loaded.config.init_std = model.config.init_std
     if loaded.config != model.config:
-        raise ModelError(f"{folder} has not the shape of --model, which is tiny by default")
+        raise ModelError(f"{folder} is not of the shape of --model, which is tiny by default")
     model.load_state_dict(loaded.state_dict())
 
 
@@ -534,7 +533,8 @@ def fill_mask(model, tokenizer, text, count=5):
 # ----- The program -----
 
 def main():
-    """Prints a line of likely words for each [MASK]; one line on stderr if that cannot be done."""
+    """Prints a line of likely words for each [MASK]. If that cannot be done, there is one line on
+    stderr; for wrong arguments argparse's usage."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("text")

@@ -54,7 +54,7 @@ class DataError(ValueError):
     """Input or shards that cannot be used; the message says which file, what and what to do."""
 
 
-# ----- Examples: (seed, phase, i) -> a sentence pair with masks -----
+# ----- Examples: (seed, phase, i) -> one or two texts with masks -----
 
 class Batch(NamedTuple):
     """A micro-batch without padding between its examples: their tokens one after another, each
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
         positions     0   1  2  3   4   5  6   7
 
     `bounds` are the lengths added up. The lengths are needed on the CPU, where shapes are decided,
-    the bounds on a GPU, by FlashAttention. (See bert.attention.)
+    the bounds where the model is: for FlashAttention, and to find the rows of [CLS].
 
     Padding at the end rounds N up to a multiple of 64 and M to one of 16; n and m are N and M
     without it. So there are few shapes, not hundreds: a GPU's libraries choose a kernel, and keep
@@ -250,8 +250,8 @@ class PretrainingData:
         return Text(start, middle, end, document, document_end)
 
     def pair(self, i, draws):
-        """Returns the Spans of example i: A and its true B, or A and the B of another text, as long
-        as the true one would be in a whole text:
+        """Returns the Spans of example i: A and its true B, or A and the B of another text, which
+        fills the length up:
 
             the example's text    | A          | true B          |
                                   start        middle            end
@@ -279,8 +279,8 @@ class PretrainingData:
         # B from elsewhere begins as true ones do, with the second part of a text, cut by the same
         # draw, and is about as long: else a model could tell them apart without reading. (If
         # documents are short, or sentences as long as a text, it can tell some of them.)
-        # The place is a random one outside of A's document: counted from its end on, and when the
-        # shard ends, on from the shard's begin.
+        # The place is a random one outside of A's document: counted from its end on, and after the
+        # shard's last token from its first.
         outside = size - (own.document_end - own.document)
         place = (own.document_end + int(place_draw * outside)) % size
         other = self.text(shard, place, length, cut_draw)
@@ -397,7 +397,7 @@ DOCUMENTS = 256             # text is encoded in blocks of so many documents
 LONGEST = 1 << 16           # characters; a longer document is cut into several
 CHUNK = 1 << 10             # characters: SentencePiece leaves out texts of over 4,192 bytes
 SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
-                            # a text has 0.5 % fewer tokens, and training takes twice the time
+                            # a text has 0.5 % fewer tokens, and that takes twice the time
 
 # Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
 # them. Persian and the scripts of India spell with U+200C and U+200D, so these stay. (SentencePiece
@@ -415,7 +415,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     has no more.
 
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
-    a small one is seen more often: make one shard of a few hundred documents.
+    a small one is seen more often. If there are only some hundred documents, make one shard.
 
     Raises DataError if the folder holds something already or the text is of no use, OSError if it
     cannot be written.

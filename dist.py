@@ -400,8 +400,8 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
         torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # One core for what torch computes in this thread, and only in this one. If averaging took
-        # more, backward had fewer: a step of `tiny` took 1.36 times as long.
+        # One core for what torch computes in this thread; other threads keep theirs. If averaging
+        # took more, backward had fewer: a step of `tiny` took 1.36 times as long.
         torch.set_num_threads(1)
         if self.stream:
             # What this thread calls from here on goes to this stream, and to its GPU. (A thread
@@ -456,8 +456,9 @@ def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
 
     Each takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings
-    begin: their gradients come last, and what shared a bucket with them would wait. (In our BERT
-    one tensor comes after them, the small mlm_bias.)"""
+    begin or end: their gradients come last, and what shared a bucket with them would wait. (In our
+    BERT the small mlm_bias has a bucket after theirs, though its gradient is early: torch lists a
+    module's own parameters before those of its parts.)"""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # what still fits into the last of them, MB
     in_embeddings = False
@@ -491,10 +492,11 @@ class Bucket:
     `fp16` and `bf16` have one level on GPUs, where NCCL itself adds up inside a node first.
 
     int8 and onebit round what they send. What rounding has lost is the leader's residual, which it
-    adds to what it sends in the next step (error feedback):
+    adds to what it sends in the next step (error feedback). The residual is unscaled, since the
+    loss scale may be another one then:
 
         v_r = b_r / scale + e_r                b_r: leader r's bucket, gradients times the loss
-                                               scale; e_r: its residual, unscaled, 0 at first
+                                               scale; e_r: its residual, 0 at first
         q, e'_r = compress(v_r)                q: the mean that all get, the same on every rank
         g = scale * q                          what is then in the bucket
         e_r = e'_r                             `commit`: only if the step is taken
@@ -708,7 +710,7 @@ COMPRESSORS = {
     "int8": functools.partial(compressed_mean, encode_int8, decode_int8),
     "onebit": functools.partial(compressed_mean, encode_onebit, decode_onebit),
 }
-# All others leave a residual, and send it by error feedback.
+# These leave no residual; int8 and onebit do.
 DENSE = "none", "fp16", "bf16"
 
 

@@ -53,8 +53,8 @@ RECIPES = {
         ]},
     # BERT-base in about a day on an RTX 4090, by estimate; not yet run. Optimizer, masks, batch and
     # rate are MosaicBERT's (arXiv 2312.17482; mosaicml/examples, mosaic-bert-base-uncased.yaml).
-    # Steps (there 70,000), the rate's end (2 %), weight decay, dropout of attention and the encoder
-    # are not. Only the first 128 positions are trained.
+    # Unlike there: the encoder, 20,900 steps (there 70,000), the rate's end (there 2 %), weight
+    # decay, dropout of attention weights. Only the first 128 positions are trained.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
@@ -83,8 +83,8 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate. `done` is which part of the phase is over, from 0 at its begin to
-    1 at its end (train.progress says it). The rate grows from 0 to lr, and decays to 0:
+    r"""Returns the learning rate. `done` is which part of the phase is over, from 0 to 1, as
+    train.progress says. The rate grows from 0 to lr, and decays to 0:
 
         lr |     /\
            |   /     \
@@ -130,8 +130,8 @@ def cast_with_masters(model, dtype):
         master.grad    fp32, where the gradients of all micro-batches add up
 
     Why masters (arXiv 1710.03740, section 3.1): a step changes a weight by a small part of it. In
-    bf16 a number and the next one differ by 0.4 to 0.8 %, and less than half of that is rounded
-    away.
+    bf16 a number and the next one differ by 0.4 to 0.8 %; a change of less than half of that would
+    be rounded away.
 
     No weight is copied in fp32. `detach` makes a second tensor of p's memory, the master, and then
     `model.to` gives p new memory:
@@ -165,8 +165,9 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
     bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1).
-    It skips steps that are not finite all the same. Each halves the scale, which only counts them:
-    after 15 it is below `smallest`, and the training stops.
+    It, too, skips steps that are not finite. Its scale only counts them: each halves it, and
+    growth_interval good steps double it again, up to 1. At 15 it is below `smallest`, and the
+    training stops.
     """
     scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000
@@ -201,7 +202,7 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
     max_norm. norm: their global norm before this, so still times `scale`."""
     factor = 1 / scale
     if norm * factor > max_norm:
-        factor = max_norm / norm
+        factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
     for tensor in tensors:
         tensor.mul_(factor)
 
@@ -294,7 +295,7 @@ class LAMB(Optimizer):
     So a matrix moves by the part lr of its own norm, however large its gradient is; by less where
     the bound of 0.3 holds. That lets training take large batches, which need a large lr.
 
-    The bound is that of 1-bit LAMB (arXiv 2104.06069); the paper bounds ||w|| instead. Without one
+    The bound is that of 1-bit LAMB (arXiv 2104.06069); LAMB's paper bounds ||w|| instead. Unbounded
     the weights grow, and the steps with them: after 5,000 steps of `tiny` the loss was 0.45 nats
     higher. The paper's authors and NVIDIA do not scale vectors either, in their code. Q, K and V
     are one matrix here (bert.Block), so they share a ratio; NVIDIA's are three.

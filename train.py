@@ -115,7 +115,7 @@ def parse_arguments(argv=None):
     add("--seed", type=data.number_in(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
     add("--hours", type=data.number_in(float, 1e-4, 1e5),
-        help="end when this time is over; the phases share it as their steps and batches say")
+        help="end when this time is over; the phases share it as they share the recipe's tokens")
 
     # How the machines do it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
@@ -127,7 +127,7 @@ def parse_arguments(argv=None):
     add("--bucket-mb", type=data.number_in(float, 1e-6), default=2.0,
         help="average about so many MB of gradients at a time (default: %(default)s)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
-        help="give a silent rank up after so many seconds, on GPUs twice (default: %(default)s)")
+        help="give a silent rank up after so many seconds, over NCCL twice (default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
         help="stop after this step; the learning rates stay those of the whole training")
     add("--save-every", type=COUNT, default=300,
@@ -163,11 +163,11 @@ def planned_phases(parser, args):
     return planned
 
 
-# Three kinds of flags. These may be others on each node, and others when a run resumes:
+# Three kinds of flags. These may differ between nodes, and between a run and its resume:
 LOCAL = {"data", "out", "timeout"}
-# These must be alike on all nodes, and may be others when a run resumes:
+# These may differ between a run and its resume, not between nodes:
 FREE = {"micro_tokens", "bucket_mb", "max_steps", "save_every"}
-# All others must be alike on all nodes, and the same when a run resumes: see `run_settings`.
+# The rest may not differ at all, see `run_settings`.
 
 
 def run_settings(args, manifest):
@@ -325,8 +325,8 @@ def set_bias_to_frequencies(model, shards):
     """Sets the MLM head's bias so that it begins by guessing by token frequency, not by guessing
     all tokens alike: that saves the demo some 300 steps."""
     rarity = data.unigram_losses(shards)                           # (pieces,), -log frequency
-    # Logits may all be moved alike: no probability changes. By their mean, the numbers are small,
-    # and 16 bits round them less.
+    # To add the same number to all logits changes no probability. So the mean becomes 0: 16 bits
+    # round small numbers less.
     bias = rarity.mean() - rarity
     # The rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
@@ -476,8 +476,8 @@ def newest_checkpoint(args, log):
             checkpoint = read_checkpoint(path)
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:
-            # If the disk or the memory failed, the file may be whole. That error can be the
-            # __context__ of this one: zipfile, while it handles it, may say "not a zip file".
+            # If the disk or the memory failed, the file may be whole. zipfile can make "not a zip
+            # file" of such an error; the first one is then its __context__.
             for cause in error.__context__, error:
                 if explain(cause):
                     log.say(f"{path} cannot be read; if it stays so, remove it")
@@ -712,8 +712,8 @@ def evaluate(args, world, log, state):
 # ----- Training -----
 
 def training_loop(args, world, log, state, signals):
-    """Takes the steps that are left and saves the last one. Returns None, or the dist.DistError
-    that says why it stopped before. signals: the list of dist.listen_to_signals. Collective."""
+    """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
+    says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
     clock_start = STARTED - state.seconds            # a resumed run has its seconds already
     saved_at = state.seconds
     batches = None

@@ -309,7 +309,7 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved, shards, 
     for p, q in zip(other.parameters(), model.parameters()):
         assert torch.equal(p, q)
     for field, value in ("vocab_size", 256), ("max_positions", 128), ("layers", 3), ("heads", 1):
-        with pytest.raises(bert.ModelError, match="has not the shape"):
+        with pytest.raises(bert.ModelError, match="is not of the shape"):
             bert.init_from(folder, make_model(config=replace(CONFIG, **{field: value})), tokenizer)
     (tmp_path / "other.model").write_bytes(b"other pieces")
     with pytest.raises(bert.ModelError, match="not a copy of .*other.model.* --tokenizer"):

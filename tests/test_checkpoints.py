@@ -305,7 +305,7 @@ def test_init_starts_from_a_folders_weights(shards, finished, tmp_path):
 def test_init_from_a_folder_that_does_not_fit_is_refused(
         documents, finished, train_here, tmp_path):
     init = *INIT, "--init", finished / "model"
-    with pytest.raises(bert.ModelError, match=f"{finished}/model has not the shape of --mod"):
+    with pytest.raises(bert.ModelError, match=f"{finished}/model is not of the shape of --m"):
         train_here(tmp_path / "a", *init, "--model", "mini")
     data.prepare(documents, tmp_path / "other", vocab_size=319, shards=4)
     with pytest.raises(bert.ModelError, match=f"data.py --tokenizer {finished}/model/tokenizer.mo"):
