@@ -418,8 +418,8 @@ class Reducer:
     def finish(self):
         """Waits until all ranks hold the same gradients. Sets `bytes_sent`, the sum of the jobs'
         results, and `wait_seconds`, the time that it waited for all jobs. Raises what went wrong in
-        the thread, say RankLost; DistError if parameters took no part in the loss, naming each."""
-        # A bucket with a gradient that is missing was never launched.
+        the thread, say RankLost. Before it waits it raises DistError if parameters took no part in
+        the loss, naming each: their buckets were never launched."""
         if self.missing:
             raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
                             "backward: each must take part in that loss, or have "
