@@ -67,8 +67,9 @@ RECIPES = {
     # BERT-large with NVIDIA's batches, steps and rates: DeepLearningExamples, PyTorch,
     # pretrain_config.sh. There warm-up ends at 6e-3, and the next step's rate is 5.076e-3, which is
     # 6e-3 sqrt(1 - 0.2843); in phase 2 4e-3 and 3.735e-3. Here it ends at these lower rates, and
-    # the decay is the same. NVIDIA's LAMB and model differ from ours: see `LAMB`, and in train.py
-    # `set_bias_to_frequencies` and `copy_positions`.
+    # the decay is the same. NVIDIA counts t of `adam_update` anew in phase 2; here it goes on. Its
+    # LAMB and model differ from ours: see `LAMB`, and in train.py `set_bias_to_frequencies` and
+    # `copy_positions`.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
@@ -274,7 +275,8 @@ def adam_update(group, w, g, m, v):
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u. The decay is
+    multiplied by lr, as in torch."""
 
     def _update(self, group, w, g, m, v):
         """Applies one update to one parameter: w, m and v change in place."""

@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node=2 tests/variants/balance.py --out runs/balance
 
-Presorting of Kim et al., arXiv 2402.02447, and Zeng et al., arXiv 2208.08124. Where lengths differ,
-all ranks wait for the one whose examples are long. Here those of a step are sorted by length, then
-dealt in snake order from the longest on. So 8 examples go to 3 ranks as
+The padding exchange of Zeng et al., arXiv 2208.08124, in the snake order of the code of Kim et al.,
+arXiv 2402.02447. Where lengths differ, all ranks wait for the one whose examples are long. Here
+those of a step are sorted by length, then dealt in snake order from the longest on. So 8 examples
+go to 3 ranks as
 
     0 1 2 | 2 1 0 | 0 1
 

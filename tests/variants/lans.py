@@ -5,7 +5,8 @@ r"""LANS: LAMB with a Nesterov term and normalised gradients, and its recipe for
         --recipe lans-96k
 
 Zheng et al., arXiv 2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp. All tensors have ratios,
-those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0.
+those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0. (The kernel divides by
+||g|| + eps.)
 
     g = g / ||g||                           so that their scale does not matter
     m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
@@ -36,8 +37,9 @@ class HoldingPhase(optim.Phase):
     decay_from: float = 0.0        # the rate holds from warmup to this fraction of the phase
 
 
-# BERT-large in 54 minutes. The batches and the shape of the schedule were read in the paper; the
-# steps, rates and fractions are from memory, not checked.
+# BERT-large in 54 minutes. That the batches are 96K and 33K was read in the paper, 98,304 and the
+# shape of the schedule in gluon-nlp; 33,792 is our guess. The steps, rates and fractions are from
+# memory, not checked.
 RECIPE = optim.RECIPES["nvidia-64k"] | {
     "optimizer": "lans",
     "phases": [

@@ -14,8 +14,9 @@ The paper's parts are layers, and a search over measured times makes the schedul
 Reducer's buckets (3 of tiny, 8 of mini, 52 of base), evenly spread. The paper (from memory, not
 checked) updates a layer within backward and averages the result at once. train.py clips by the
 global norm, which is known only after backward; so here what is averaged is what step t began with,
-and the update is added to the mean: one step late. The norm is that of the ranks' own gradients, up
-to sqrt(N) times that of their mean: so train.py clips harder than it does its baseline.
+and the update is added to the mean: one step late. The norm is that of the ranks' own gradients,
+sqrt(N) times that of their mean where noise dominates: so train.py clips harder than it does its
+baseline.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
 gradients. Before train.py saves, the weights and moments of all ranks become their means, in the

@@ -6,7 +6,8 @@ Tang et al., arXiv 2102.02888, algorithm 1; microsoft/DeepSpeed, onebit/adam.py.
 badly, since Adam divides by a v that would be made of their errors. Momentum m is smoother, and a v
 that is frozen has no errors. So a phase of training has two stages. In the first, gradients are
 averaged as ever, and v learns. In the second v is frozen, rank i keeps its own gradient g_i, and
-the ranks average momentum. The gradient g that the mean M implies then moves m to M on all ranks:
+the ranks average momentum. (A later phase of three steps or fewer has only the second.) The
+gradient g that the mean M implies then moves m to M on all ranks:
 
     M = average(b1 m + (1 - b1) g_i)        g = (M - b1 m) / (1 - b1)
     m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2, only in the first stage

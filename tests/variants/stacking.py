@@ -18,7 +18,8 @@ What is changed:
 - optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
   (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
 - train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and has the Reducer pack what trains.
+  copies the layers, sets requires_grad, and has the Reducer pack what trains. A stage without any
+  steps copies as well. train.restore sets the stage of a new run, or of a checkpoint.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's groups, which have only what trains.
@@ -124,13 +125,20 @@ def prepare(args, world, state):
 def install():
     """Makes train.py train in stages. Neither takes up a checkpoint of the other."""
     begin_phase = train.begin_phase
+    restore = train.restore
 
     def begin_staged_phase(args, world, state, phase_index):
-        begin_stage(args, state, phase_index, grow=phase_index != state.phase)
+        for stage in range(state.phase + 1, phase_index + 1):
+            begin_stage(args, state, stage, grow=True)
         return begin_phase(args, world, state, phase_index)
+
+    def restore_stage(args, world, log, state):
+        restore(args, world, log, state)
+        begin_stage(args, state, state.phase, grow=False)
 
     bert.BertForPreTraining = GrowingBert
     train.begin_phase = begin_staged_phase
+    train.restore = restore_stage
     common.after_build(prepare)
     common.change_recipes(lambda recipe: {"phases": staged(recipe["phases"])})
     common.name_run(f"{STAGES} stages")

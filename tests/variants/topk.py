@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/variants/topk.py --out runs/topk
 
-Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction. With v_r
-of rank r, a bucket of n elements, and S_r the places of its k = FRACTION n largest:
+Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction, its local
+clipping and its first, denser steps. With v_r of rank r, a bucket of n elements, and S_r the places
+of its k = FRACTION n largest:
 
     mean = mean over r of (v_r on S_r, 0 elsewhere)
 
