@@ -654,8 +654,7 @@ def encode_int8(blocks):
     """
     # The clamp is for blocks of zeros. In a block with inf the scale is inf, and what is decoded
     # from it NaN (0 * inf), so that all ranks skip the step.
-    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
-    scales = largest.div_(127).clamp_(min=1e-30)
+    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
@@ -726,7 +725,7 @@ def listen_to_signals():
     """From now on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, what
     schedulers send before the end) does not end the process, but adds its name to the list
     `stop_requests`, so that training can stop with a checkpoint. Returns that list. After the first
-    signal, Ctrl-C ends the process at once.
+    signal, Ctrl-C ends the process at once. (torchrun sends SIGTERM for a second Ctrl-C.)
 
     Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
     to: it passes its own signals on to the ranks, and kills those that ignore them.
@@ -758,7 +757,7 @@ def find_torchrun():
         return os.getppid()
 
 
-# Looked up at once, before anything takes long.
+# Looked up once, when the imports are done: a torchrun that dies before that is not missed.
 TORCHRUN = find_torchrun()
 
 
@@ -789,6 +788,7 @@ def end_torchrun():
 #                       restart helps
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
 #                       program is busy with. The ranks without it are those that are gone
+#     "said"            set when the first one has read them
 #
 # Rank 2 is killed:
 #
@@ -854,16 +854,18 @@ def agree(message, restart_helps, rank_lost):
 
     The first one, if the error is its own and no RankLost, returns at once. All others wait two
     seconds: those who lost a rank until the living have set "alive", the later ones until the first
-    has read it."""
+    has read it. When it has, nobody waits any longer: each rank gets its error from a neighbour
+    that ends, so with many ranks the waits would add up."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
-    if rank_lost or first != ours:
+    if (rank_lost or first != ours) and not store.check(["said"]):
         time.sleep(2)
     if first != ours:
         return "", first.endswith("True")
     silent = ranks_without(store, "alive", distributed.get_world_size())
+    store.set("said", "")
     return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps
