@@ -259,7 +259,8 @@ HOURS_CASE = Case("--hours, and another program takes a core halfway", "", "goes
 CASES = {
     # Ends that something else makes
     "kill-rank": Case("kill -9 of rank 1", LOST_1, act=send(KILL, "rank", 1)),
-    "kill-rank-0": Case("kill -9 of rank 0", LOST_1.replace("1", "0"), act=send(KILL, "rank", 0)),
+    "kill-rank-0": Case("kill -9 of rank 0 of 8", "rank 0 died",
+                        act=send(KILL, "rank", 0), ranks=8, limit=9, same=False),
     "restart": Case("kill -9 of rank 1, --max-restarts=1", RESUMED, "goes on",
                     act=send(KILL, "rank", 1), options="--max-restarts=1"),
     "kill-torchrun": Case("kill -9 of torchrun", STOPPED, "stops", act=send(KILL)),
