@@ -757,7 +757,7 @@ def find_torchrun():
         return os.getppid()
 
 
-# Looked up once, when the imports are done: a torchrun that dies before that is not missed.
+# Looked up once, when the imports are done: that a torchrun died before goes unnoticed.
 TORCHRUN = find_torchrun()
 
 
