@@ -182,8 +182,8 @@ class PretrainingData:
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
     largest gap that those before it have left. So texts lie about every place equally often: in one
-    pass over the text a seventh of it is never read, at random places it would be a third. And
-    there is no order of examples that would have to be shuffled and kept.
+    pass over the text a seventh of it is never read, at random places it would be more than a
+    third. And there is no order of examples that would have to be shuffled and kept.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
     document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
@@ -417,8 +417,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
     a small one is seen more often. If there are only some hundred documents, make one shard.
 
-    Raises DataError if the folder holds something already or the text is of no use, OSError if it
-    cannot be written.
+    Raises DataError if the folder holds something already or the text is of no use, OSError if the
+    one cannot be written or the other not be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
@@ -592,7 +592,8 @@ class TextFiles:
 
 
 def documents_in(path):
-    """Yields the documents of a file. Raises DataError, with file and line, if it cannot."""
+    """Yields the documents of a file. Raises OSError if it cannot be opened, DataError, with file
+    and line, if what is in it cannot be used."""
     document = ""
     begun = False
     number = 0

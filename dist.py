@@ -314,6 +314,7 @@ class Reducer:
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
         reducer.finish()                # now reducer.gradients, {name: g}, are equal on all ranks
+        reducer.commit(step_taken)      # whether the optimizer takes the step, see `Bucket`
 
     compression: a name in COMPRESSORS. `buckets`: the Buckets; `flats`: their flat tensors. After
     `finish`: `bytes_sent` by this rank (on two levels, to other nodes), and `wait_seconds` for the
