@@ -566,7 +566,7 @@ class Bucket:
     def forget(self):
         """Drops all that earlier steps have left."""
         self.residual = torch.zeros(1, device=self.flat.device)      # e_r; one 0 for all elements
-        self.state = {"shapes": list(self.shapes.values())}
+        self.state = {}
         self.uncommitted = None                    # from `_send` to `commit`: e'_r, next state
 
 
@@ -579,9 +579,8 @@ class Bucket:
 #     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
 #                            takes out of it, in place, what it sends; what is left is the residual
 #     mean (n + padding,)    q, the mean that all ranks get, the same bits on all
-#     state                  a dict: what the compressor keeps from step to step, and the "shapes"
-#                            of the tensors in `value`, which one of tests/variants reads. It is not
-#                            changed: the next state is a new one
+#     state                  a dict, empty at first: what the compressor keeps from step to step. It
+#                            is not changed: the next state is a new one
 #
 # Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
 # skip the same step. After that the next step begins with the same state.
@@ -639,9 +638,9 @@ def compressed_mean(encode, decode, world, value, state):
 
     # 3. Send the average to all.
     part_codes, part_decoded = encode(part_mean)
-    part_residual = part_mean - part_decoded
+    part_mean -= part_decoded                              # what is left of it
     mean = decode(world.all_gather(part_codes)).view(-1)
-    return mean, state | {"part_residual": part_residual}, 2 * (world.size - 1) * part_codes.numel()
+    return mean, {"part_residual": part_mean}, 2 * (world.size - 1) * part_codes.numel()
 
 
 def encode_int8(blocks):
@@ -655,7 +654,8 @@ def encode_int8(blocks):
     """
     # The clamp is for blocks of zeros. In a block with inf the scale is inf, and what is decoded
     # from it NaN (0 * inf), so that all ranks skip the step.
-    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
+    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    scales = largest.div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)

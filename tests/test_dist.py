@@ -18,10 +18,11 @@ from torch import nn
 import dist
 from tests.conftest import SEED
 from tests.ranks import run_ranks, together
-from tests.variants import gradientflow, powersgd, topk
+from tests.variants import common, gradientflow, powersgd, topk
 
 # Those of dist.py and of tests/variants. A new one is tested at once.
 dist.COMPRESSORS |= {"topk": topk.topk, "powersgd": powersgd.powersgd, "chunk": gradientflow.chunk}
+common.tell_shapes()                                           # to powersgd
 LOSSY = [name for name in dist.COMPRESSORS if name not in dist.DENSE]
 
 
@@ -98,13 +99,12 @@ def in_many_ways(world):
     return simple(world), [reduced(world, *way) for way in WAYS]
 
 
-@pytest.mark.parametrize("size,local_size", [(1, 1), (3, 3), (4, 2)])
-def test_gradients_are_those_of_one_process(tmp_path, size, local_size):
+@pytest.mark.parametrize("size,local_size,exchanging", [(1, 1, 1), (3, 3, 3), (4, 2, 2)])
+def test_gradients_are_those_of_one_process(tmp_path, size, local_size, exchanging):
     outcomes = run_ranks(in_many_ways, size, tmp_path, local_size=local_size)
     for naive, _ in outcomes:
         for name, gradient in one_process().items():
             torch.testing.assert_close(naive[name], gradient, rtol=1e-5, atol=1e-5)
-    exchanging = size // local_size if size > local_size else size
     for k, (_, accumulation, compression) in enumerate(WAYS):
         tolerance = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}[compression]
         case = f"{compression}, {accumulation} micro-batches"
@@ -202,10 +202,9 @@ def fifty_steps_of_all(world):
     return {name: fifty_steps(world, name) for name in LOSSY}
 
 
-@pytest.mark.parametrize("size,local_size", [(1, 1), (3, 3), (4, 2)])
-def test_what_came_in_went_out_or_is_kept(tmp_path, size, local_size):
+@pytest.mark.parametrize("size,local_size,exchanging", [(1, 1, 1), (3, 3, 3), (4, 2, 2)])
+def test_what_came_in_went_out_or_is_kept(tmp_path, size, local_size, exchanging):
     outcomes = run_ranks(fifty_steps_of_all, size, tmp_path, local_size=local_size)
-    exchanging = size // local_size if size > local_size else size
     blocks = -(-COUNT // (exchanging * 512))                   # of each rank's part
     sizes = {"int8": blocks * (512 + 4), "onebit": blocks * (512 // 8 + 4)}
     for name in LOSSY:

@@ -18,6 +18,7 @@ import dist
 from tests.conftest import make_documents
 from tests.ranks import run_ranks, start_server
 from tests.training import column, training
+from tests.variants import common
 
 STEPS = 600                  # of a model of 2 x 64
 SECONDS = 600                # for all of them; the baseline needs about a minute
@@ -50,6 +51,7 @@ def enter(world, file):
         return mean, next_state, max(world.all_gather_object(sum(sent)))     # of the rank with most
 
     dist.COMPRESSORS["mine"] = compressor
+    common.tell_shapes()
 
 
 def score(shards, compression, sabotage=None):

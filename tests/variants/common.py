@@ -40,6 +40,17 @@ def use_compression(name, compressor):
     train.parse_arguments = parse_with_default
 
 
+def tell_shapes():
+    """Gives a compressor the shapes of the tensors in its `value`, as "shapes" of its `state`."""
+    forget = dist.Bucket.forget
+
+    def forget_all_else(bucket):
+        forget(bucket)
+        bucket.state["shapes"] = list(bucket.shapes.values())
+
+    dist.Bucket.forget = forget_all_else
+
+
 def name_run(name, flag=None):
     """Adds a variant's name to what a checkpoint is compared by, and a flag of train.py which is
     free there, but changes the results of the variant."""

@@ -13,7 +13,7 @@ sent does not grow with the ranks, unlike that of topk.py. Error feedback, as of
 in dist.Bucket, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
-not given (or "none").
+not given (or "none"). The state of its buckets gets the shapes of their tensors.
 """
 import sys
 from pathlib import Path
@@ -80,6 +80,7 @@ def first_factors(matrices, rank):
 def install():
     """Makes train.py use it."""
     common.use_compression("powersgd", powersgd)
+    common.tell_shapes()
 
 
 if __name__ == "__main__":
