@@ -422,21 +422,22 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
-        raise DataError(f"{folder} is not empty; remove it, or write another folder with --out")
-    documents = sum(map(len, blocks(corpus)))       # finds bad input before the long part begins
-    if not documents:
-        raise DataError("there is no text in the corpus")
-    if tokenizer:
-        tokenizer = load_tokenizer(tokenizer)
-    else:
-        tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
-
+        raise DataError(f"{folder} is not empty; remove it (is it in use?) or give another --out")
+    # What can go wrong is found before the long part begins: a folder that cannot be written, which
+    # another program writes, and then bad input.
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / "tokenizer.model").touch(exist_ok=False)
     except FileExistsError:
         raise DataError(f"another program has begun to write {folder}; wait until it is ready")
     try:
+        documents = sum(map(len, blocks(corpus)))
+        if not documents:
+            raise DataError("there is no text in the corpus")
+        if tokenizer:
+            tokenizer = load_tokenizer(tokenizer)
+        else:
+            tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents)
         manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
