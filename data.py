@@ -374,10 +374,7 @@ def micro_batches(step, global_batch, micro_size, rank, size):
 
 def loader(dataset, step, global_batch, micro_size, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
-    works with one, a thread makes the next. The other arguments: as of `micro_batches`.
-
-    (Only one thread at a time runs Python, but torch's and NumPy's own loops let others run.)
-    """
+    works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
     def make(number):
         dealt = micro_batches(number, global_batch, micro_size, rank, size)
         return [dataset.batch(indices) for indices in dealt]

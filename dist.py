@@ -9,9 +9,7 @@ arXiv 2006.15704, section 3.2). A compressor is the function that averages a buc
 A process group is a set of ranks, here all or a part of them. A collective is a call that all ranks
 of a group make together, such as a sum over them; if there is only one rank it does nothing. Two
 libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks find each other by a store, a
-small dictionary that all share, kept by a process of node 0. When a rank dies or hangs, the others
-get an error in their next collective over Gloo; then all processes end, one of them says which rank
-is lost (section Failures), and torchrun may start them again.
+small dictionary that all share, kept by a process of node 0.
 
 In comments on shapes: W ranks, n elements of a bucket.
 """
@@ -45,10 +43,6 @@ class RankLost(DistError):
 
 
 # ----- Ranks and collectives -----
-
-# One function, two names: torch 2.13 has the first, older versions the second.
-ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-
 
 @dataclasses.dataclass
 class World:
@@ -97,10 +91,7 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
-        # `flatten` copies nothing: what torch writes there stands in `gathered`.
-        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
-        return gathered
+        return self.all_to_all(torch.stack([tensor] * self.size))    # every rank gets the same row
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any small picklable object), in order of rank."""
@@ -197,11 +188,12 @@ def world_of_environment():
 
 def meet(world, init_method, limit):
     """Returns a store that all ranks share, and in which nothing is left of earlier processes.
-    Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them.
+    Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them, or if this
+    rank's torchrun dies.
 
     Why not simply take torch's store? It lives as long as torchrun, which may start dead ranks
-    again: new processes would find in it what the dead ones have set. (The number of the restart
-    would tell them apart. But a torchrun that was itself started again counts from 0.)
+    again: new processes would find in it what the dead ones have set. (Restarts have numbers, but a
+    torchrun that was itself started again counts from 0.)
 
     So each attempt to meet has a number, and keys of its own, with that number as a prefix. Each
     new process begins an attempt, by adding 1 to a count. While it waits it joins the newest one,
@@ -215,8 +207,7 @@ def meet(world, init_method, limit):
         rank 1 dies, comes once more      4                 1
         rank 0 comes                      5                 0, then 1: they have met
 
-    So the dead are left behind: the process that takes the place of one begins a newer attempt. (If
-    a rank dies in the moment in which all meet, their first collective fails.)
+    So the dead are left behind: the process that takes the place of one begins a newer attempt.
     """
     # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
@@ -230,6 +221,8 @@ def meet(world, init_method, limit):
         absent = ranks_without(attempt, "here", world.size)
         if not absent:
             return attempt
+        if torchrun_died():
+            raise RuntimeError("its torchrun has died")    # a new one may start this rank anew
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
@@ -457,9 +450,7 @@ def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
 
     Each takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings
-    begin or end: their gradients come last, and what shared a bucket with them would wait. (In our
-    BERT the small mlm_bias has a bucket after theirs, though its gradient is early: torch lists a
-    module's own parameters before those of its parts.)"""
+    begin or end: their gradients come last, and what shared a bucket with them would wait."""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # what still fits into the last of them, MB
     in_embeddings = False

@@ -1,7 +1,4 @@
-"""Recipes and learning rates, master weights, loss scaling, clipping, AdamW and LAMB.
-
-Each part needs nothing of those below it.
-"""
+"""Recipes and learning rates, master weights, loss scaling, clipping, AdamW and LAMB."""
 import dataclasses
 
 import torch
@@ -16,8 +13,8 @@ class TrainingStopped(ArithmeticError):
 @dataclasses.dataclass
 class Phase:
     """A part of pre-training with one sequence length and one schedule. Most recipes have two: most
-    steps take short texts, which are cheap; the last ones take long texts, since the model learns
-    an embedding for each position in a text, and short ones do not reach the later positions."""
+    steps take short texts, which are cheap. The last ones take long texts, which alone train the
+    embeddings of the later positions."""
     seq_len: int             # tokens of an example, the special ones included
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int
@@ -64,12 +61,11 @@ RECIPES = {
         "phases": [
             Phase(seq_len=128, global_batch=4096, steps=20900, lr=5e-4, warmup=0.06, power=1),
         ]},
-    # BERT-large with NVIDIA's batches, steps and rates: DeepLearningExamples, PyTorch,
-    # pretrain_config.sh. There warm-up ends at 6e-3, and the next step's rate is 5.076e-3, which is
-    # 6e-3 sqrt(1 - 0.2843); in phase 2 4e-3 and 3.735e-3. Here it ends at these lower rates, and
-    # the decay is the same. NVIDIA counts t of `adam_update` anew in phase 2; here it goes on. Its
-    # LAMB and model differ from ours: see `LAMB`, and in train.py `set_bias_to_frequencies` and
-    # `copy_positions`.
+    # BERT-large with NVIDIA's batches, steps and rates (DeepLearningExamples, PyTorch,
+    # pretrain_config.sh). There warm-up ends at 6e-3, in phase 2 at 4e-3, and then the rate drops
+    # to sqrt(1 - warmup) of that. Here warm-up ends at this lower rate; the decay is the same. What
+    # else differs: t of `adam_update` goes on in phase 2; see `LAMB`, and in train.py
+    # `set_bias_to_frequencies` and `copy_positions`.
     "nvidia-64k": {
         "optimizer": "lamb",
         "betas": (0.9, 0.999),
@@ -84,8 +80,8 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate. `done` is which part of the phase is over, from 0 to 1, as
-    train.progress says. The rate grows from 0 to lr, and decays to 0:
+    r"""Returns the learning rate. done: the part of the phase that is over, from 0 to 1. The rate
+    grows from 0 to lr, and decays to 0:
 
         lr |     /\
            |   /     \
