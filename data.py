@@ -58,8 +58,8 @@ class DataError(ValueError):
 
 class Batch(NamedTuple):
     """A micro-batch without padding between its examples: their tokens one after another, each
-    token a row. B examples have N rows, and M of them are masked. Here B = 3, of 5, 5 and 8 tokens,
-    and N = 64:
+    token a row; at the end, padding. B examples have n rows, and m of them are masked; with padding
+    these are N and M. Here B = 3, of 5, 5 and 8 tokens, so n = 18, and N = 64:
 
         rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                     [CLS] ..| [CLS] ..| [CLS] ..  | padding
@@ -76,9 +76,9 @@ class Batch(NamedTuple):
     `bounds` are the lengths added up. The lengths are needed on the CPU, where shapes are decided,
     the bounds where the model is: for FlashAttention, and to find the rows of [CLS].
 
-    Padding at the end rounds N up to a multiple of 64 and M to one of 16; n and m are N and M
-    without it. So there are few shapes, not hundreds: a GPU's libraries choose a kernel, and keep
-    memory, for each new one. A small batch in which no token was masked has M = 0.
+    N is a multiple of 64, and M of 16. So there are few shapes, not hundreds: a GPU's libraries
+    choose a kernel, and keep memory, for each new one. A small batch in which no token was masked
+    has M = 0.
 
     The fields are NumPy arrays until `to` makes tensors of them.
     """

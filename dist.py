@@ -11,7 +11,7 @@ of a group make together, such as a sum over them; if there is only one rank it 
 libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks find each other by a store, a
 small dictionary that all share, kept by a process of node 0.
 
-In comments on shapes: W ranks, n elements of a bucket.
+In comments on shapes: W ranks of a group, n elements of a bucket.
 """
 import contextlib
 import dataclasses
@@ -43,6 +43,10 @@ class RankLost(DistError):
 
 
 # ----- Ranks and collectives -----
+
+# One function, two names: torch 2.13 has the first, older versions the second.
+ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
 
 @dataclasses.dataclass
 class World:
@@ -91,7 +95,10 @@ class World:
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        return self.all_to_all(torch.stack([tensor] * self.size))    # every rank gets the same row
+        gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
+        # `flatten` copies nothing: what torch writes there stands in `gathered`.
+        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
+        return gathered
 
     def all_gather_object(self, value):
         """Returns the list of every rank's value (any small picklable object), in order of rank."""
@@ -422,7 +429,7 @@ class Reducer:
             # First let backward end: wait_seconds shall count the averaging alone.
             torch.cuda.current_stream().synchronize()
             # Are all ranks there? One that died in backward is an exception here, over Gloo. NCCL
-            # would wait for it until the timeout, and then abort the process without a line.
+            # would wait for it, twice the timeout, and then abort the process without a line.
             self.world.barrier()
         began = time.perf_counter()
         self.bytes_sent = sum(job.result() for job in self.jobs)
@@ -450,7 +457,8 @@ def fill_buckets(tensors, world, compression, bucket_mb=2.0):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
 
     Each takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings
-    begin or end: their gradients come last, and what shared a bucket with them would wait."""
+    begin or end: their gradients come last, and what shared a bucket with them would wait. (The
+    small mlm_bias comes after them here, since torch lists a model's own parameters first.)"""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # what still fits into the last of them, MB
     in_embeddings = False
@@ -472,8 +480,8 @@ BLOCK = 512                  # elements that share a scale, see `encode_int8`
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
 
-    Several nodes with several ranks each have two levels (Goyal et al., arXiv 1706.02677, section
-    4.1). The first rank of each node is its leader, here 0 and 2:
+    If there are several nodes, there are two levels (Goyal et al., arXiv 1706.02677, section 4.1).
+    The first rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
         1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
@@ -508,7 +516,7 @@ class Bucket:
             self.inner, self.outer = world.levels
         self.sizes = [math.prod(shape) for shape in shapes.values()]
         n = sum(self.sizes)
-        # For int8 and onebit zeros fill it up, so that each leader can average a part of whole
+        # Zeros fill it up, so that with int8 and onebit each leader can average a part of whole
         # blocks.
         padding = -n % (BLOCK * self.outer.size)
         self.padded = torch.zeros(n + padding, device=world.device)
@@ -619,7 +627,7 @@ def compressed_mean(encode, decode, world, value, state):
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
     # 1. Send each part to the rank that averages it.
-    codes, decoded = encode(parts)                         # (W, blocks of a part, bytes of a block)
+    codes, decoded = encode(parts)                         # codes: (W, blocks, bytes of a block)
     parts -= decoded
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
@@ -749,7 +757,7 @@ def find_torchrun():
         return os.getppid()
 
 
-# Looked up once, when the imports are done: that a torchrun died before goes unnoticed.
+# Looked up once, when this file is imported: that a torchrun died before goes unnoticed.
 TORCHRUN = find_torchrun()
 
 

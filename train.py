@@ -12,9 +12,9 @@ The same command again resumes from the last checkpoint. All results are in the 
 The file goes from the parts to the whole: errors, flags, log, state, checkpoints, the parts of a
 step, evaluation, `training_loop`, and last `train` and `main`, where the program begins.
 
-Shapes, as in "(M, V)": B examples of a micro-batch, M masked tokens in it, V size of the
-vocabulary. A function of this file whose docstring says "Collective" must be called by all ranks
-together.
+Shapes, as in "(M, V)": B examples of a micro-batch, M masked tokens in it and what pads them, V
+size of the vocabulary. A function of this file whose docstring says "Collective" must be called by
+all ranks together.
 """
 import contextlib
 import ctypes
@@ -88,8 +88,7 @@ FRACTION = data.number_in(float, 0, 1)
 
 def parse_arguments(argv=None):
     """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
-    with the flags' numbers, and `betas`. Wrong flags end the program with one line and status 2, or
-    1 under torchrun."""
+    with the flags' numbers, and `betas`. Raises SystemExit, after one line, if a flag is wrong."""
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
@@ -237,7 +236,6 @@ class Log:
     def __init__(self, folder, active):
         self.active = active
         self.said_at = time.monotonic()      # when the last line of a step was printed, seconds
-        self.lowest = math.inf               # the lowest held-out loss until now
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,8 +315,8 @@ class State:
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # of training, in all starts; what a crash lost is not counted.
-                                     # The mean over the ranks: so all end --hours together
+    seconds: float = 0.0             # that the program has run, in all starts, without what a crash
+                                     # lost; a mean over the ranks: so all end --hours together
 
 
 def set_bias_to_frequencies(model, shards):
@@ -702,11 +700,6 @@ def evaluate(args, world, log, state):
     if args.pairs != "none":
         line += f", NSP accuracy {result['nsp_accuracy']:.1%}"
     log.say(line)
-    log.lowest = min(log.lowest, result["mlm_loss"])
-    # A rise of half a nat is no noise.
-    if result["mlm_loss"] > log.lowest + 0.5:
-        log.say(f"warning: this loss was {log.lowest:.3f} before; if it does not fall again, begin "
-                "anew at a lower --lr-scale")
     return result
 
 
@@ -782,7 +775,7 @@ def training_loop(args, world, log, state, signals):
         phase_index, done = progress(args, state)
         if phase_index < len(args.phases):
             stop = reason_to_stop(state, signalled, orphans)
-        phase_ends = phase_index != state.phase
+        phase_ends = phase_index != state.phase      # also where the run ends
         half_hour = state.seconds - saved_at > SAVE_SECONDS
         if phase_ends or stop or half_hour or state.step % args.save_every == 0:
             save(args, world, log, state)
@@ -833,8 +826,8 @@ def train(args, world):
     stop = training_loop(args, world, log, state, signals)
 
     if world.rank == 0:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded. (The NSP
-        # head, where it is not trained, has no masters and stays rounded.)
+        # The folder gets the masters, since in 16 bits the model's weights are rounded. (Pooler and
+        # NSP head, where they are not trained, have no masters and stay rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])

@@ -307,7 +307,7 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", *SHORT, "--steps", 90, "--batch", 4, "--precision",
                    "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
     assert isinstance(outcome, optim.TrainingStopped)
-    assert re.match(r"step 23: the gradients are not finite.*floor of 6.1\S*e-05", str(outcome))
+    assert re.match(r"step 23: the gradients are not finite at any", str(outcome))
     tensors = last_state(tmp_path / "out")["tensors"].values()
     assert all(tensor.isfinite().all() for tensor in tensors)
 
@@ -341,27 +341,16 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 
 # ----- Evaluation, GPUs -----
 
-def noted(lowest=math.inf):
-    """Returns a log that keeps the lines in `said`."""
-    said = []
-    return SimpleNamespace(lowest=lowest, said=said, say=said.append,
-                           metric=lambda kind, **fields: None)
-
-
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     args = args_of("--data", shards, "--micro-tokens", 200, "--mask-fraction", 0.6)
     torch.manual_seed(0)
     config = bert.BertConfig.preset("tiny", 320)
     model = bert.BertForPreTraining(dataclasses.replace(config, init_std=0.3))
     state = SimpleNamespace(model=model, phase=0, step=3)
-    log = noted()
+    said = []
+    log = SimpleNamespace(say=said.append, metric=lambda kind, **fields: None)
     found = train.evaluate(args, dist.World(), log, state)
-    assert len(log.said) == 1 and log.lowest == found["mlm_loss"]
-    for rise, lines in (0.4, 1), (0.6, 2):                # half a nat above the lowest is said
-        log = noted(found["mlm_loss"] - rise)
-        train.evaluate(args, dist.World(), log, state)
-        assert len(log.said) == lines and ("--lr-scale" in log.said[-1]) == (lines == 2)
-    assert model.training
+    assert len(said) == 1 and model.training
     model.eval()
     batch = data.PretrainingData(shards, 32, held_out=True).batch(range(32)).to("cpu")
     counted = batch.labels != data.IGNORED
