@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -454,19 +455,21 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU). A damaged file can raise any exception."""
-    with zipfile.ZipFile(path) as archive:
-        if archive.testzip():                        # the name of the first damaged part
-            raise ValueError("wrong checksum")
+    """Returns a checkpoint (dict, on the CPU); for a moment this takes memory of twice the file's
+    size. Raises OSError if the disk fails; a damaged file can raise any other exception."""
+    file = io.BytesIO(path.read_bytes())
+    if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
+        raise ValueError("wrong checksum")
+    file.seek(0)
     # torch.save writes a pickle, which could run any code; with weights_only none runs.
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def newest_checkpoint(args, log):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
     anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
-    Raises ConfigError if there are some and none is whole, or if it is of another run. If one
-    cannot be read, for lack of memory, say, raises that error."""
+    Raises ConfigError if there are some and none is whole, or if it is of another run. If the disk
+    or the memory fails, raises that error: then the file may be whole."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
@@ -474,12 +477,9 @@ def newest_checkpoint(args, log):
             checkpoint = read_checkpoint(path)
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:
-            # If the disk or the memory failed, the file may be whole. zipfile can make "not a zip
-            # file" of such an error; the first one is then its __context__.
-            for cause in error.__context__, error:
-                if explain(cause):
-                    log.say(f"{path} cannot be read; if it stays so, remove it")
-                    raise cause
+            if explain(error):
+                log.say(f"{path} cannot be read; if it stays so, remove it")
+                raise
             log.say(f"warning: {path} is damaged ({error!r:.80}); trying the one before")
             with contextlib.suppress(OSError):
                 path.rename(f"{path}.damaged")

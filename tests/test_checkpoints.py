@@ -172,10 +172,10 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
 
 
 def test_a_checkpoint_that_the_disk_does_not_give_keeps_its_name(finished, monkeypatch):
-    def lost(file):
+    def lost(path):
         raise OSError("lost")
 
-    monkeypatch.setattr(train.zipfile, "_EndRecData", lost)
+    monkeypatch.setattr(train.Path, "read_bytes", lost)
     with pytest.raises(OSError, match="lost"):
         newest(finished, {})
     assert steps_kept(finished)[-1] == 14
