@@ -36,7 +36,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import nn
 
 # torch must not choose the attention of cuDNN, a library of NVIDIA's: it prepares anew for each new
-# number of examples of a length, and here many come.
+# shape, and in `attention` many come.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -403,8 +403,8 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards; returns its manifest (dict). An error leaves no file; a killed
-    program leaves a folder without manifest.json.
+    """Writes a new folder of shards; returns its manifest (dict). An error leaves no folder; a
+    killed program leaves one without manifest.json.
 
     corpus: documents, each one string, that can be iterated again and again: once to count them,
     once to train the tokenizer, and once to encode them.
@@ -419,9 +419,10 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
-        raise DataError(f"{folder} is not empty; remove it (is it in use?) or give another --out")
-    # What can go wrong is found before the long part begins: a folder that cannot be written, which
-    # another program writes, and then bad input.
+        raise DataError(f"{folder} is not empty: wait if another program is writing it; else "
+                        "remove it, or give another --out")
+    # Found before the long part begins: a folder that cannot be written, or that another program
+    # writes; then text that cannot be read.
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / "tokenizer.model").touch(exist_ok=False)
@@ -640,7 +641,7 @@ def load_manifest(folder):
         if manifest["sha256"] == manifest_digest(manifest):
             return manifest
     raise DataError(f"{path} is missing, damaged or of an older program; data.py makes a new "
-                    "folder (shards/demo: remove it, if a demo was stopped while it was made)")
+                    "folder (shards/demo: wait if another demo makes it; else remove it)")
 
 
 def manifest_digest(manifest):

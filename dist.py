@@ -222,14 +222,14 @@ def meet(world, init_method, limit):
     root.add("newest attempt", 1)
     deadline = time.monotonic() + limit.total_seconds()
     while True:
+        if torchrun_died():
+            raise RuntimeError("its torchrun has died")    # a new one may start this rank anew
         newest = root.add("newest attempt", 0)     # adding 0 reads the number
         attempt = distributed.PrefixStore(str(newest), root)
         attempt.set(f"here/{world.rank}", "")
         absent = ranks_without(attempt, "here", world.size)
         if not absent:
             return attempt
-        if torchrun_died():
-            raise RuntimeError("its torchrun has died")    # a new one may start this rank anew
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)

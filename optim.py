@@ -163,8 +163,8 @@ class LossScaler:
 
     bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1).
     It, too, skips steps that are not finite, and its scale counts them: each halves it, and
-    growth_interval good steps double it again, up to 1. At 15 it is below `smallest`, and the
-    training stops. (Gradients times such a scale, a power of two, lose no bits.)
+    growth_interval good steps double it again, up to 1. After 15 halvings it is below `smallest`,
+    and the training stops. (Gradients times such a scale, a power of two, lose no bits.)
     """
     scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000

@@ -455,8 +455,8 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU); for a moment this takes memory of twice the file's
-    size. Raises OSError if the disk fails; a damaged file can raise any other exception."""
+    """Returns a checkpoint (dict, on the CPU); this takes memory of twice the file's size. Raises
+    OSError if the disk fails; a damaged file can raise any exception."""
     file = io.BytesIO(path.read_bytes())
     if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
         raise ValueError("wrong checksum")
@@ -478,7 +478,7 @@ def newest_checkpoint(args, log):
             differ = dist.differences(checkpoint["settings"], args.settings)
         except Exception as error:
             if explain(error):
-                log.say(f"{path} cannot be read; if it stays so, remove it")
+                log.say(f"{path} cannot be read now (if the disk has lost it, remove it)")
                 raise
             log.say(f"warning: {path} is damaged ({error!r:.80}); trying the one before")
             with contextlib.suppress(OSError):

@@ -419,7 +419,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
     said, _ = run("--tokenizer", shards / "tokenizer.model", "--shards", 2)
     assert "133 documents" in said and " 320 pieces" in said and "2 shards" in said
     _, said = run("--shards", 2)
-    assert said.startswith(f"data.py: {tmp_path}/out is not empty; remove it (is it in")
+    assert said.startswith(f"data.py: {tmp_path}/out is not empty: wait if")
 
 
 BAD = {
@@ -655,7 +655,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("precious")
-    with pytest.raises(data.DataError, match="full is not empty; remove it"):
+    with pytest.raises(data.DataError, match="full is not empty: .* remove it"):
         data.prepare(documents, tmp_path / "full", 320, 4)
     assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
     (tmp_path / "disk").mkdir()                      # an empty one is filled, by a link, too
@@ -711,18 +711,18 @@ def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatc
     content = (shards / "manifest.json").read_bytes()
     changed = [b"", b"{", b"[]"]
     changed += [json.dumps({**manifest, key: value}).encode() for key in manifest
-                for value in (None, 10 ** 9, "1", {}, -1) if value != manifest[key]]
+                for value in (None, "1", -1)]
     for bit in range(0, 8 * len(content), 37):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        changed.append(bytes(flipped))
+        changed.append(flipped)
     refused = 0
     for content in changed:
         path.write_bytes(content)
         try:
             assert data.load_manifest(tmp_path) == manifest          # white space
         except data.DataError as error:
-            refused += str(error).endswith("while it was made)")
+            refused += str(error).endswith("else remove it)")
     assert refused > 0.8 * len(changed)
     monkeypatch.setattr(data, "FORMAT", 0)
     with pytest.raises(data.DataError, match="of an older program"):

@@ -583,14 +583,14 @@ def test_reducers_and_stages_on_two_ranks(tmp_path):
 
 def test_stacking_begins_every_stage(monkeypatch):
     """One without steps, too, and that of a checkpoint."""
-    begun = []
-    monkeypatch.setattr(stacking, "begin_stage", lambda *which, grow: begun.append(which[2]))
+    told = []
+    monkeypatch.setattr(stacking, "begin_stage", lambda *which, grow: told.append((which[2], grow)))
     for name in "begin_phase", "restore":
         monkeypatch.setattr(train, name, lambda *_: None)
     with installed(stacking):
         train.begin_phase(0, 0, SimpleNamespace(phase=0), 2)
         train.restore(0, 0, 0, SimpleNamespace(phase=1))
-    assert begun == [1, 2, 1]
+    assert told == [(1, True), (2, True), (1, False)]
 
 
 def run_variants(world, shards, folder):
