@@ -213,7 +213,7 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(f"{self.folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        # (pieces,) bool: whether the expression is found in a piece.
+        # (pieces,) bool: whether the expression matches the end, or the beginning, of a piece.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
@@ -391,7 +391,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
-LONGEST = 1 << 16           # characters; a longer document is cut into several
+LONGEST = 1 << 16           # characters; a longer document becomes several; in a text file half of
+                            # this is enough
 CHUNK = 1 << 10             # characters: SentencePiece leaves out texts of over 4,192 bytes
 SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
                             # a text has 0.5 % fewer tokens, and that takes twice the time

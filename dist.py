@@ -61,7 +61,7 @@ class World:
     local_size: int = 1      # ranks of this node
     nodes: int = 1
     device: torch.device = torch.device("cpu")
-    group: object = None     # torch's process group; None is all processes
+    group: object = None     # torch's process group; None: all processes, or this one alone
     levels: list = None      # the Worlds inside and between nodes, see `two_levels`
 
     def sum(self, values):
@@ -447,8 +447,8 @@ class Reducer:
             bucket.commit(step_taken)
 
     def forget(self):
-        """Drops the residuals and all else that compressors keep. Done at each save: so the run
-        that goes on equals the one that resumes there, on any number of ranks."""
+        """Drops the residuals and all else that compressors keep. Done at each save: so a
+        checkpoint does not need them, and the run that goes on equals the one that resumes."""
         for bucket in self.buckets:
             bucket.forget()
 
@@ -854,8 +854,8 @@ def agree(message, restart_helps, rank_lost):
 
     The first one, if the error is its own and no RankLost, returns at once. All others wait two
     seconds: those who lost a rank until the living have set "alive", the later ones until the first
-    has read it. When it has, nobody waits any longer: each rank gets its error from a neighbour
-    that ends, so with many ranks the waits would add up."""
+    has read it. Who fails after that does not wait: each rank gets its error from a neighbour that
+    ends, so with many ranks the waits would add up."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()

@@ -119,7 +119,7 @@ def cast_with_masters(model, dtype):
     """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
     the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
 
-    Of each parameter there are four tensors:
+    In 16 bits there are four tensors of each parameter:
 
         p              in 16 bits, for forward and backward
         p.grad         in 16 bits, of one micro-batch; dropped when it is added to master.grad

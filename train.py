@@ -425,7 +425,7 @@ def save(args, world, log, state):
     others but the one before. Collective; raises what check_weights raises.
 
     What int8 and onebit have not sent yet is dropped: so the run that goes on is the run that
-    resumes, on any number of ranks. A full disk is a warning: the older checkpoints are whole.
+    resumes. A full disk is a warning: the older checkpoints are whole.
     """
     check_weights(world, state)
     state.reducer.forget()
@@ -566,7 +566,7 @@ def progress(args, state):
             if args.hours:
                 return index, finished / phase.tokens
             # Step number k of n, from 0 on, is at (k + 1) / (n + 1): so neither the first nor the
-            # last step has a rate of 0. (By the clock the first one has.)
+            # last step has a rate of 0. (By the clock the run's first one has.)
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -591,8 +591,8 @@ def copy_positions(args, state):
 
 
 def begin_phase(args, world, state, phase_index):
-    """Returns an iterator over the steps of a phase that are to come, each a list of this rank's
-    micro-batches (data.Batch). A phase that is new begins with its first example."""
+    """Returns an iterator, without end, over the steps from `state.phase_step` on, each a list of
+    this rank's micro-batches (data.Batch). A phase that is new begins with its first example."""
     if phase_index != state.phase:             # not so in a run that resumes within a phase
         state.phase = phase_index
         state.phase_step = 0
