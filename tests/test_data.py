@@ -419,7 +419,7 @@ def test_flags(shards, documents, tmp_path, monkeypatch, capsys):
     said, _ = run("--tokenizer", shards / "tokenizer.model", "--shards", 2)
     assert "133 documents" in said and " 320 pieces" in said and "2 shards" in said
     _, said = run("--shards", 2)
-    assert said.startswith(f"data.py: {tmp_path}/out is not empty: wait if")
+    assert said.startswith(f"data.py: {tmp_path}/out is not empty: wait if another program is")
 
 
 BAD = {
@@ -711,7 +711,7 @@ def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatc
     content = (shards / "manifest.json").read_bytes()
     changed = [b"", b"{", b"[]"]
     changed += [json.dumps({**manifest, key: value}).encode() for key in manifest
-                for value in (None, "1", -1)]
+                for value in (None, 10 ** 9, "1", {}, -1)]
     for bit in range(0, 8 * len(content), 37):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8

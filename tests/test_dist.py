@@ -350,7 +350,7 @@ def world_sum(world):
     return world.sum([world.rank])
 
 
-def test_a_rank_that_never_comes_is_named_in_time(tmp_path, monkeypatch):
+def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     path = str(tmp_path / "store")

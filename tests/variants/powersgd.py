@@ -13,7 +13,7 @@ sent does not grow with the ranks, unlike that of topk.py. Error feedback, as of
 in dist.Bucket, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
-not given (or "none"). The state of its buckets gets the shapes of their tensors.
+not given (or "none"); and dist.Bucket is one that tells it the shapes of its tensors.
 """
 import sys
 from pathlib import Path
