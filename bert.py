@@ -134,20 +134,28 @@ def attention(qkv, bounds, lengths, dropout):
     The padding is treated as one more example, whose results nobody reads; its length can be 0.
     lengths is on the CPU, bounds on the model's device. dropout is that of the attention weights.
 
-    On newer GPUs, in 16 bits, one call takes all examples; elsewhere one call for each length.
+    On a GPU one call takes all examples, on a CPU one call for each length.
     """
-    if qkv.is_cuda and qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
-        # FlashAttention (Dao, arXiv 2307.08691) takes examples of all lengths at once, in 16 bits;
-        # GPUs before Ampere, which is (8, 0), do not have it (V100, T4). Torch's function for it is
-        # not documented. It takes bounds and the longest length of the queries, and of the keys.
-        q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
+    if qkv.is_cuda:
+        # Both functions take bounds and the longest length of the queries, and of the keys. Torch
+        # does not document them.
         longest = int(lengths.max())
-        causal = debug = False
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
+        if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
+            # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere,
+            # which is (8, 0), or a newer GPU.
+            q, k, v = qkv.unbind(1)                              # (N, H, D/H) each
+            causal = debug = False
+            return torch.ops.aten._flash_attention_forward(
+                q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
+        # In fp32, and on older GPUs (V100, T4): Rabe and Staats, arXiv 2112.05682.
+        q, k, v = qkv.unsqueeze(0).unbind(2)                     # (1, N, H, D/H) each
+        bias, mask, for_backward = None, 0, True
+        output = torch.ops.aten._efficient_attention_forward(
+            q, k, v, bias, bounds, bounds, longest, longest, dropout, mask, for_backward)[0]
+        return output.squeeze(0)
 
     dtype = qkv.dtype
-    if dtype.itemsize == 2 and not qkv.is_cuda:
+    if dtype.itemsize == 2:
         # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
         qkv = qkv.float()
 

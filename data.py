@@ -323,36 +323,29 @@ class PretrainingData:
     def batch(self, indices):
         """Returns the Batch of a list of examples, the shortest first, as arrays."""
         examples = sorted(self.spans(indices), key=self.length)
-        # Lists of the examples' arrays; each list becomes one array.
-        tokens = []
-        segments = []
-        positions = []
-        counters = []
-        lengths = []                                                   # each example's length
+        parts = []                                                     # of the tokens, arrays
         for spans in examples:
             text = self.shard(spans.shard).tokens
-            tokens += [[CLS], text[spans.a:spans.a_end], [SEP]]
+            parts += [[CLS], text[spans.a:spans.a_end], [SEP]]
             if self.pairs != "none":
-                tokens += [text[spans.b:spans.b_end], [SEP]]
+                parts += [text[spans.b:spans.b_end], [SEP]]
+        tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
-            length = self.length(spans)
-            lengths.append(length)
-            position = np.arange(length)
-            positions.append(position)
-            segments.append(position >= spans.a_end - spans.a + 2)     # after [CLS] A [SEP]
-            # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
-            counters.append(spans.index * self.seq_len + position)
+        # Of each example (B,), and then repeated for each of its rows (n,).
+        index, _, a, a_end, _, _, pair_labels = np.array(examples).T
+        lengths = np.array([self.length(spans) for spans in examples])
+        first_rows = np.cumsum(lengths) - lengths
+        positions = np.arange(len(tokens)) - np.repeat(first_rows, lengths)
+        segments = positions >= np.repeat(a_end - a + 2, lengths)      # after [CLS] A [SEP]
+        # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
+        counters = np.repeat(index * self.seq_len, lengths) + positions
 
-        tokens = np.concatenate(tokens, dtype=np.int64)                # (n,)
-        rows, labels = self.mask(tokens, np.concatenate(counters))     # (m,)
-        segments = pad(np.concatenate(segments, dtype=np.int64), 64)   # (N,)
-        positions = pad(np.concatenate(positions), 64)                 # (N,)
+        rows, labels = self.mask(tokens, counters)                     # (m,)
         # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
-        lengths = np.array([*lengths, -len(tokens) % 64])              # (B + 1,)
+        lengths = np.append(lengths, -len(tokens) % 64)                # (B + 1,)
         bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
-        pair_labels = np.array([spans.pair_label for spans in examples])
-        return Batch(pad(tokens, 64), segments, positions, pad(rows, 16), pad(labels, 16, IGNORED),
-                     bounds, pair_labels, lengths)
+        return Batch(pad(tokens, 64), pad(segments.astype(np.int64), 64), pad(positions, 64),
+                     pad(rows, 16), pad(labels, 16, IGNORED), bounds, pair_labels, lengths)
 
 
 # ----- Batches: dealt to the ranks, made ahead in a thread -----

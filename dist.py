@@ -321,9 +321,10 @@ class Reducer:
     communication thread.
     """
 
-    # 1. Pack, once. Each parameter has a place in a flat fp32 bucket, a view of it, where the
-    #    gradients of all its micro-batches add up. All ranks start from rank 0's weights. The
-    #    module comes in fp32, and can be cast to 16 bits afterwards.
+    # 1. Pack, once. Each parameter has a place in a flat fp32 bucket, a view of it, and this view is
+    #    its p.grad: there autograd adds up the gradients of all micro-batches. All ranks start from
+    #    rank 0's weights. The module comes in fp32, and can be cast to 16 bits before the first
+    #    step.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0):
         # Are all ranks there? One that has died by now is an exception here, over Gloo. NCCL's
@@ -332,50 +333,59 @@ class Reducer:
         for tensor in module.state_dict().values():
             world.broadcast(tensor)
         self.world = world
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.buckets = fill_buckets(self.parameters, world, compression, bucket_mb)
         self.flats = [bucket.flat for bucket in self.buckets]
         self.gradients = {}
         for bucket in self.buckets:
             self.gradients.update(bucket.views())
-        # Autograd shall call `_ready` as soon as it has made p.grad.
-        for name, p in parameters.items():
+        for name, p in self.parameters.items():
+            p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
+            # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
-        self.thread = ThreadPoolExecutor(1)        # the communication thread
+        self.thread = None
         self.stream = None
-        if world.device.type == "cuda":
-            # A stream is a queue of work for a GPU. The averaging gets one of its own, so that it
-            # runs beside backward, not after it.
-            self.stream = torch.cuda.Stream(world.device)
+        if world.size > 1:
+            self.thread = ThreadPoolExecutor(1)    # the communication thread
+            if world.device.type == "cuda":
+                # A stream is a queue of work for a GPU. The averaging gets one of its own, so that
+                # it runs beside backward, not after it.
+                self.stream = torch.cuda.Stream(world.device)
         self.zero_grad()
 
     def zero_grad(self, scale=1.0):
-        """Begins a step. scale: what its loss is multiplied by."""
+        """Begins a step: all gradients are 0, and p.grad of each parameter is its view. scale: what
+        the step's loss is multiplied by."""
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.scale = scale
         self.last_micro_batch = True
         self.missing = set(self.gradients)         # names of those that are not ready
-        for flat in self.flats:
-            flat.zero_()
+        torch._foreach_zero_(self.flats)
+        for name, view in self.gradients.items():
+            # A tensor of its own, of the same memory: to cast a module casts its p.grad as well.
+            self.parameters[name].grad = view.detach()
 
-    # 2. Ready. A gradient is added to its bucket.
+    # 2. Ready. Autograd has added a gradient to its view.
 
     def _ready(self, name, p):
-        """Adds p.grad to its view, in fp32, and drops it. In the step's last micro-batch, launches
-        the buckets that are complete now.
+        """In the step's last micro-batch, launches the buckets that are complete now.
 
-        Autograd calls this when p.grad is complete, the sum of all uses of p (the token embedding
-        has two). Raises KeyError if there is a backward after that of the last micro-batch."""
-        self.gradients[name].add_(p.grad)
-        p.grad = None
+        Autograd calls this when it has added to p.grad the sum of all uses of p (the token
+        embedding has two): on a CPU in the thread that has called backward, on a GPU in a thread of
+        its own. Raises KeyError if there is a backward after that of the last micro-batch, and
+        DistError if p.grad is not the view any longer."""
+        if p.grad.data_ptr() != self.gradients[name].data_ptr():
+            raise DistError(f"{name}.grad is not in its bucket: call the Reducer's zero_grad, not "
+                            "the module's, and also after a cast of the module")
         if self.last_micro_batch:
             self.missing.remove(name)
-            self._launch()
+            if self.thread:
+                self._launch()
 
     # 3. Launch. A bucket whose gradients are all there is averaged by the communication thread,
     #    while backward goes on. (Only one thread at a time runs Python. But both are nearly always
-    #    in C++ code, backward and collectives, which lets others run.)
+    #    in C++ code, backward and collectives, which lets others run.) One rank has no such thread.
     #
     #    A GPU computes later than Python calls it: the CPU only puts the work into a stream.
 
@@ -431,6 +441,10 @@ class Reducer:
             # Are all ranks there? One that died in backward is an exception here, over Gloo. NCCL
             # would wait for it, twice the timeout, and then abort the process without a line.
             self.world.barrier()
+        if not self.thread:
+            # One rank sends nothing. Yet what int8 and onebit round is rounded here as well.
+            for bucket in self.buckets:
+                bucket.average(self.scale)
         began = time.perf_counter()
         self.bytes_sent = sum(job.result() for job in self.jobs)
         self.wait_seconds = time.perf_counter() - began

@@ -119,12 +119,12 @@ def cast_with_masters(model, dtype):
     """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
     the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
 
-    In 16 bits there are four tensors of each parameter:
+    In 16 bits a parameter has three pieces of memory:
 
         p              in 16 bits, for forward and backward
-        p.grad         in 16 bits, of one micro-batch; dropped when it is added to master.grad
         master         fp32, what the optimizer steps; `copy_to_model` copies it to p
-        master.grad    fp32, where the gradients of all micro-batches add up
+        p.grad and     fp32, one memory, a view of a bucket (dist.Reducer): there autograd adds up
+        master.grad    the 16-bit gradients of all micro-batches; the optimizer finds the sums
 
     Why masters (arXiv 1710.03740, section 3.1): a step changes a weight by a small part of it. In
     bf16 a number and the next one differ by 0.4 to 0.8 %; a change of less than half of that would
@@ -146,9 +146,10 @@ def cast_with_masters(model, dtype):
 
 @torch.no_grad()
 def copy_to_model(masters, model):
-    """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type."""
-    for name, master in masters.items():
-        model.get_parameter(name).copy_(master)
+    """Copies master weights, {name: tensor}, at least one, to the model's parameters, rounded to
+    their type."""
+    parameters = dict(model.named_parameters())
+    torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
 
 
 # ----- Loss scaling and clipping -----
@@ -200,8 +201,7 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
-    for tensor in tensors:
-        tensor.mul_(factor)
+    torch._foreach_mul_(tensors, factor)
 
 
 # ----- Optimizers -----
@@ -209,14 +209,22 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 # w is a parameter, an fp32 tensor; g is its gradient. The moments m and v are running means, of g
 # and of g^2; b1 and b2 ("betas") are how slowly they forget. t = 1, 2, ... counts the updates. lr
 # is the learning rate; eps keeps a divisor from being 0; decay (weight decay) pulls w towards 0.
+#
+# In `_update` w, g, m and v are lists: some parameters, and the gradient and the moments of each, in
+# the same order. A GPU computes a small tensor faster than Python can ask for it. So torch has
+# functions that take whole lists: torch._foreach_mul_(v, b2) multiplies each tensor of v by b2.
+# As everywhere in torch, a name that ends with an underscore says "in place".
 
 class Optimizer(torch.optim.Optimizer):
-    """What our optimizers share. Each of them only adds `_update(group, w, g, m, v)`, which changes
-    w, m and v of one parameter in place.
+    """What our optimizers share. Each of them only adds `_update`, which changes the tensors of the
+    lists w, m and v in place. It can go through them one by one, which is slower on a GPU:
+
+        def _update(self, group, w_list, g_list, m_list, v_list):
+            for w, g, m, v in zip(w_list, g_list, m_list, v_list):
+                w.sub_(g, alpha=group["lr"])
 
     Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
-    that a checkpoint can be copied into them. (Torch's own AdamW updates many tensors at once: that
-    is faster on a GPU, and harder to read.)
+    that a checkpoint can be copied into them.
     """
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
@@ -227,14 +235,14 @@ class Optimizer(torch.optim.Optimizer):
     }
 
     def __init__(self, params, **options):
-        # Makes `param_groups`, a list of dicts {"params": [w, ...], "lr": 0.001, ...}: parameters
-        # with their options. And `state`, {w: what is kept for w}, empty at first.
+        # Makes `param_groups`, a list of dicts {"params": [p, ...], "lr": 0.001, ...}: parameters
+        # with their options. And `state`, {p: what is kept for p}, empty at first.
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
-            for w in group["params"]:
-                self.state[w] = {
-                    "exp_avg": torch.zeros_like(w),              # m
-                    "exp_avg_sq": torch.zeros_like(w),           # v
+            for p in group["params"]:
+                self.state[p] = {
+                    "exp_avg": torch.zeros_like(p),              # m
+                    "exp_avg_sq": torch.zeros_like(p),           # v
                 }
 
     @torch.no_grad()
@@ -242,19 +250,42 @@ class Optimizer(torch.optim.Optimizer):
         """Applies one update to all parameters, in place."""
         for group in self.param_groups:
             group["step"] += 1
-            for w in group["params"]:
-                state = self.state[w]
-                self._update(group, w, w.grad, state["exp_avg"], state["exp_avg_sq"])
+            for w in lists_of(group["params"]):
+                g = [p.grad for p in w]
+                m = [self.state[p]["exp_avg"] for p in w]
+                v = [self.state[p]["exp_avg_sq"] for p in w]
+                self._update(group, w, g, m, v)
+
+
+def lists_of(tensors):
+    """Returns tensors in lists of at most 64 MB, on a CPU 8 MB, or of one tensor that is larger.
+
+    An update makes new tensors of a list's size, so a list of all tensors would take too much
+    memory. A CPU is fastest with lists that fit into its cache.
+    """
+    lists = []
+    space = 0.0                                    # what still fits into the last list, MB
+    for tensor in tensors:
+        size = 1e-6 * tensor.nbytes
+        if size > space:
+            lists.append([])
+            space = 8.0 if tensor.is_cpu else 64.0
+        lists[-1].append(tensor)
+        space -= size
+    return lists
 
 
 def move_moments(m, v, g, b1, b2):
-    """Moves m towards a gradient and v towards its square, in place."""
-    m.lerp_(g, 1 - b1)                                           # lerp(a, b, x) = a + x (b - a)
-    v.mul_(b2).addcmul_(g, g, value=1 - b2)                      # v = b2 v + (1 - b2) g^2
+    """Moves each of m towards its gradient and each of v towards its square, in place."""
+    # m = b1 m + (1 - b1) g                        lerp(a, b, x) = a + x (b - a)
+    torch._foreach_lerp_(m, g, 1 - b1)
+    # v = b2 v + (1 - b2) g^2
+    torch._foreach_mul_(v, b2)
+    torch._foreach_addcmul_(v, g, g, value=1 - b2)
 
 
 def adam_update(group, w, g, m, v):
-    """Returns u, a new tensor of w's shape, and moves m and v, in place:
+    """Returns u, a list of new tensors of w's shapes, and moves m and v, in place. For each:
 
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
@@ -264,10 +295,17 @@ def adam_update(group, w, g, m, v):
     b1, b2 = group["betas"]
     t = group["step"]
     move_moments(m, v, g, b1, b2)
-    # The functions with an underscore work in place, and save a tensor each.
-    root = (v / (1 - b2 ** t)).sqrt_().add_(group["eps"])
-    u = (m / (1 - b1 ** t)).div_(root)
-    return u.add_(w, alpha=group["weight_decay"])
+
+    # root = sqrt(v / (1 - b2^t)) + eps
+    root = torch._foreach_div(v, 1 - b2 ** t)
+    torch._foreach_sqrt_(root)
+    torch._foreach_add_(root, group["eps"])
+
+    # u = (m / (1 - b1^t)) / root + decay w
+    u = torch._foreach_div(m, 1 - b1 ** t)
+    torch._foreach_div_(u, root)
+    torch._foreach_add_(u, w, alpha=group["weight_decay"])
+    return u
 
 
 class AdamW(Optimizer):
@@ -275,9 +313,9 @@ class AdamW(Optimizer):
     multiplied by lr, as in torch."""
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to one parameter: w, m and v change in place."""
+        """Applies one update to lists of parameters: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
-        w.sub_(u, alpha=group["lr"])
+        torch._foreach_sub_(w, u, alpha=group["lr"])
 
 
 LARGEST_RATIO = 0.3          # the most that LAMB takes for ||w|| / ||u||
@@ -300,15 +338,17 @@ class LAMB(Optimizer):
     """
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to one parameter: w, m and v change in place."""
+        """Applies one update to lists of parameters: w, m and v change in place."""
         u = adam_update(group, w, g, m, v)
         if group["weight_decay"]:                  # the group of the matrices
-            norm = w.norm()
-            # Norm and ratio stay tensors: for a Python number the CPU would wait for the GPU.
-            # (Where u is 0 the quotient is inf, and the clamp makes it 0.3.)
-            ratio = torch.where(norm > 0, norm / u.norm(), LARGEST_RATIO)
-            u.mul_(ratio.clamp(max=LARGEST_RATIO))
-        w.sub_(u, alpha=group["lr"])
+            # Norms and ratios are tensors (n,), of n matrices: for Python numbers the CPU would
+            # wait for the GPU. (Where u is 0 the quotient is inf, and the clamp makes it 0.3.)
+            w_norm = torch.stack(torch._foreach_norm(w))
+            u_norm = torch.stack(torch._foreach_norm(u))
+            ratio = torch.where(w_norm > 0, w_norm / u_norm, LARGEST_RATIO)
+            ratio = ratio.clamp(max=LARGEST_RATIO)
+            torch._foreach_mul_(u, ratio.unbind())           # each by its own ratio
+        torch._foreach_sub_(w, u, alpha=group["lr"])
 
 
 OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}

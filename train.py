@@ -120,12 +120,15 @@ def parse_arguments(argv=None):
     # How the machines do it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
         help="compute in this format; auto is the fastest one here (default: %(default)s)")
-    add("--micro-tokens", type=COUNT, default=8192,
-        help="compute about this many tokens at a time on a rank (default: %(default)s)")
+    add("--micro-tokens", type=COUNT,
+        help="compute about this many tokens at a time on a rank (default: 8192; on a GPU one for "
+             "each 1.6 MB of its memory, rounded down to a power of two)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    add("--bucket-mb", type=data.number_in(float, 1e-6), default=2.0,
-        help="average about so many MB of gradients at a time (default: %(default)s)")
+    # NCCL takes longer to start a collective than to send some MB.
+    add("--bucket-mb", type=data.number_in(float, 1e-6),
+        default=25.0 if torch.cuda.is_available() else 2.0,
+        help="average about so many MB of gradients at a time (default: 2; on a GPU 25)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a silent rank up after so many seconds, over NCCL twice (default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
@@ -184,6 +187,24 @@ def run_settings(args, manifest):
     return settings | {"shards": manifest["sha256"][:16]}
 
 
+def micro_tokens_of(memory):
+    """Returns the --micro-tokens that suit a GPU with so many bytes of memory: a power of two. The
+    more a GPU computes at a time the faster it is; a token of `large` takes 0.7 MB."""
+    return 2 ** int(math.log2(memory / 1.6e6))
+
+
+def fit_to_device(args, device):
+    """Completes the flags that are left to the device, --precision and --micro-tokens. Raises
+    ConfigError if the device cannot compute in the precision that is asked for."""
+    args.precision = optim.choose_precision(args.precision, device)
+    micro_tokens = 8192
+    if device.type == "cuda":
+        micro_tokens = micro_tokens_of(torch.cuda.get_device_properties(device).total_memory)
+        if args.precision == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
+            raise ConfigError("this GPU cannot compute in bf16; give --precision fp16")
+    args.micro_tokens = args.micro_tokens or micro_tokens
+
+
 def check_ranks(args, world):
     """Raises dist.DistError on all ranks if one of them was started otherwise: with other flags the
     ranks would wait for each other, or average what does not belong together; with another torch or
@@ -201,14 +222,15 @@ def check_ranks(args, world):
 
 def prepare_run(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
-    completes args: `precision`, `vocab_size` and `settings`, see `run_settings`. Collective."""
+    completes args: what `fit_to_device` does, `vocab_size` and `settings`, see `run_settings`.
+    Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
         manifest = data.prepare(data.machine_documentation(), args.data)
         print(data.describe(manifest), flush=True)
     world.barrier()
 
     manifest = data.verify(args.data, world.rank, world.size)
-    args.precision = optim.choose_precision(args.precision, world.device)
+    fit_to_device(args, world.device)
     args.vocab_size = manifest["vocab_size"]
     args.settings = run_settings(args, manifest)
     check_ranks(args, world)
@@ -294,7 +316,8 @@ def log_start(args, world, log, state):
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, "
-            f"{args.precision}, optimizer {args.optimizer}, compression {args.compression}")
+            f"{args.precision}, {args.micro_tokens:,} tokens at a time, optimizer {args.optimizer}, "
+            f"compression {args.compression}, buckets of {args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
@@ -354,9 +377,9 @@ def build(args, world):
 
     It ties three parts together by their tensors, see `optim.cast_with_masters`:
 
-        the model         p and p.grad, the gradient of one micro-batch
-        the Reducer       adds p.grad up in a view of a bucket, and averages it over the ranks
-        the optimizer     steps the master by master.grad, which is that view
+        the model         backward adds gradients to p.grad, a view of a bucket
+        the Reducer       averages the buckets over the ranks
+        the optimizer     steps the master by master.grad, which is the same view
     """
     model = build_model(args, world)
     # Before the cast, since the Reducer sends rank 0's weights to all in fp32.
@@ -743,7 +766,7 @@ def training_loop(args, world, log, state, signals):
             mlm_loss = mlm_sum / max(masked, 1)
             nsp_loss = nsp_sum / phase.global_batch
             # The Reducer will take the mean over the ranks. Times their number that is the sum.
-            ((mlm_loss + nsp_loss) * world.size * scale).backward()
+            ((mlm_loss + nsp_loss) * (world.size * scale)).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.

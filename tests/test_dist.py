@@ -17,7 +17,7 @@ from torch import nn
 
 import dist
 from tests.conftest import SEED
-from tests.ranks import run_ranks, together
+from tests.ranks import one_of_two, run_ranks, together
 from tests.variants import common, gradientflow, powersgd, topk
 
 # Those of dist.py and of tests/variants. A new one is tested at once.
@@ -77,7 +77,6 @@ def reduced(world, bucket_mb, accumulation, compression):
             reducer.last_micro_batch = number + 1 == accumulation
             (model(tokens) / 12 * world.size).backward()
         reducer.finish()
-    assert all(p.grad is None for p in model.parameters()), "p.grad is kept beside its view"
     every = torch.cat([view.flatten() for view in reducer.gradients.values()])
     assert reducer.norm() == pytest.approx(float(every.norm()))
     weights = [p.detach() for p in [*model.parameters(), *model.buffers()]]
@@ -128,7 +127,7 @@ def test_gradients_are_those_of_one_process(tmp_path, size, local_size, exchangi
 
 def test_after_an_error_the_next_step_is_right():
     model = toy()
-    reducer = dist.Reducer(model, dist.World(), bucket_mb=0.0002)
+    reducer = dist.Reducer(model, one_of_two(), bucket_mb=0.0002)
     before = torch.get_num_threads()
     reducer.thread.submit(torch.set_num_threads, 2)
     reducer.buckets[1].average = lambda scale: time.sleep(0.2) or 1 / 0
@@ -138,7 +137,7 @@ def test_after_an_error_the_next_step_is_right():
     del reducer.buckets[1].average
 
     reducer.zero_grad()
-    (model(batch()) / 12).backward()
+    (model(batch()) / 12 * 2).backward()
     reducer.finish()
     for name, gradient in one_process().items():
         torch.testing.assert_close(reducer.gradients[name], gradient, rtol=1e-5, atol=1e-5)

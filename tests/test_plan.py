@@ -222,7 +222,8 @@ def test_the_seconds_add_up(printed):
 @pytest.mark.parametrize("flags,bytes_each", [
     ("", 18), ("--precision fp32", 16), ("--compression onebit", 26)])
 def test_the_memory_adds_up(printed, flags, bytes_each):
-    text = printed(f"--tflops 10 --model base --recipe nvidia-64k --gpu-memory 8 {flags}")
+    text = printed(f"--tflops 10 --model base --recipe nvidia-64k --gpu-memory 8 "
+                   f"--micro-tokens 8192 {flags}")
     parameters = int(re.search(r"base: (\S+) param", text)[1].replace(",", ""))
     parts = re.search(r"GB of a rank in .. bits: (.*)", text)[1]
     state = sum(float(part.split()[1]) for part in parts.split(", "))

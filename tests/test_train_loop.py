@@ -104,7 +104,7 @@ def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path, capsys)
 
 def first_batches(shards, *flags):
     """Returns the first batch of each phase."""
-    args = args_of("--data", shards, *flags)
+    args = args_of("--data", shards, "--micro-tokens", 8192, *flags)
     state = SimpleNamespace(step=0, phase=0, phase_step=0, masters={})
     return [next(train.begin_phase(args, dist.World(), state, phase))[0] for phase in (0, 1)]
 

@@ -45,11 +45,13 @@ HINTS = {
     ],
     "lamb": [
         "`adam_update`: `move_moments` is the first line of the equations; then u line by line, as "
-        "new tensors. m and v keep what is not corrected.",
+        "new tensors. m and v keep what is not corrected. w, g, m and v are lists: begin with a "
+        "loop over zip(w, g, m, v), and let torch._foreach_ functions take its place when it is "
+        "right.",
         "The ratio is of the norms of w and of all of u, decay included. A group without decay has "
         "none.",
         "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, "
-        "which would make the CPU wait for the GPU. What changes is w itself: `w.sub_`.",
+        "which would make the CPU wait for the GPU. What changes is each w itself, in place.",
     ],
     "dealing": [
         "Nothing has to divide: a rank may have one example more, a micro-batch may be short. With "
@@ -68,14 +70,16 @@ HINTS = {
         "compressor, in place. What is summed inside the node is divided before.",
     ],
     "overlap": [
-        "`_ready`: add, do not copy, since micro-batches add up, and drop p.grad, or autograd adds "
-        "to it. `self.last_micro_batch` says that this micro-batch is the last one.",
+        "`_ready`: autograd has added the gradient to p.grad, whose memory is that of "
+        "self.gradients[name]; if it is not, say so. `self.last_micro_batch` says that this "
+        "micro-batch is the last one. Where there is no thread nothing is launched.",
         "`_launch`: bucket k starts when its own gradients and those of all buckets before it are "
         "ready, whatever came first. len(self.jobs) of them have started. One gradient can "
         "release several: go on until a bucket has a name in `self.missing`.",
         "`finish` looks for what is missing first, or it would wait for ever. job.result() waits, "
         "raises what the thread raised, and else is the bytes. wait_seconds is the time that these "
-        "waits took. On a GPU it first waits for the current stream, then for all ranks.",
+        "waits took. With a stream it first waits for the current stream, then for all ranks. "
+        "Without a thread, on one rank, it averages all buckets itself.",
     ],
     "powersgd": [
         "`split` cuts `value` and `mean` into views of state[\"shapes\"]. `mean_of_each` averages "

@@ -23,7 +23,7 @@ import dist
 import optim
 import train
 from tests.conftest import SEED
-from tests.ranks import run_ranks, together
+from tests.ranks import one_of_two, run_ranks, together
 from tests.test_checkpoints import on_own_disk
 from tests.test_compressor_variants import powersgd_in_float64
 from tests.test_train_loop import spoil
@@ -490,6 +490,7 @@ def reduced(world):
     bias = nn.ParameterList([torch.zeros(4)])
     small = dist.Reducer(bias, world)
     bias.bfloat16()
+    small.zero_grad()
     for number in range(600):
         small.last_micro_batch = number == 599
         bias[0].sum().backward()
@@ -505,6 +506,11 @@ def test_overlap_gradients(tmp_path):
             assert_near(ours[name], gradient, f"the gradient of {name}, on 2 ranks,", 1e-5)
         assert sent == 4 * 6 * 33 * 32, f"bytes_sent is {sent}, not the sum of all jobs"
         assert_near(small, torch.full((4,), 600.0), "the sum of 600 gradients of 1 in bf16")
+    alone = dist.Reducer(tower(), dist.World(), "bf16")                  # without a thread
+    alone.flats[0].fill_(1 + 2 ** -12)
+    alone.missing.clear()
+    alone.finish()
+    assert (alone.flats[0] == 1).all(), "one rank does not average its buckets"
 
 
 def events_of(world):
@@ -537,7 +543,7 @@ def test_overlap_in_order(tmp_path):
 def test_overlap_errors():
     """2 points: what is missing or fails is said."""
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(2, 1)])
-    reducer = dist.Reducer(model, dist.World(), bucket_mb=1e-9)
+    reducer = dist.Reducer(model, one_of_two(), bucket_mb=1e-9)
 
     def backward(layers):
         sum(layer(torch.ones(layer.in_features)) for layer in layers).backward()
@@ -558,6 +564,12 @@ def test_overlap_errors():
         reducer.finish()
     with pytest.raises(KeyError):                # a second last micro-batch
         backward(model)
+    reducer.zero_grad()
+    model.zero_grad()                            # drops p.grad
+    with pytest.raises(dist.DistError) as caught:
+        backward(model)
+    assert "1.bias" in str(caught.value) or "1.weight" in str(caught.value), (
+        f"p.grad is no view of a bucket any longer; the error does not name it: {caught.value}")
 
 
 def measure():
@@ -577,7 +589,7 @@ def measure():
         return time.perf_counter() - began
 
     alone = min(backward_seconds() for _ in range(3))
-    reducer = dist.Reducer(model, dist.World())
+    reducer = dist.Reducer(model, one_of_two())
     elements = sum(map(len, reducer.flats))
     for bucket in reducer.buckets:
         bucket.average = slow_network(alone / 2 * len(bucket.flat) / elements)
@@ -599,7 +611,7 @@ def test_overlap_hides_half():
     """2 points: half of a network is hidden, since most gradients are on their way before the last;
     and what is not is told."""
     model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 512))
-    reducer = dist.Reducer(model, dist.World(), bucket_mb=1.0)
+    reducer = dist.Reducer(model, one_of_two(), bucket_mb=1.0)
     launched = []
     last_ready = model.embeddings.positions.weight
     last_ready.register_post_accumulate_grad_hook(lambda _: launched.append(len(reducer.jobs)))

@@ -82,6 +82,7 @@ def parse_arguments(argv=None):
 
     published, memory = GPUS.get(args.gpu, (None, 16))
     args.gpu_memory = args.gpu_memory or memory
+    args.micro_tokens = args.micro_tokens or train.micro_tokens_of(1e9 * args.gpu_memory)
     # The published speeds say nothing of fp32.
     if not args.tflops and args.precision != "fp32":
         args.tflops = published

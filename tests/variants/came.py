@@ -42,6 +42,7 @@ class CAME(optim.Optimizer):
                 state["exp_avg_sq"] = p.new_zeros(sum(p.shape))          # r and then c, (R + C,)
                 state["instability"] = p.new_zeros(sum(p.shape))
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
         lr = group["lr"]
         b1, b2 = group["betas"]

@@ -15,6 +15,15 @@ def use_optimizer(name, optimizer):
     change_recipes(lambda recipe: {"optimizer": name})
 
 
+def one_by_one(update):
+    """Makes the `_update` of an optimizer, which gets lists, of one for a parameter alone."""
+    def update_lists(self, group, *lists):
+        for tensors in zip(*lists):
+            update(self, group, *tensors)
+
+    return update_lists
+
+
 def ratio(a, b):
     """Returns a / b of two norms, tensors of one number each, and 1 where one of them is 0."""
     return torch.where((a > 0) & (b > 0), a / b, 1.0)

@@ -67,7 +67,8 @@ class WeightReducer(LocalReducer):
         super().finish()
         for name, mean in self.means.items():
             self.state.masters[name].copy_(mean)
-        optim.copy_to_model(self.means, self.state.model)
+        if self.means:
+            optim.copy_to_model(self.means, self.state.model)
         self.means = {}
 
     def norm(self):

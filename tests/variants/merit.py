@@ -37,8 +37,9 @@ from tests.variants import common  # noqa: E402
 class MERIT(optim.Optimizer):
     """The equations above."""
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
-        optim.move_moments(m, v, g, *group["betas"])
+        optim.move_moments([m], [v], [g], *group["betas"])
         u = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * w
         u.mul_(max_ratios(w, u)).clamp_(-1.0, 1.0)
         w.sub_(u, alpha=group["lr"])

@@ -66,9 +66,11 @@ class Muon(optim.Optimizer):
                 for p in group["params"]:
                     self.state[p]["exp_avg_sq"] = p.new_zeros(0)         # Muon has none
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
         if not group["parts"]:
-            w.sub_(optim.adam_update(group, w, g, m, v), alpha=group["lr"])
+            [u] = optim.adam_update(group, [w], [g], [m], [v])
+            w.sub_(u, alpha=group["lr"])
             return
         dtype = optim.PRECISIONS[group["precision"]]
         m.lerp_(g, 1 - MOMENTUM)                         # lerp(a, b, x) = a + x (b - a)

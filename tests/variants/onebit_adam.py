@@ -102,6 +102,7 @@ class OneBitAdam(optim.Optimizer):
         self.average(g)                                      # M
         torch._foreach_lerp_(g, m, -b1 / (1 - b1))           # (M - b1 m) / (1 - b1)
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
         b1, b2 = group["betas"]
         m.lerp_(g, 1 - b1)

@@ -52,6 +52,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
             state["f"].fill_(1.0)
             state["fresh"].copy_(state["exp_avg_sq"])
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
         b1, b2 = group["betas"]
         state = self.state[w]

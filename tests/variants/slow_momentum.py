@@ -51,11 +51,12 @@ class SlowMomentum(optim.Optimizer):
         self.world = world
         self.reducer = reducer
 
+    @common.one_by_one
     def _update(self, group, w, g, m, v):
         b1, b2 = group["betas"]
         t = group["step"]
         s = self.state[w]["slow"]
-        optim.move_moments(m, v, g, b1, b2)
+        optim.move_moments([m], [v], [g], b1, b2)
         s.lerp_(g, 1 - SLOW)
 
         u = (1 - WEIGHT) / (1 - b1 ** t) * m + WEIGHT / (1 - SLOW ** t) * s

@@ -102,6 +102,7 @@ def begin_stage(args, state, stage, grow):
     reducer.buckets = dist.fill_buckets(
         trainable, reducer.world, args.compression, args.bucket_mb)
     reducer.flats = [bucket.flat for bucket in reducer.buckets]
+    reducer.parameters = trainable
     reducer.gradients = {}
     for bucket in reducer.buckets:
         reducer.gradients.update(bucket.views())
