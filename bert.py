@@ -120,6 +120,51 @@ def plain_attention(qkv):
     return (weights @ v).transpose(0, 1)                         # (T, H, D/H)
 
 
+def attention_by_length(qkv, lengths, dropout):
+    """Returns what `attention` does, by one call for each length of examples."""
+    dtype = qkv.dtype
+    if dtype.itemsize == 2:
+        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
+        qkv = qkv.float()
+
+    # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
+    # padding. The picture of `attention` has three groups, (2, 5), (1, 8) and (1, 46). data.py sorts
+    # the examples of a batch by length, so that there are few groups.
+    lengths = lengths[lengths > 0]
+    T_of_groups, b_of_groups = torch.unique_consecutive(lengths, return_counts=True)
+    groups = qkv.split((b_of_groups * T_of_groups).tolist())
+    outputs = []
+    for group, b, T in zip(groups, b_of_groups.tolist(), T_of_groups.tolist()):
+        batch = group.unflatten(0, (b, T))                               # (b, T, 3, H, D/H)
+        q, k, v = batch.permute(2, 0, 3, 1, 4)                           # (b, H, T, D/H) each
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))             # (b T, H, D/H)
+    return torch.cat(outputs).to(dtype)
+
+
+def attention_in_one_call(qkv, bounds, longest, dropout):
+    """Returns what `attention` does, on a GPU. longest: the largest of the lengths.
+
+    Torch does not document the two functions. They take bounds and the longest length twice, of the
+    queries and of the keys.
+    """
+    if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
+        # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
+        # is (8, 0), or a newer GPU.
+        q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
+        causal = debug = False
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
+
+    # Memory-efficient attention (Rabe and Staats, arXiv 2112.05682) also takes fp32, and runs on
+    # older GPUs (V100, T4).
+    q, k, v = qkv.unsqueeze(0).unbind(2)                         # (1, N, H, D/H) each
+    bias, mask, for_backward = None, 0, True
+    output = torch.ops.aten._efficient_attention_forward(
+        q, k, v, bias, bounds, bounds, longest, longest, dropout, mask, for_backward)[0]
+    return output.squeeze(0)
+
+
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
@@ -133,45 +178,10 @@ def attention(qkv, bounds, lengths, dropout):
 
     The padding is treated as one more example, whose results nobody reads; its length can be 0.
     lengths is on the CPU, bounds on the model's device. dropout is that of the attention weights.
-
-    On a GPU one call takes all examples, on a CPU one call for each length.
     """
     if qkv.is_cuda:
-        # Both functions take bounds and the longest length of the queries, and of the keys. Torch
-        # does not document them.
-        longest = int(lengths.max())
-        if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
-            # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere,
-            # which is (8, 0), or a newer GPU.
-            q, k, v = qkv.unbind(1)                              # (N, H, D/H) each
-            causal = debug = False
-            return torch.ops.aten._flash_attention_forward(
-                q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
-        # In fp32, and on older GPUs (V100, T4): Rabe and Staats, arXiv 2112.05682.
-        q, k, v = qkv.unsqueeze(0).unbind(2)                     # (1, N, H, D/H) each
-        bias, mask, for_backward = None, 0, True
-        output = torch.ops.aten._efficient_attention_forward(
-            q, k, v, bias, bounds, bounds, longest, longest, dropout, mask, for_backward)[0]
-        return output.squeeze(0)
-
-    dtype = qkv.dtype
-    if dtype.itemsize == 2:
-        # On a CPU, backward of what follows takes twice as long in 16 bits as in fp32.
-        qkv = qkv.float()
-
-    # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
-    # padding. The picture has three groups, (2, 5), (1, 8) and (1, 46). data.py sorts the examples
-    # of a batch by length, so that there are few groups.
-    lengths = lengths[lengths > 0]
-    T_of_groups, b_of_groups = torch.unique_consecutive(lengths, return_counts=True)
-    groups = qkv.split((b_of_groups * T_of_groups).tolist())
-    outputs = []
-    for group, b, T in zip(groups, b_of_groups.tolist(), T_of_groups.tolist()):
-        batch = group.unflatten(0, (b, T))                               # (b, T, 3, H, D/H)
-        q, k, v = batch.permute(2, 0, 3, 1, 4)                           # (b, H, T, D/H) each
-        output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))             # (b T, H, D/H)
-    return torch.cat(outputs).to(dtype)
+        return attention_in_one_call(qkv, bounds, int(lengths.max()), dropout)
+    return attention_by_length(qkv, lengths, dropout)
 
 
 class Block(nn.Module):

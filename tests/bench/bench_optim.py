@@ -1,4 +1,6 @@
-"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW.
+"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW, in the
+form that it takes by itself ("foreach", lists of tensors, on a GPU; one tensor after another on a
+CPU) and fused in one kernel.
 
     python tests/bench/bench_optim.py                      # BERT-base: 6 GB of memory, 2 minutes
     python tests/bench/bench_optim.py --beside ../old
@@ -7,6 +9,7 @@ All step the same parameters in turn; a row is the median of ms of --steps. "pea
 memory that a step takes above what was there before it, in units of the parameters' memory, while
 freed memory goes back at once; ms are with what train.py does about it.
 """
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -47,7 +50,10 @@ def once(args):
         groups[0.01 if p.dim() > 1 else 0.0].append(p)
     size = sum(p.nbytes for p in model.parameters())
 
-    makers = {"LAMB": optim.LAMB, "AdamW": optim.AdamW, "torch's AdamW": torch.optim.AdamW}
+    form = "foreach" if device.type == "cuda" else "one by one"
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    makers = {"LAMB": optim.LAMB, "AdamW": optim.AdamW,
+              f"torch's AdamW, {form}": torch.optim.AdamW, "torch's AdamW, fused": fused}
     seconds = {}
     figures = {}
     optimizers = {}

@@ -8,12 +8,13 @@ Each row is a run of `train.py` as a user starts it, 20 steps that do not count 
 tokens of the text (padding is none) by the median time of a step.
 "Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
 data collator makes them: padded to the longest example, with labels of -100 where nothing is
-masked; in 16 bits under autocast, as its Trainer does it. It has no evaluation to do, and its step
-begins with batches that are there.
+masked; in 16 bits under autocast, as its Trainer does it. A thread makes its batches ahead, as
+ours are made.
 """
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 import beside
 import torch
@@ -45,6 +46,11 @@ def of_train(args, model, examples, phase, shards):
     return statistics.median(line["examples_per_second"] for line in lines) / examples
 
 
+def tokens_of(dataset):
+    """Returns how many tokens an example has in the mean."""
+    return statistics.mean(dataset.length(spans) for spans in dataset.spans(range(4096)))
+
+
 def padded(batch):
     """Returns a Batch as the keyword arguments of a Hugging Face model."""
     labels = torch.full_like(batch.tokens, data.IGNORED)
@@ -59,7 +65,16 @@ def padded(batch):
             "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.pair_labels}
 
 
-def of_huggingface(args, model, vocab_size, batches):
+def padded_loader(dataset, examples):
+    """Returns an iterator over the steps of one micro-batch, `padded` and made ahead in a thread,
+    on one rank."""
+    def batch(indices):
+        return padded(dataset.batch(indices).to("cpu"))
+
+    return data.loader(SimpleNamespace(batch=batch), 0, examples, examples, 0, 1)
+
+
+def of_huggingface(args, model, vocab_size, loader, steps):
     """Returns steps a second of Hugging Face's model."""
     import transformers
 
@@ -72,9 +87,10 @@ def of_huggingface(args, model, vocab_size, batches):
     optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
     dtype = optim.PRECISIONS[optim.choose_precision(args.precision, device)]
     seconds = []
-    for batch in batches:
-        inputs = {name: tensor.to(device) for name, tensor in padded(batch).items()}
+    for _ in range(steps):
         began = time.perf_counter()
+        [batch] = next(loader)
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, dtype, dtype != torch.float32):
             loss = peer(**inputs).loss
         loss.backward()
@@ -95,15 +111,13 @@ def once(args):
             continue
         examples *= args.times
         dataset = data.PretrainingData(shards, LENGTHS[phase], phase, mask_fraction=0.3)
-        batches = []
-        for k in range(40):
-            batches.append(dataset.batch(range(k * examples, (k + 1) * examples)).to("cpu"))
-        tokens = statistics.mean(int(batch.lengths[:-1].sum()) for batch in batches)
+        tokens = examples * tokens_of(dataset)
         rate = of_train(args, model, examples, phase, shards)
         figures[f"{name}, tokens/s"] = rate * tokens
         if not args.beside:
             vocab_size = data.load_manifest(shards)["vocab_size"]
-            peer = of_huggingface(args, model, vocab_size, batches) * tokens
+            loader = padded_loader(dataset, examples)
+            peer = of_huggingface(args, model, vocab_size, loader, 40) * tokens
             figures[f"{name}, Hugging Face, tokens/s"] = peer
             figures[f"{name}, ours / theirs"] = rate * tokens / peer
     return figures

@@ -71,7 +71,7 @@ EXERCISES = {
         "data.PretrainingData.pair",
         60, "how next-sentence pairs are made, and what a classifier could cheat by"),
     "attention": Exercise(
-        "bert.plain_attention bert.attention",
+        "bert.plain_attention bert.attention_by_length",
         90, "attention over examples that stand one after another, without padding or a mask"),
     "schedule": Exercise(
         "optim.learning_rate train.progress",

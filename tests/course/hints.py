@@ -21,7 +21,7 @@ HINTS = {
     ],
     "attention": [
         "`plain_attention`: bring the heads before the tokens, (H, T, D/H), and back at the end.",
-        "`attention`, at first: loop over the examples; `qkv.split(lengths.tolist())` are their "
+        "`attention_by_length`, at first: loop over the examples; `qkv.split(lengths.tolist())` are their "
         "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
         "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). Not needed: "
         "on a CPU 16 bits are faster, and nearer to the exact result, when computed in fp32 and "

@@ -1,0 +1,203 @@
+"""All that RESULTS.md says of a GPU, measured by one command in eight minutes.
+
+    python tests/bench/gpu.py --out gpu.txt                  # first: pip install transformers
+    CUDA_VISIBLE_DEVICES= python tests/bench/gpu.py --tiny   # a rehearsal on a CPU, two minutes
+
+Each line is printed, and added to the file --out, as soon as it is measured: so a run that is cut
+short leaves what it has, the most important parts first. --parts names those to run. After
+--minutes no other part begins. Rates and milliseconds are medians.
+
+A step of ours is that of train.py's loop, in this process, without evaluation and checkpoints.
+Hugging Face's is that of bench_step.py. On both sides a thread makes the batches ahead.
+"""
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import beside
+import bench_optim
+import bench_step
+import torch
+
+import bert
+import data
+import dist
+import optim
+import train
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+def say(args, text):
+    """Prints a line, and adds it to the file."""
+    print(text, flush=True)
+    with open(args.out, "a") as file:
+        print(text, file=file)
+
+
+def milliseconds(function):
+    """Returns the median of 20 calls, after five that do not count."""
+    seconds = []
+    for _ in range(25):
+        began = time.perf_counter()
+        function()
+        if CUDA:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds[5:])
+
+
+def steps(args, model, seq_len, examples, micro_tokens):
+    """Returns (examples a second, GiB at most on the GPU) of train.py's loop."""
+    recipe = optim.RECIPES["nvidia-64k"]
+    phase = optim.Phase(seq_len, examples, 25, lr=1e-4, warmup=0.1)
+    optim.RECIPES = optim.RECIPES | {"nvidia-64k": recipe | {"phases": [phase]}}
+    flags = train.parse_arguments([
+        "--data", str(args.shards), "--model", model, "--recipe", "nvidia-64k", "--dropout", "0.1",
+        "--precision", args.precision, "--micro-tokens", str(micro_tokens)])
+    figures = []
+    train.save = train.evaluate = lambda *_: None
+    world = dist.init()
+    train.prepare_run(flags, world)
+    state = train.build(flags, world)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    train.training_loop(flags, world, SimpleNamespace(step=figures.append), state, [])
+    memory = torch.cuda.max_memory_allocated() / 2 ** 30 if CUDA else 0.0
+    return statistics.median(line["examples_per_second"] for line in figures[5:]), memory
+
+
+# ----- Parts, the most important first -----
+
+def beside_huggingface(args):
+    """One micro-batch a step, 128 tokens, beside Hugging Face's model with fused AdamW."""
+    dataset = data.PretrainingData(args.shards, 128)
+    tokens = bench_step.tokens_of(dataset)
+    vocab_size = data.load_manifest(args.shards)["vocab_size"]
+    for model, sizes in args.models.items():
+        for examples in sizes:
+            ours, memory = steps(args, model, 128, examples, 128 * examples)
+            loader = bench_step.padded_loader(dataset, examples)
+            theirs = bench_step.of_huggingface(args, model, vocab_size, loader, 25) * examples
+            say(args, f"{model}, {examples} examples a step: {ours * tokens:,.0f} tokens/s, Hugging "
+                      f"Face {theirs * tokens:,.0f}, ratio {ours / theirs:.2f}; {memory:.1f} GiB")
+
+
+def optimizers(args):
+    """ms of an update, and the most memory that it takes, as a part of the weights'."""
+    for model in args.models:
+        for name, number in bench_optim.once(SimpleNamespace(model=model, steps=20)).items():
+            say(args, f"{model}, {name}: {number:.2f}")
+
+
+def attention(args):
+    """ms of forward and backward of base's attention, 64 examples."""
+    lengths = [*range(64, 128, 2), *[128] * 32]
+    lengths = torch.tensor([*lengths, -sum(lengths) % 64])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(DEVICE)
+    for dtype in torch.float32, torch.float16:
+        qkv = torch.randn(int(lengths.sum()), 3, 12, 64, device=DEVICE, dtype=dtype,
+                          requires_grad=True)
+        forms = {"by length": functools.partial(bert.attention_by_length, qkv, lengths, 0.1),
+                 "as a GPU has it": functools.partial(bert.attention, qkv, bounds, lengths, 0.1)}
+        for name, form in forms.items():
+            ms = milliseconds(lambda: form().square().sum().backward())
+            say(args, f"attention, {dtype}, {name}: {ms:.2f} ms")
+
+
+def loop(args):
+    """Steps of three micro-batches, of as many tokens as train.py takes here."""
+    micro_tokens = 1024
+    if CUDA:
+        micro_tokens = train.micro_tokens_of(torch.cuda.get_device_properties(0).total_memory)
+    for model in args.models:
+        for seq_len in 128, 512:
+            examples = 3 * (micro_tokens // seq_len)
+            rate, memory = steps(args, model, seq_len, examples, micro_tokens)
+            say(args, f"{model}, {examples} examples of {seq_len} in 3 micro-batches: {rate:,.1f} "
+                      f"examples/s, a step {1e3 * examples / rate:,.0f} ms, {memory:.1f} GiB")
+
+
+def tests(args):
+    """pytest -m gpu: attention, ranks over NCCL, the bits of a resume in each precision."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu"], cwd=beside.ROOT,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    say(args, f"pytest -m gpu: {done.stdout.strip().splitlines()[-1]}")
+
+
+def resume(args):
+    """A run that is stopped and resumed, beside one that is not: the same bits?"""
+    states = []
+    with tempfile.TemporaryDirectory() as place:
+        for name, stops in ("whole", [12]), ("parts", [5, 12]):
+            for stop in stops:
+                beside.program("train.py", "--data", args.shards, "--out", f"{place}/{name}",
+                               "--model", args.small, "--steps", 8, 4, "--dropout", 0.1,
+                               "--precision", args.precision, "--max-steps", stop)
+            states.append(torch.load(f"{place}/{name}/step-00000012.pt")["tensors"])
+    same = all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    say(args, f"{args.small}, 12 steps, stopped after 5 and resumed: "
+              f"{'the same bits' if same else 'OTHER BITS'}")
+
+
+def demo(args):
+    """python train.py: seconds, and its evaluations at the ends of the phases."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as out:
+        beside.program("train.py", "--out", out, "--steps", *args.demo_steps)
+        seconds = time.monotonic() - began
+        lines = {line["phase"]: line for line in beside.lines_of(out, "eval")}
+    for phase, line in lines.items():
+        say(args, f"demo, phase {phase}: MLM loss {line['mlm_loss']:.3f}, unigram "
+                  f"{line['unigram_loss']:.3f}, NSP accuracy {line['nsp_accuracy']:.1%}")
+    say(args, f"demo: {seconds:.0f} s")
+
+
+PARTS = {part.__name__: part
+         for part in (beside_huggingface, optimizers, attention, loop, tests, resume, demo)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", default="gpu.txt", help="(default: %(default)s)")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--minutes", type=float, default=8)
+    add("--precision", default="auto")
+    add("--tiny", action="store_true", help="a rehearsal: a small model, few examples")
+    args = parser.parse_args()
+    args.models = {"base": [128, 256, 1024], "large": [128, 512]}
+    args.small = "mini"
+    args.demo_steps = 2300, 400
+    args.shards = beside.ROOT / "shards" / "gpu"
+    if args.tiny:
+        args.models = {"tiny": [4, 8]}
+        args.small = "tiny"
+        args.demo_steps = 20, 10
+    if not args.shards.exists():
+        beside.program("data.py", beside.documentation(), "--out", args.shards, "--vocab-size",
+                       30522)
+    device = torch.cuda.get_device_properties(0).name if CUDA else "CPU"
+    say(args, f"{device}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    began = time.monotonic()
+    for name in args.parts:
+        if time.monotonic() - began > 60 * args.minutes:
+            say(args, f"{name}: no time")
+            continue
+        try:
+            PARTS[name](args)
+        except (RuntimeError, ImportError, SystemExit) as error:         # the other parts go on
+            say(args, f"{name}: {error!r:.300}")
+        if CUDA:
+            torch.cuda.empty_cache()
+        say(args, f"({name}: until {time.monotonic() - began:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
