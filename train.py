@@ -201,7 +201,7 @@ def fit_to_device(args, device):
     if device.type == "cuda":
         micro_tokens = micro_tokens_of(torch.cuda.get_device_properties(device).total_memory)
         if args.precision == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
-            raise ConfigError("this GPU cannot compute in bf16; give --precision fp16")
+            raise ConfigError("this GPU has no bf16; give --precision fp16")
     args.micro_tokens = args.micro_tokens or micro_tokens
 
 

@@ -3,6 +3,7 @@ clipping: course/test_graders.py."""
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bert
 import optim
@@ -120,6 +121,44 @@ def test_no_step_waits_for_a_gpu(name):
     optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
     optim.make_optimizer(name, masters, (0.9, 0.98)).step()
     optim.copy_to_model(masters, model)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_an_update_starts_as_many_calls_for_many_tensors_as_for_few(name):
+    counts = []
+    for layers in 2, 12:
+        with torch.device("meta"):
+            config = bert.BertConfig(layers, 64, heads=1, feed_forward=256, vocab_size=64)
+            model = bert.BertForPreTraining(config)
+        masters = optim.cast_with_masters(model, torch.bfloat16)
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        optimizer = optim.make_optimizer(name, masters, (0.9, 0.98))
+        with Calls() as calls:
+            optimizer.step()
+            optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
+            optim.copy_to_model(masters, model)
+        counts.append(calls.count)
+    few, many = counts
+    # A ratio of LAMB's is a tensor of its own, but a view: a GPU has nothing to do for it.
+    assert many - few <= 1 and many < 40, f"{few} calls for 2 layers, {many} for 12"
+
+
+def test_lists_are_large_but_not_too_large():
+    tensors = [torch.empty(250_000 * mb) for mb in (3, 4, 3, 9, 1, 7, 1)]
+    lists = optim.lists_of(tensors)
+    sizes = [[len(tensor) // 250_000 for tensor in each] for each in lists]
+    assert sizes == [[3, 4], [3], [9], [1, 7], [1]], f"lists of at most 8 MB on a CPU: {sizes}"
+    assert [id(tensor) for each in lists for tensor in each] == [*map(id, tensors)]
 
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)

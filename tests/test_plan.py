@@ -1,6 +1,7 @@
 """What is decided or told before any training: flags of train.py, tests/tools/plan.py, show.py."""
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,31 @@ def test_bf16_is_not_emulated_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     assert optim.choose_precision("auto", torch.device("cuda")) == "fp16"
+
+
+@pytest.mark.parametrize("gigabytes, tokens", [
+    (84.9, 32768), (149.6, 65536), (25.3, 8192), (16.9, 8192), (15.8, 8192), (12.6, 4096)])
+def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(monkeypatch, gigabytes, tokens):
+    """H100, H200, RTX 4090, V100, T4, RTX 3060; a V100 and a T4 have no bf16."""
+    newer = gigabytes not in (16.9, 15.8)
+    properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7 + newer, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: newer)
+    args = train.parse_arguments([])
+    assert args.bucket_mb == 2.0
+    train.fit_to_device(args, torch.device("cuda"))
+    assert (args.micro_tokens, args.precision) == (tokens, "bf16" if newer else "fp16")
+    args = train.parse_arguments(["--micro-tokens", "7", "--precision", "bf16"])
+    if newer:
+        train.fit_to_device(args, torch.device("cuda"))
+        assert args.micro_tokens == 7
+    else:
+        with pytest.raises(train.ConfigError, match="no bf16; give --precision fp16"):
+            train.fit_to_device(args, torch.device("cuda"))
+    args = train.parse_arguments([])
+    train.fit_to_device(args, torch.device("cpu"))
+    assert args.micro_tokens == 8192
 
 
 # ----- plan.py: seconds, beside those that were published and measured -----

@@ -183,7 +183,7 @@ def main():
     if not args.shards.exists():
         beside.program("data.py", beside.documentation(), "--out", args.shards, "--vocab-size",
                        30522)
-    device = torch.cuda.get_device_properties(0).name if CUDA else "CPU"
+    device = torch.cuda.get_device_name() if CUDA else "CPU"
     say(args, f"{device}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     began = time.monotonic()
     for name in args.parts:
