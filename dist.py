@@ -1,15 +1,16 @@
 """Ranks, and gradients averaged over them while backward still runs.
 
-A rank is one process of the training, a node a machine with some of them. Each rank has the whole
+A rank is one training process; a node is a machine that runs one or more. Each rank has the whole
 model and computes the gradients of its own examples; all ranks then step with the mean of these.
-`average_gradients` is the simple form, `Reducer` the fast one (Li et al., "PyTorch Distributed",
-arXiv 2006.15704, section 3.2). A compressor is the function that averages a bucket over the ranks.
-`dense` (none, fp16, bf16) is enough at first; int8 and onebit send less.
 
-A process group is a set of ranks, here all or a part of them. A collective is a call that all ranks
-of a group make together, such as a sum over them; if there is only one rank it does nothing. Two
-libraries move the data: NCCL between GPUs, Gloo between CPUs. Ranks find each other by a store, a
-small dictionary that all share, kept by a process of node 0.
+The first half is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
+averages after backward; `Reducer` does it during backward (Li et al., "PyTorch Distributed", arXiv
+2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
+over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, lets
+ranks meet, stop and fail. Nothing in the first half needs it.
+
+A collective is a call that all ranks of a group make together, such as a sum over them; if there is
+only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
 
 In comments on shapes: W ranks of a group, n elements of a bucket.
 """
@@ -44,7 +45,7 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# One function, two names: torch 2.13 has the first, older versions the second.
+# One function, two names: torch 2.13 has the first; 2.11, which GPU machines have, the second.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -53,8 +54,9 @@ class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
     A tensor on a GPU, such as a bucket, goes over NCCL, one on the CPU over Gloo. Numbers and
-    objects go as CPU tensors, even where there are GPUs: a rank that died is then an exception in
-    the training loop, while NCCL would abort the process.
+    objects are CPU tensors, even where there are GPUs. This matters when a rank dies: over Gloo
+    that is an exception, which can say why; NCCL waits, and then aborts the process. So before
+    anything goes over NCCL, a small sum over Gloo asks whether all ranks are there.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -62,18 +64,19 @@ class World:
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
-    levels: list = None      # the Worlds inside and between nodes, see `two_levels`
+    levels: list = None      # the Worlds within and across nodes, see `two_levels`
 
-    def sum(self, values):
-        """Returns the sums over all ranks of numbers, as a list of floats: integers are exact below
-        2^53, NaN and inf survive, and the answer is the same on every rank."""
-        total = torch.tensor(values, dtype=torch.float64)
+    def sum(self, **numbers):
+        """Returns the sums over all ranks of numbers, {name: float}: integers are exact below 2^53,
+        NaN and inf survive, and the answer is the same on every rank. All ranks give the same names
+        in the same order."""
+        total = torch.tensor([*numbers.values()], dtype=torch.float64)
         self.all_reduce(total)
-        return total.tolist()
+        return dict(zip(numbers, total.tolist()))
 
     def barrier(self):
         """Returns when all ranks have called it."""
-        self.sum([0])
+        self.sum(here=1)
 
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
@@ -140,6 +143,483 @@ def differences(one, other):
     return ", ".join(found)
 
 
+# ----- The simple form: average after backward -----
+
+def average_gradients(module, world):
+    """Replaces the gradients of a module by their means over all ranks. To be called after
+    backward, on ranks that began with equal weights.
+
+    What it costs: the network idles during backward and the processor afterwards, since nothing
+    overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
+    has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
+    (tests/variants/one_by_one.py trains by this function, buckets_after.py by the step between.)
+    """
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(world.size)          # before the sum, which might overflow fp16
+            world.all_reduce(parameter.grad)
+
+
+# ----- The reducer: gradients averaged while backward runs -----
+
+class Reducer:
+    """Averages a module's gradients over the W ranks while backward still runs:
+
+        g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
+
+    A bucket is a flat fp32 tensor for the gradients of several parameters. It owns them: p.grad is
+    a view of it, and so is the gradient of p's master, the fp32 weight that an optimizer steps.
+
+        backward adds to p.grad   -->   bucket, averaged   -->   master.grad, for the optimizer
+
+    A step:
+
+        reducer.zero_grad()
+        for k, batch in enumerate(micro_batches):
+            reducer.last_micro_batch = k == len(micro_batches) - 1
+            loss(batch).backward()
+        reducer.finish()                # now every master.grad is g, the same bits on all ranks
+        reducer.commit(step_taken)      # for int8 and onebit, see `ErrorFeedback`
+
+    A rank runs several threads:
+
+        main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
+        autograd's thread       on a GPU: backward, with the hooks
+        communication thread    averages buckets (`_average`); one rank has none
+        loader thread           makes batches (data.py)
+        `watch`                 waits until some rank has failed
+
+    compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
+    without them the parameters themselves, in fp32, are to be stepped. After `finish`: `bytes_sent` by this
+    rank, and `wait_seconds` for the communication thread. Each bucket notes what its averaging
+    took: `bytes_sent`, and by time.perf_counter when it was `launched`, `began` and `ended`.
+    """
+
+    # 1. Pack, once. Each parameter has its place in a bucket. All ranks start from rank 0's weights.
+
+    def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
+        # Are all ranks there?
+        world.barrier()
+        self.world = world
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = masters or {name: p.detach() for name, p in self.parameters.items()}
+        for tensor in [*module.state_dict().values(), *self.masters.values()]:
+            world.broadcast(tensor)
+        self.buckets = fill_buckets(self.parameters, world, compression, bucket_mb)
+        self.flats = [bucket.flat for bucket in self.buckets]
+        for bucket in self.buckets:
+            for name, view in bucket.views().items():
+                self.masters[name].grad = view
+        for name, p in self.parameters.items():
+            p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
+            # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
+            p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
+
+        self.thread = None
+        self.stream = None
+        if world.size > 1:
+            self.thread = ThreadPoolExecutor(1)    # the communication thread
+            if world.device.type == "cuda":
+                # A stream is a queue of work for a GPU. The averaging gets one of its own, so that
+                # it runs beside backward, not after it.
+                self.stream = torch.cuda.Stream(world.device)
+        self.zero_grad()
+
+    def zero_grad(self, loss_scale=1.0):
+        """Begins a step: all gradients are 0. loss_scale: what the step's loss is multiplied by."""
+        self.jobs = []             # of the thread in this step, one for each launched bucket
+        self.loss_scale = loss_scale
+        self.last_micro_batch = True
+        self.missing = set(self.masters)           # names of those that are not ready
+        torch._foreach_zero_(self.flats)
+        for name, master in self.masters.items():
+            # A tensor of its own, of the same memory: a cast of the module would cast it.
+            self.parameters[name].grad = master.grad.detach()
+
+    # 2. Ready. Autograd has added a gradient to p.grad.
+
+    def _ready(self, name, p):
+        """In the step's last micro-batch, launches the buckets that are complete now.
+
+        Autograd calls this when it has added to p.grad the sum of all uses of p (the token
+        embedding has two): on a CPU in the thread that has called backward, on a GPU in a thread of
+        its own. Raises KeyError if there is a backward after that of the last micro-batch, and
+        DistError if p.grad is no view of the bucket any longer."""
+        if p.grad.data_ptr() != self.masters[name].grad.data_ptr():
+            raise DistError(f"the gradient of {name} is not in its bucket: begin a step by the "
+                            "Reducer's zero_grad, not the module's, and after a cast of the module")
+        if self.last_micro_batch:
+            self.missing.remove(name)
+            if self.thread:
+                self._launch()
+
+    # 3. Launch. A bucket whose gradients are all there is averaged by the communication thread,
+    #    while backward goes on. (Only one thread at a time runs Python. But both are nearly always
+    #    in C++ code, backward and collectives, which lets others run.)
+    #
+    #    A GPU computes later than Python calls it: the CPU only puts the work into a stream.
+
+    def _launch(self):
+        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
+
+        Buckets start in the order of `self.buckets`, on every rank: torch adds up the first
+        collective of one rank with the first of the others, and so on. So a bucket that is complete
+        waits for those before it.
+        """
+        for bucket in self.buckets[len(self.jobs):]:         # not launched yet
+            if not self.missing.isdisjoint(bucket.shapes):
+                return
+            gradients_done = None
+            if self.stream:
+                # Marks backward's work so far; to wait for a "blocking" event takes no core.
+                gradients_done = torch.cuda.Event(blocking=True)
+                gradients_done.record()
+            bucket.launched = time.perf_counter()
+            self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
+
+    def _average(self, bucket, gradients_done):
+        """Averages a bucket, in the communication thread. gradients_done: a torch.cuda.Event, what
+        the GPU has to finish first; None on a CPU."""
+        # Of this thread alone. With more cores it would slow backward down: a step of `tiny` took
+        # 1.36 times as long.
+        torch.set_num_threads(1)
+        if self.stream:
+            # What this thread calls from here on goes to this stream, and to its GPU. (A thread
+            # begins with GPU 0, and would take memory there even to wait.)
+            torch.cuda.set_stream(self.stream)
+            gradients_done.synchronize()
+        bucket.began = time.perf_counter()
+        bucket.bytes_sent = bucket.average(self.loss_scale)
+        if self.stream:
+            self.stream.synchronize()      # only this thread waits, until the bucket is averaged
+        bucket.ended = time.perf_counter()
+
+    # 4. Finish. Wait for the communication thread.
+
+    def finish(self):
+        """Waits until all ranks hold the same gradients. Sets `bytes_sent` and `wait_seconds`.
+        Raises what went wrong in the thread, say RankLost; before it waits, DistError that names
+        the parameters that took no part in the loss: their buckets were never launched."""
+        if self.missing:
+            raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
+                            "backward: each must take part in that loss, or have "
+                            "requires_grad=False")
+        if self.stream:
+            # First let backward end: wait_seconds shall count the averaging alone.
+            torch.cuda.current_stream().synchronize()
+            # Are all ranks there? NCCL would wait for one that died in backward.
+            self.world.barrier()
+        if not self.thread:
+            # One rank sends nothing. Yet what int8 and onebit round is rounded here as well.
+            for bucket in self.buckets:
+                bucket.bytes_sent = bucket.average(self.loss_scale)
+        began = time.perf_counter()
+        for job in self.jobs:
+            job.result()
+        self.wait_seconds = time.perf_counter() - began
+        self.bytes_sent = sum(bucket.bytes_sent for bucket in self.buckets)
+
+    def norm(self):
+        """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
+        is. After `finish` it is that of the averaged gradients, the same on every rank."""
+        return float(nn.utils.get_total_norm(self.flats))
+
+    def commit(self, step_taken):
+        """Ends a step: what int8 and onebit have not sent waits for the next one; if this step is
+        skipped, what waited before it does."""
+        for bucket in self.buckets:
+            bucket.wire.commit(step_taken)
+
+    def forget(self):
+        """Drops all that waits to be sent. Done at each save: so a checkpoint does not need it, and
+        the run that goes on equals the one that resumes."""
+        for bucket in self.buckets:
+            bucket.wire.forget()
+
+
+def fill_buckets(tensors, world, compression, bucket_mb=2.0):
+    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
+
+    A bucket is full when it has bucket_mb MB (4 bytes an element) or more. The embeddings begin a
+    new one, and so does what follows them: their gradients come last, and what shared a bucket with
+    them would wait. (The small mlm_bias comes after them here, since torch lists a model's own
+    parameters first.)"""
+    contents = []                                  # {name: shape} of each bucket
+    space = 0.0                                    # what still fits into the last of them, MB
+    in_embeddings = False
+    for name, tensor in reversed(tensors.items()):
+        if space <= 0 or name.startswith("embeddings.") != in_embeddings:
+            contents.append({})
+            space = bucket_mb
+        in_embeddings = name.startswith("embeddings.")
+        contents[-1][name] = tensor.shape
+        space -= 4e-6 * tensor.numel()
+    return [Bucket(shapes, world, compression) for shapes in contents]
+
+
+# ----- One bucket, and two levels of network -----
+
+class Bucket:
+    """One flat fp32 tensor (n,) of gradients, `flat`, and its way over the network, `wire`.
+
+    If there are several nodes, there are two levels (Goyal et al., arXiv 1706.02677, section 4.1).
+    The first rank of each node is its leader, here 0 and 2:
+
+        node 0: ranks 0 1, node 1: ranks 2 3
+        1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
+        2. wire.average      0 <-> 2               the leaders exchange
+        3. broadcast         0 -> 1    2 -> 3      and pass the mean on
+
+    So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
+    `fp16` and `bf16` have one level on GPUs, where NCCL itself adds up inside a node first.
+    """
+
+    def __init__(self, shapes, world, compression):
+        self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
+        self.wire = COMPRESSORS[compression]()
+        self.within_node = World()                 # with one level: this rank alone
+        self.across_nodes = world
+        if world.levels and (world.device.type == "cpu" or not isinstance(self.wire, Dense)):
+            self.within_node, self.across_nodes = world.levels
+        self.sizes = [math.prod(shape) for shape in shapes.values()]
+        self.flat = torch.zeros(sum(self.sizes), device=world.device)
+
+    def views(self):
+        """Returns {name: view of the flat tensor}."""
+        parts = self.flat.split(self.sizes)
+        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts)}
+
+    def average(self, loss_scale):
+        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, on
+        two levels those that it sent to other nodes. loss_scale: what is in it is multiplied by."""
+        if self.within_node.size > 1:
+            self.flat.div_(self.within_node.size)
+            self.within_node.reduce(self.flat)
+        sent = 0
+        if self.within_node.rank == 0:
+            sent = self.wire.average(self.across_nodes, self.flat, loss_scale)
+        self.within_node.broadcast(self.flat)
+        return sent
+
+
+# ----- What goes over the wire, from simple to hard -----
+#
+#     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
+#                                         bits on all; returns the bytes sent by this rank
+#     commit(step_taken)                  ends a step
+#     forget()                            drops what steps have left
+#
+# Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
+# skip the same step.
+
+class Dense:
+    """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`, after which nothing is
+    left.
+
+    fp16 has the range 6e-8 to 65,504, in which the loss scale keeps gradients, and keeps 11
+    significant bits, below 6e-5 fewer; bf16 has the range of fp32 and keeps 8. Each addition on the
+    way rounds as well.
+    """
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def average(self, world, flat, loss_scale):
+        """Divides, casts, sums, in this order. Returns the bytes of ranks that send to the next one
+        in a ring: each sends (W - 1) / W of the tensor twice, first to sum it up, then to spread
+        the sums."""
+        flat.div_(world.size)                      # before the sum, which might overflow fp16
+        wire = flat.to(self.dtype)                 # in fp32 it is `flat` itself
+        world.all_reduce(wire)
+        flat.copy_(wire)
+        return 2 * (world.size - 1) * wire.nbytes // world.size
+
+    def commit(self, step_taken):
+        pass
+
+    def forget(self):
+        pass
+
+
+BLOCK = 512                  # elements that share a block's scale, see `encode_int8`
+
+
+class ErrorFeedback:
+    """The wire of int8 and onebit. They round what they send. What rounding has lost, the residual,
+    is added to what is sent in the next step. It is unscaled, since the loss scale may be another
+    one then:
+
+        v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
+        q, e'_r = mean(v_r)                    q: the mean that all get, the same on every rank
+        g = loss_scale * q                     what is then in the bucket
+        e_r = e'_r                             `commit`: only if the step is taken
+
+    If the step is skipped, after an overflow, the next one begins with the same e_r.
+
+    mean: a function (world, value, state) -> (mean, next state, bytes sent):
+
+        value (n + padding,)   v_r, of whole blocks for each rank. The function takes out of it, in
+                               place, what it sends; what is left is the residual
+        mean (n + padding,)    q
+        state                  a dict, empty at first: what the function keeps from step to step. It
+                               is not changed: the next state is a new one
+    """
+
+    def __init__(self, mean):
+        self.mean = mean
+        self.forget()
+
+    def average(self, world, flat, loss_scale):
+        """Averages flat by the equations of the class. What is left of them is `next`."""
+        n = len(flat)
+        residual, state = self.kept
+        if residual is None:
+            residual = flat.new_zeros(n + -n % (BLOCK * world.size))
+        value = residual.clone()                   # the padding has a residual, too
+        value[:n].add_(flat, alpha=1 / loss_scale)
+        mean, next_state, sent = self.mean(world, value, state)
+        self.next = value, next_state
+        torch.mul(mean[:n], loss_scale, out=flat)
+        return sent
+
+    def commit(self, step_taken):
+        """Keeps what `average` has left for the next step if this one is taken."""
+        if step_taken:
+            self.kept = self.next
+        self.next = self.kept
+
+    def forget(self):
+        """Drops the residual and the state."""
+        self.kept = None, {}                       # residual (n + padding,), state
+        self.next = self.kept                      # from `average` to `commit`
+
+
+def compressed_mean(encode, decode, world, value, state):
+    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
+    value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
+    C(x) is what x becomes when it is encoded and decoded. An example of two ranks, with a C that
+    rounds down to whole numbers, in the first step:
+
+                       rank 0                 rank 1
+        value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
+        encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
+        all_to_all     3      2               1      5            now part 0 of both; part 1 of both
+        mean           2.5                    3                   plus s, which is 0 at first
+        encode         2                      3                   0.5 and 0 are the next s
+        all_gather     2      3               2      3            the mean, on both
+
+    The same in letters. Rank r has the value v_r, see `ErrorFeedback`. The rank that averages a
+    part keeps a residual of its own, s:
+
+        c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
+        m = mean_r c_r + s
+        q = C(m)                  s' = m - q                the mean that all get, and the next s
+
+    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
+    """
+    parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
+
+    # 1. Send each part to the rank that averages it.
+    codes, decoded = encode(parts)                         # codes: (W, blocks, bytes of a block)
+    parts -= decoded
+    received = world.all_to_all(codes)                     # row r: rank r's codes of our part
+
+    # 2. Average our part over the ranks.
+    part_mean = decode(received).mean(0)                   # (blocks of a part, BLOCK)
+    part_mean += state.get("part_residual", 0)
+
+    # 3. Send the average to all.
+    part_codes, part_decoded = encode(part_mean)
+    part_mean -= part_decoded                              # what is left of it
+    mean = decode(world.all_gather(part_codes)).view(-1)
+    return mean, {"part_residual": part_mean}, 2 * (world.size - 1) * part_codes.numel()
+
+
+def encode_int8(blocks):
+    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and the block's
+    scale in fp32, and C(blocks), what they stand for.
+
+    The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
+    arXiv 2110.02861, section 2.1, here linear):
+
+        block_scale = max |x| / 127      level = round(x / block_scale)      C(x) = block_scale level
+    """
+    # The clamp is for blocks of zeros. In a block with inf its scale is inf, and what is decoded
+    # from it NaN (0 * inf), so that all ranks skip the step.
+    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    scales = largest.div_(127).clamp_(min=1e-30)
+    levels = (blocks / scales).round_()
+    packed = levels.to(torch.int8).view(torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
+
+
+def decode_int8(codes):
+    """Returns the blocks (..., 512) that bytes (..., 516) stand for."""
+    levels = codes[..., :-4].view(torch.int8).float()
+    return levels.mul_(codes[..., -4:].view(torch.float32))
+
+
+# Both tables are copied to the GPU where they are used. (non_blocking: the CPU goes on meanwhile.)
+POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
+# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1. So row 3, which
+# is 00000011, is 1 1 1 1 1 1 -1 -1.
+SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
+
+
+def encode_onebit(blocks):
+    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit for each element and the block's
+    scale in fp32, and C(blocks), what they stand for.
+
+    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
+
+        block_scale = mean |x|      bit = sign of x            C(x) = block_scale or -block_scale
+
+    mean |x| has the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam has one
+    scale, ||x|| / sqrt(n), for a whole part: with that the residual of an embedding, most of whose
+    rows have no gradient in a step, grows from step to step.
+    """
+    scales = blocks.abs().mean(-1, keepdim=True)
+    if blocks.is_cpu:                              # NumPy packs several times faster than torch
+        packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
+    else:
+        eights = blocks.signbit().unflatten(-1, (-1, 8))
+        powers = POWERS.to(blocks.device, non_blocking=True)
+        packed = (eights * powers).sum(-1, dtype=torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
+
+
+def decode_onebit(codes):
+    """Returns the blocks (..., 512) that bytes (..., 68) stand for."""
+    table = SIGNS.to(codes.device, non_blocking=True)
+    signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
+    return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
+
+
+int8_mean = functools.partial(compressed_mean, encode_int8, decode_int8)
+onebit_mean = functools.partial(compressed_mean, encode_onebit, decode_onebit)
+
+COMPRESSORS = {              # name: makes the wire of a bucket
+    "none": lambda: Dense(torch.float32),
+    "fp16": lambda: Dense(torch.float16),
+    "bf16": lambda: Dense(torch.bfloat16),
+    "int8": lambda: ErrorFeedback(int8_mean),
+    "onebit": lambda: ErrorFeedback(onebit_mean),
+}
+
+
+# ===== To run for a week: how ranks meet, stop and fail. Nothing above needs it. =====
+#
+# Every wait has an end:
+#
+#     2 s                     `agree` waits for "alive"
+#     10 s                    `leave` gives up asking the store
+#     --timeout               meeting; a collective over Gloo raises an exception
+#     2 x --timeout           a collective over NCCL aborts the process
+#     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM
+#                             when a rank of this node has failed
+#     60 s after "failed"     `watch` ends its process: on nodes where no rank has ended, torchrun
+#                             has sent no SIGTERM
+
 # ----- How the ranks meet -----
 
 def init(timeout=600.0, init_method="env://"):
@@ -152,7 +632,7 @@ def init(timeout=600.0, init_method="env://"):
     If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
     their processes have to end by os._exit: Python's exit aborts while torch's groups are open, and
     to close them can wait for a lost rank. Raises DistError if the nodes are unlike (numbers of
-    ranks, GPUs) or torchrun is missing, RankLost if the ranks do not meet.
+    ranks, GPUs or none) or torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -168,6 +648,8 @@ def init(timeout=600.0, init_method="env://"):
                                "--nproc_per_node on every node")
         return dataclasses.replace(world, levels=two_levels(world, limit))
     except (RuntimeError, ValueError) as error:
+        if "memory" in str(error):                 # a restart would not help
+            raise
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}")
 
 
@@ -198,9 +680,10 @@ def meet(world, init_method, limit):
     Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them, or if this
     rank's torchrun dies.
 
-    Why not simply take torch's store? It lives as long as torchrun, which may start dead ranks
-    again: new processes would find in it what the dead ones have set. (Restarts have numbers, but a
-    torchrun that was itself started again counts from 0.)
+    A store is a small dictionary that all ranks share, kept by a process of node 0. Torch's own
+    lives as long as torchrun, which may start dead ranks again: new processes would find in it what
+    the dead ones have set. (Restarts have numbers, but a torchrun that was itself started again
+    counts from 0.)
 
     So each attempt to meet has a number, and keys of its own, with that number as a prefix. Each
     new process begins an attempt, by adding 1 to a count. While it waits it joins the newest one,
@@ -214,7 +697,8 @@ def meet(world, init_method, limit):
         rank 1 dies, comes once more      4                 1
         rank 0 comes                      5                 0, then 1: they have met
 
-    So the dead are left behind: the process that takes the place of one begins a newer attempt.
+    So a dead process is left behind by the one that takes its place, which begins a newer attempt.
+    (One that joins and dies within 0.1 s is met, and found by the next collective.)
     """
     # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
@@ -241,11 +725,11 @@ def ranks_without(store, word, size):
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`."""
+    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`. From here on
+    signals are requests, see `listen_to_signals`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # When its time is up, Gloo raises an exception, which can say why; NCCL aborts the process. So
-    # Gloo shall be first: NCCL gets twice the limit, here, and Gloo the limit, below. (Torch has
-    # only a private function that changes it for one of them.)
+    # Gloo should time out first, since it raises where NCCL aborts: NCCL gets twice the limit. (Only
+    # a private function of torch sets the limit of one of them.)
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -262,11 +746,11 @@ def start_groups(world, store, limit):
 
 
 def two_levels(world, limit):
-    """Returns two Worlds: the ranks on this node, and the ranks with this local rank on all nodes.
-    None on a single node.
+    """Returns two Worlds: the ranks within this node, and those with this local rank across the
+    nodes. None on a single node.
 
-        node 0: ranks 0 1        inside nodes:  (0 1) and (2 3)
-        node 1: ranks 2 3        between nodes: (0 2) and (1 3)
+        node 0: ranks 0 1        within nodes:  (0 1) and (2 3)
+        node 1: ranks 2 3        across nodes:  (0 2) and (1 3)
     """
     if world.nodes == 1:
         return None
@@ -275,456 +759,11 @@ def two_levels(world, limit):
     ranks = torch.arange(world.size).view(world.nodes, world.local_size)
     levels = []
     for teams in ranks, ranks.T:
-        # torch wants every rank to create all groups, in the same order, also (1 3), which is not
-        # used: the first rank of each node sends for all of its node. A rank gets back the group
-        # that it is in.
+        # Every rank must create all groups, in the same order, and gets its own back. (1 3) is not
+        # used.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
-
-
-# ----- The simple form: average after backward -----
-
-def average_gradients(module, world):
-    """Replaces the gradients of a module by their means over all ranks. To be called after
-    backward, on ranks that began with equal weights.
-
-    What it costs: the network idles during backward and the processor afterwards, since nothing
-    overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
-    has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
-    Training does not call this function: it is here to be read.
-    """
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(world.size)          # before the sum, which might overflow fp16
-            world.all_reduce(parameter.grad)
-
-
-# ----- The reducer: gradients averaged while backward runs -----
-
-class Reducer:
-    """Averages a module's gradients over the W ranks while backward still runs:
-
-        g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
-
-    Afterwards g has the same bits on every rank. A step:
-
-        reducer.zero_grad()
-        for k, batch in enumerate(micro_batches):
-            reducer.last_micro_batch = k == len(micro_batches) - 1
-            loss(batch).backward()
-        reducer.finish()                # now reducer.gradients, {name: g}, are equal on all ranks
-        reducer.commit(step_taken)      # whether the optimizer takes the step, see `Bucket`
-
-    compression: a name in COMPRESSORS. `buckets`: the Buckets; `flats`: their flat tensors. After
-    `finish`: `bytes_sent` by this rank (on two levels, to other nodes), and `wait_seconds` for the
-    communication thread.
-    """
-
-    # 1. Pack, once. Each parameter has a place in a flat fp32 bucket, a view of it, and this view is
-    #    its p.grad: there autograd adds up the gradients of all micro-batches. All ranks start from
-    #    rank 0's weights. The module comes in fp32, and can be cast to 16 bits before the first
-    #    step.
-
-    def __init__(self, module, world, compression="none", bucket_mb=2.0):
-        # Are all ranks there? One that has died by now is an exception here, over Gloo. NCCL's
-        # first call, which connects the ranks, would wait for it much longer.
-        world.barrier()
-        for tensor in module.state_dict().values():
-            world.broadcast(tensor)
-        self.world = world
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.buckets = fill_buckets(self.parameters, world, compression, bucket_mb)
-        self.flats = [bucket.flat for bucket in self.buckets]
-        self.gradients = {}
-        for bucket in self.buckets:
-            self.gradients.update(bucket.views())
-        for name, p in self.parameters.items():
-            p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
-            p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
-
-        self.thread = None
-        self.stream = None
-        if world.size > 1:
-            self.thread = ThreadPoolExecutor(1)    # the communication thread
-            if world.device.type == "cuda":
-                # A stream is a queue of work for a GPU. The averaging gets one of its own, so that
-                # it runs beside backward, not after it.
-                self.stream = torch.cuda.Stream(world.device)
-        self.zero_grad()
-
-    def zero_grad(self, scale=1.0):
-        """Begins a step: all gradients are 0, and p.grad of each parameter is its view. scale: what
-        the step's loss is multiplied by."""
-        self.jobs = []             # of the thread in this step, one for each launched bucket
-        self.scale = scale
-        self.last_micro_batch = True
-        self.missing = set(self.gradients)         # names of those that are not ready
-        torch._foreach_zero_(self.flats)
-        for name, view in self.gradients.items():
-            # A tensor of its own, of the same memory: to cast a module casts its p.grad as well.
-            self.parameters[name].grad = view.detach()
-
-    # 2. Ready. Autograd has added a gradient to its view.
-
-    def _ready(self, name, p):
-        """In the step's last micro-batch, launches the buckets that are complete now.
-
-        Autograd calls this when it has added to p.grad the sum of all uses of p (the token
-        embedding has two): on a CPU in the thread that has called backward, on a GPU in a thread of
-        its own. Raises KeyError if there is a backward after that of the last micro-batch, and
-        DistError if p.grad is not the view any longer."""
-        if p.grad.data_ptr() != self.gradients[name].data_ptr():
-            raise DistError(f"{name}.grad is not in its bucket: call the Reducer's zero_grad, not "
-                            "the module's, and also after a cast of the module")
-        if self.last_micro_batch:
-            self.missing.remove(name)
-            if self.thread:
-                self._launch()
-
-    # 3. Launch. A bucket whose gradients are all there is averaged by the communication thread,
-    #    while backward goes on. (Only one thread at a time runs Python. But both are nearly always
-    #    in C++ code, backward and collectives, which lets others run.) One rank has no such thread.
-    #
-    #    A GPU computes later than Python calls it: the CPU only puts the work into a stream.
-
-    def _launch(self):
-        """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
-
-        Buckets start in the order of `self.buckets`, on every rank: torch adds up the first
-        collective of one rank with the first of the others, and so on. So a bucket that is complete
-        waits for those before it.
-        """
-        # The first len(self.jobs) have started already.
-        for bucket in self.buckets[len(self.jobs):]:
-            if not self.missing.isdisjoint(bucket.shapes):
-                return
-            gradients_done = None
-            if self.stream:
-                # A mark in backward's stream: it is reached when what backward has put there until
-                # now is done. While a thread waits for a "blocking" one it takes no core.
-                gradients_done = torch.cuda.Event(blocking=True)
-                gradients_done.record()
-            self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
-
-    def _average(self, bucket, gradients_done):
-        """Averages a bucket, in the communication thread; returns the bytes sent. gradients_done: a
-        torch.cuda.Event, what the GPU has to finish first; None on a CPU."""
-        # One core for what torch computes in this thread; other threads keep theirs. If averaging
-        # took more, backward had fewer: a step of `tiny` took 1.36 times as long.
-        torch.set_num_threads(1)
-        if self.stream:
-            # What this thread calls from here on goes to this stream, and to its GPU. (A thread
-            # begins with GPU 0, and would take memory there even to wait.)
-            torch.cuda.set_stream(self.stream)
-            gradients_done.synchronize()
-        sent = bucket.average(self.scale)
-        if self.stream:
-            self.stream.synchronize()      # only this thread waits, until the bucket is averaged
-        return sent
-
-    # 4. Finish. Wait for the communication thread.
-
-    def finish(self):
-        """Waits until all ranks hold the same gradients. Sets `bytes_sent`, the sum of the jobs'
-        results, and `wait_seconds`, the time that it waited for all jobs. Raises what went wrong in
-        the thread, say RankLost. Before it waits it raises DistError if parameters took no part in
-        the loss, naming each: their buckets were never launched."""
-        if self.missing:
-            raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
-                            "backward: each must take part in that loss, or have "
-                            "requires_grad=False")
-        if self.stream:
-            # First let backward end: wait_seconds shall count the averaging alone.
-            torch.cuda.current_stream().synchronize()
-            # Are all ranks there? One that died in backward is an exception here, over Gloo. NCCL
-            # would wait for it, twice the timeout, and then abort the process without a line.
-            self.world.barrier()
-        if not self.thread:
-            # One rank sends nothing. Yet what int8 and onebit round is rounded here as well.
-            for bucket in self.buckets:
-                bucket.average(self.scale)
-        began = time.perf_counter()
-        self.bytes_sent = sum(job.result() for job in self.jobs)
-        self.wait_seconds = time.perf_counter() - began
-
-    def norm(self):
-        """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
-        is. After `finish` it is that of the averaged gradients, the same on every rank."""
-        return float(nn.utils.get_total_norm(self.flats))
-
-    def commit(self, step_taken):
-        """Ends a step for int8 and onebit: what they keep for the next one, see Bucket, is as
-        before if this one was skipped."""
-        for bucket in self.buckets:
-            bucket.commit(step_taken)
-
-    def forget(self):
-        """Drops the residuals and all else that compressors keep. Done at each save: so a
-        checkpoint does not need them, and the run that goes on equals the one that resumes."""
-        for bucket in self.buckets:
-            bucket.forget()
-
-
-def fill_buckets(tensors, world, compression, bucket_mb=2.0):
-    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
-
-    Each takes tensors until it has at least bucket_mb MB (4 bytes an element), or the embeddings
-    begin or end: their gradients come last, and what shared a bucket with them would wait. (The
-    small mlm_bias comes after them here, since torch lists a model's own parameters first.)"""
-    contents = []                                  # {name: shape} of each bucket
-    space = 0.0                                    # what still fits into the last of them, MB
-    in_embeddings = False
-    for name, tensor in reversed(tensors.items()):
-        if space <= 0 or name.startswith("embeddings.") != in_embeddings:
-            contents.append({})
-            space = bucket_mb
-        in_embeddings = name.startswith("embeddings.")
-        contents[-1][name] = tensor.shape
-        space -= 4e-6 * tensor.numel()
-    return [Bucket(shapes, world, compression) for shapes in contents]
-
-
-# ----- One bucket: error feedback, and two levels -----
-
-BLOCK = 512                  # elements that share a scale, see `encode_int8`
-
-
-class Bucket:
-    """One flat fp32 tensor (n,) of gradients, and what its compressor keeps from step to step.
-
-    If there are several nodes, there are two levels (Goyal et al., arXiv 1706.02677, section 4.1).
-    The first rank of each node is its leader, here 0 and 2:
-
-        node 0: ranks 0 1, node 1: ranks 2 3
-        1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
-        2. compressor        0 <-> 2               the leaders exchange
-        3. broadcast         0 -> 1    2 -> 3      and pass the mean on
-
-    So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
-    `fp16` and `bf16` have one level on GPUs, where NCCL itself adds up inside a node first.
-
-    int8 and onebit round what they send. What rounding has lost is the leader's residual, which it
-    adds to what it sends in the next step (error feedback). The residual is unscaled, since the
-    loss scale may be another one then:
-
-        v_r = b_r / scale + e_r                b_r: leader r's bucket, gradients times the loss
-                                               scale; e_r: its residual, 0 at first
-        q, e'_r = compress(v_r)                q: the mean that all get, the same on every rank
-        g = scale * q                          what is then in the bucket
-        e_r = e'_r                             `commit`: only if the step is taken
-
-    If the step is skipped, after an overflow, the next one begins with the same e_r.
-    """
-
-    def __init__(self, shapes, world, compression):
-        self.compressor = COMPRESSORS[compression]
-        self.has_residual = compression not in DENSE
-        self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
-        # The ranks of `inner` add up first, then those of `outer`, the leaders, exchange. With one
-        # level `inner` is this rank alone, which is its own leader.
-        self.inner = World()
-        self.outer = world
-        if world.levels and (self.has_residual or world.device.type == "cpu"):
-            self.inner, self.outer = world.levels
-        self.sizes = [math.prod(shape) for shape in shapes.values()]
-        n = sum(self.sizes)
-        # Zeros fill it up, so that with int8 and onebit each leader can average a part of whole
-        # blocks.
-        padding = -n % (BLOCK * self.outer.size)
-        self.padded = torch.zeros(n + padding, device=world.device)
-        self.flat = self.padded[:n]
-        self.forget()
-
-    def views(self):
-        """Returns {name: view of the flat tensor}."""
-        views = {}
-        for name, part in zip(self.shapes, self.flat.split(self.sizes)):
-            views[name] = part.view(self.shapes[name])
-        return views
-
-    def average(self, scale):
-        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent; on
-        two levels those that it sent to other nodes."""
-        if self.inner.size > 1:
-            self.flat.div_(self.inner.size)
-            self.inner.reduce(self.flat)
-        sent = 0
-        if self.inner.rank == 0:
-            if self.has_residual:
-                sent = self._send(scale)
-            else:
-                sent = self.compressor(self.outer, self.flat)
-        self.inner.broadcast(self.flat)
-        return sent
-
-    def _send(self, scale):
-        """Averages the leaders' buckets, in place, by the equations of the class; returns the bytes
-        sent. What the next step needs waits in `uncommitted`."""
-        value = torch.add(self.residual, self.padded, alpha=1 / scale)
-        mean, next_state, sent = self.compressor(self.outer, value, self.state)
-        # The compressor has taken out of `value` what it sent: the residual is left.
-        self.uncommitted = value, next_state
-        torch.mul(mean[:len(self.flat)], scale, out=self.flat)
-        return sent
-
-    def commit(self, step_taken):
-        """Keeps what the last `average` has left for the next one if the step is taken. Else keeps
-        what the one before had left."""
-        if self.uncommitted and step_taken:
-            self.residual, self.state = self.uncommitted
-        self.uncommitted = None
-
-    def forget(self):
-        """Drops all that earlier steps have left."""
-        self.residual = torch.zeros(1, device=self.flat.device)      # e_r; one 0 for all elements
-        self.state = {}
-        self.uncommitted = None                    # from `_send` to `commit`: e'_r, next state
-
-
-# ----- Compressors: what crosses the network, from simple to hard -----
-#
-# `dense` averages a flat tensor in place. All others, here int8 and onebit, have the form
-#
-#     compressor(world, value, state) -> (mean, next state, bytes sent)
-#
-#     value (n + padding,)   flat fp32, another on each rank: what is to be averaged. The compressor
-#                            takes out of it, in place, what it sends; what is left is the residual
-#     mean (n + padding,)    q, the mean that all ranks get, the same bits on all
-#     state                  a dict, empty at first: what the compressor keeps from step to step. It
-#                            is not changed: the next state is a new one
-#
-# Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
-# skip the same step. After that the next step begins with the same state.
-
-def dense(dtype, world, value):
-    """The compressor of none, fp16 and bf16. Averages a tensor over the ranks, in place, by one
-    all-reduce in the format `dtype`. It divides first, then casts, then sums. Returns the bytes
-    sent.
-
-    fp16 keeps 11 significant bits, and needs the loss scaling that keeps gradients inside its range
-    of 6e-8 to 65,504; bf16 has the range of fp32 and keeps 8. Each addition on the way rounds as
-    well. The bytes are computed, for ranks that send to the next one in a ring: each sends
-    (W - 1) / W of the tensor twice, first to sum it up, then to spread the sums.
-    """
-    value.div_(world.size)                         # before the sum, which might overflow fp16
-    wire = value.to(dtype)                         # in fp32 it is `value` itself
-    world.all_reduce(wire)
-    value.copy_(wire)
-    return 2 * (world.size - 1) * wire.nbytes // world.size
-
-
-def compressed_mean(encode, decode, world, value, state):
-    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
-    value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
-    C(x) is what x becomes when it is encoded and decoded. An example of two ranks, with a C that
-    rounds down to whole numbers, in the first step:
-
-                       rank 0                 rank 1
-        value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
-        encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
-        all_to_all     3      2               1      5            now part 0 of both; part 1 of both
-        mean           2.5                    3                   plus s, which is 0 at first
-        encode         2                      3                   0.5 and 0 are the next s
-        all_gather     2      3               2      3            the mean, on both
-
-    The same in letters. Rank r has the value v_r, see `Bucket`. The rank that averages a part keeps
-    a residual of its own, s:
-
-        c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
-        m = mean_r c_r + s
-        q = C(m)                  s' = m - q                the mean that all get, and the next s
-
-    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
-    """
-    parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
-
-    # 1. Send each part to the rank that averages it.
-    codes, decoded = encode(parts)                         # codes: (W, blocks, bytes of a block)
-    parts -= decoded
-    received = world.all_to_all(codes)                     # row r: rank r's codes of our part
-
-    # 2. Average our part over the ranks.
-    part_mean = decode(received).mean(0)                   # (blocks of a part, BLOCK)
-    part_mean += state.get("part_residual", 0)
-
-    # 3. Send the average to all.
-    part_codes, part_decoded = encode(part_mean)
-    part_mean -= part_decoded                              # what is left of it
-    mean = decode(world.all_gather(part_codes)).view(-1)
-    return mean, {"part_residual": part_mean}, 2 * (world.size - 1) * part_codes.numel()
-
-
-def encode_int8(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and an fp32
-    scale, and C(blocks), what they stand for.
-
-    The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
-    arXiv 2110.02861, section 2.1, here linear):
-
-        scale = max |x| / 127            level = round(x / scale)            C(x) = scale * level
-    """
-    # The clamp is for blocks of zeros. In a block with inf the scale is inf, and what is decoded
-    # from it NaN (0 * inf), so that all ranks skip the step.
-    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
-    scales = largest.div_(127).clamp_(min=1e-30)
-    levels = (blocks / scales).round_()
-    packed = levels.to(torch.int8).view(torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
-
-
-def decode_int8(codes):
-    """Returns the blocks (..., 512) that bytes (..., 516) stand for."""
-    levels = codes[..., :-4].view(torch.int8).float()
-    return levels.mul_(codes[..., -4:].view(torch.float32))
-
-
-# Both tables are copied to the GPU where they are used. (non_blocking: the CPU goes on meanwhile.)
-POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
-# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1. So row 3, which
-# is 00000011, is 1 1 1 1 1 1 -1 -1.
-SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
-
-
-def encode_onebit(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit an element and an fp32 scale, and
-    C(blocks), what they stand for.
-
-    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
-
-        scale = mean |x|            bit = sign of x            C(x) = scale or -scale
-
-    mean |x| is the scale with the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam
-    has one scale, ||x|| / sqrt(n), for a whole part: with that the residual of an embedding, most
-    of whose rows have no gradient in a step, grows from step to step.
-    """
-    scales = blocks.abs().mean(-1, keepdim=True)
-    if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
-    else:
-        eights = blocks.signbit().unflatten(-1, (-1, 8))
-        powers = POWERS.to(blocks.device, non_blocking=True)
-        packed = (eights * powers).sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
-
-
-def decode_onebit(codes):
-    """Returns the blocks (..., 512) that bytes (..., 68) stand for."""
-    table = SIGNS.to(codes.device, non_blocking=True)
-    signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
-    return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
-
-
-COMPRESSORS = {
-    "none": functools.partial(dense, torch.float32),
-    "fp16": functools.partial(dense, torch.float16),
-    "bf16": functools.partial(dense, torch.bfloat16),
-    "int8": functools.partial(compressed_mean, encode_int8, decode_int8),
-    "onebit": functools.partial(compressed_mean, encode_onebit, decode_onebit),
-}
-# These leave no residual; int8 and onebit do.
-DENSE = "none", "fp16", "bf16"
 
 
 # ----- Requests to stop -----
@@ -814,8 +853,13 @@ def end_torchrun():
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
 #
-# torchrun gives them 30 s from its SIGTERM on. Asking the store may take 10 s; a process that still
-# lives after 60 s is ended.
+# `agree` decides who waits, and prints:
+#
+#     this rank                    waits     because                                  prints
+#     first, with its own error    no                                                 its error
+#     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
+#     later, before "said"         2 s       its `watch` has to set "alive"           nothing
+#     later, after "said"          no        the first rank has all that it needs     nothing
 
 def open_store():
     """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
@@ -864,12 +908,7 @@ def leave(message, restart_helps, rank_lost=False):
 
 def agree(message, restart_helps, rank_lost):
     """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
-    Raises RuntimeError if the store is gone.
-
-    The first one, if the error is its own and no RankLost, returns at once. All others wait two
-    seconds: those who lost a rank until the living have set "alive", the later ones until the first
-    has read it. Who fails after that does not wait: each rank gets its error from a neighbour that
-    ends, so with many ranks the waits would add up."""
+    Raises RuntimeError if the store is gone."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()

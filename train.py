@@ -199,8 +199,9 @@ def fit_to_device(args, device):
     args.precision = optim.choose_precision(args.precision, device)
     micro_tokens = 8192
     if device.type == "cuda":
-        micro_tokens = micro_tokens_of(torch.cuda.get_device_properties(device).total_memory)
-        if args.precision == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
+        gpu = torch.cuda.get_device_properties(device)
+        micro_tokens = micro_tokens_of(gpu.total_memory)
+        if args.precision == "bf16" and gpu.major < 8:           # before Ampere
             raise ConfigError("this GPU has no bf16; give --precision fp16")
     args.micro_tokens = args.micro_tokens or micro_tokens
 
@@ -322,25 +323,31 @@ def log_start(args, world, log, state):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens a step, lr {phase.lr:g}")
-    if state.step:
-        log.say(f"resuming from the checkpoint of step {state.step}")
+    if state.counters.step:
+        log.say(f"resuming from the checkpoint of step {state.counters.step}")
 
 
 # ----- The training state -----
 
 @dataclasses.dataclass
-class State:
-    """All that training changes. A checkpoint holds what the next step depends on, see `save`."""
-    model: bert.BertForPreTraining
-    reducer: dist.Reducer            # holds the gradients, and averages them over the ranks
-    masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
-    optimizer: torch.optim.Optimizer
-    scaler: optim.LossScaler
+class Counters:
+    """Where a run is."""
     step: int = 0                    # finished steps, skipped ones too
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
     seconds: float = 0.0             # that the program has run, in all starts, without what a crash
                                      # lost; a mean over the ranks: so all end --hours together
+
+
+@dataclasses.dataclass
+class State:
+    """All that training changes. A checkpoint holds what the next step depends on, see `save`."""
+    model: bert.BertForPreTraining
+    masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
+    reducer: dist.Reducer            # owns the gradients, and averages them over the ranks
+    optimizer: torch.optim.Optimizer
+    scaler: optim.LossScaler
+    counters: Counters
 
 
 def set_bias_to_frequencies(model, shards):
@@ -375,31 +382,22 @@ def build_model(args, world):
 def build(args, world):
     """Returns the State before the first step, the same weights on all ranks. Collective.
 
-    It ties three parts together by their tensors, see `optim.cast_with_masters`:
-
-        the model         backward adds gradients to p.grad, a view of a bucket
-        the Reducer       averages the buckets over the ranks
-        the optimizer     steps the master by master.grad, which is the same view
+    Three parts share the gradients, whose memory the Reducer owns: the model's backward adds to
+    p.grad, the Reducer averages over the ranks, the optimizer steps masters by master.grad.
     """
     model = build_model(args, world)
-    # Before the cast, since the Reducer sends rank 0's weights to all in fp32.
-    reducer = dist.Reducer(model, world, args.compression, args.bucket_mb)
     masters = optim.cast_with_masters(model, optim.PRECISIONS[args.precision])
-    for name, master in masters.items():
-        master.grad = reducer.gradients[name]
+    reducer = dist.Reducer(model, world, args.compression, args.bucket_mb, masters)
     optimizer = optim.make_optimizer(args.optimizer, masters, args.betas)
 
     scaler = optim.LossScaler()
     if "fp16" not in (args.precision, args.compression):
         # Neither the model nor what is sent is in fp16, so no loss has to be scaled.
         scaler = optim.LossScaler(scale=1.0, largest=1.0)
-    return State(model, reducer, masters, optimizer, scaler)
+    return State(model, masters, reducer, optimizer, scaler, Counters())
 
 
 # ----- Checkpoints: files of torch.save, zips whose checksums tell whether they are whole -----
-
-COUNTERS = ("step", "phase", "phase_step", "seconds")
-
 
 def tensors_of(state):
     """Returns the tensors that steps change, {name: tensor}: master weights and the optimizer's
@@ -414,8 +412,7 @@ def tensors_of(state):
 
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers."""
-    numbers = {name: getattr(state, name) for name in COUNTERS}
-    numbers["scaler"] = vars(state.scaler)
+    numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler)}
     numbers["groups"] = []                           # the optimizer's counts and options
     for group in state.optimizer.param_groups:
         numbers["groups"].append({key: group[key] for key in group if key != "params"})
@@ -425,16 +422,17 @@ def numbers_of(state):
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
     dist.DistError if their weights are not the same bits. Collective."""
+    step = state.counters.step
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
-        raise optim.TrainingStopped(f"step {state.step}: weights or moments are not finite; not "
+        raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not "
                                     "saved: start anew at a lower --lr-scale")
     # A checksum: the bits are added up as integers, whose sum no order of additions changes. Ranks
     # whose weights differ would go on, and their model be worth nothing.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
-                     f"has other weights after step {state.step} (bad memory?)")
+                     f"has other weights after step {step} (bad memory?)")
 
 
 def checkpoints_in(folder):
@@ -454,6 +452,7 @@ def save(args, world, log, state):
     state.reducer.forget()
     if world.rank > 0:
         return
+    step = state.counters.step
     checkpoint = {"settings": args.settings, "tensors": tensors_of(state), **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
@@ -462,19 +461,19 @@ def save(args, world, log, state):
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())              # returns when it is on the disk
-        os.replace(temporary, args.out / f"step-{state.step:08d}.pt")
+        os.replace(temporary, args.out / f"step-{step:08d}.pt")
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         with contextlib.suppress(OSError):
             temporary.unlink()
-        log.say(f"warning: no checkpoint of step {state.step}: {error!r:.100} (is the disk full?); "
+        log.say(f"warning: no checkpoint of step {step}: {error!r:.100} (is the disk full?); "
                 "older ones stay")
         return
 
     # All but this one and the one before go.
     found = checkpoints_in(args.out)
-    for step in sorted(found)[:-2]:
+    for older in sorted(found)[:-2]:
         with contextlib.suppress(OSError):           # the next save tries again
-            found[step].unlink()
+            found[older].unlink()
 
 
 def read_checkpoint(path):
@@ -547,8 +546,7 @@ def restore(args, world, log, state):
             tensor.copy_(saved[name])
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
-    for name in COUNTERS:
-        setattr(state, name, numbers[name])
+    state.counters = Counters(**numbers["counters"])
     state.scaler = optim.LossScaler(**numbers["scaler"])
     for group, options in zip(state.optimizer.param_groups, numbers["groups"]):
         group.update(options)
@@ -561,7 +559,7 @@ def planned_tokens(args):
     return sum(phase.tokens for phase in args.phases)
 
 
-def finished_tokens(args, state):
+def finished_tokens(args, counters):
     """Returns how many of the planned tokens are finished: those of all steps until now.
 
     With --hours the clock counts in place of the steps: after half of the time, half of the planned
@@ -570,22 +568,22 @@ def finished_tokens(args, state):
     is kept for what comes after the last step: an evaluation, a checkpoint and the model's folder.
     """
     if args.hours:
-        return planned_tokens(args) * state.seconds / (0.99 * 3600 * args.hours)
-    finished = state.phase_step * args.phases[state.phase].step_tokens
-    for phase in args.phases[:state.phase]:
+        return planned_tokens(args) * counters.seconds / (0.99 * 3600 * args.hours)
+    finished = counters.phase_step * args.phases[counters.phase].step_tokens
+    for phase in args.phases[:counters.phase]:
         finished += phase.tokens
     return finished
 
 
-def progress(args, state):
+def progress(args, counters):
     """Returns (index, done): the phase that the next step is in, and `done` of learning_rate. If
     there is no next step: (the number of phases, 0.0).
 
     With phases of 100 and 50 tokens, and 120 finished, it is in the second one, of which 20 are.
     """
-    finished = finished_tokens(args, state)
+    finished = finished_tokens(args, counters)
     for index, phase in enumerate(args.phases):
-        if finished < phase.tokens and state.step < args.max_steps:
+        if finished < phase.tokens and counters.step < args.max_steps:
             if args.hours:
                 return index, finished / phase.tokens
             # Step number k of n, from 0 on, is at (k + 1) / (n + 1): so neither the first nor the
@@ -605,27 +603,29 @@ def copy_positions(args, state):
     Google's and NVIDIA's BERT do without. With --init nothing is copied: that model may know all
     positions.
     """
-    if state.step and not args.init:
-        trained = max(phase.seq_len for phase in args.phases[:state.phase])
-        new = torch.arange(args.phases[state.phase].seq_len)[trained:]
+    phase_index = state.counters.phase
+    if state.counters.step and not args.init:
+        trained = max(phase.seq_len for phase in args.phases[:phase_index])
+        new = torch.arange(args.phases[phase_index].seq_len)[trained:]
         positions = state.masters["embeddings.positions.weight"]         # (max_positions, width)
         positions[new] = positions[new % trained]
         optim.copy_to_model(state.masters, state.model)
 
 
 def begin_phase(args, world, state, phase_index):
-    """Returns an iterator, without end, over the steps from `state.phase_step` on, each a list of
+    """Returns an iterator, without end, over the steps from `phase_step` on, each a list of
     this rank's micro-batches (data.Batch). A phase that is new begins with its first example."""
-    if phase_index != state.phase:             # not so in a run that resumes within a phase
-        state.phase = phase_index
-        state.phase_step = 0
+    counters = state.counters
+    if phase_index != counters.phase:          # not so in a run that resumes within a phase
+        counters.phase = phase_index
+        counters.phase_step = 0
         copy_positions(args, state)
     phase = args.phases[phase_index]
     examples = data.PretrainingData(
         args.data, phase.seq_len, phase_index, args.seed, pairs=args.pairs,
         mask_fraction=args.mask_fraction)
     micro_size = max(1, args.micro_tokens // phase.seq_len)
-    return data.loader(examples, state.phase_step, phase.global_batch, micro_size, world.rank,
+    return data.loader(examples, counters.phase_step, phase.global_batch, micro_size, world.rank,
                        world.size)
 
 
@@ -633,7 +633,7 @@ def count_masked(world, micro_batches):
     """Returns how many tokens are to be predicted in the micro-batches of all ranks together.
     Counts on the CPU, so that nothing waits for a GPU. Collective."""
     own = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    return world.sum([own])[0]
+    return world.sum(masked=own)["masked"]
 
 
 def loss_sum(logits, labels):
@@ -644,31 +644,32 @@ def loss_sum(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def step_figures(args, state, masked, mlm_sum, nsp_sum, began):
-    """Returns the log's fields (dict) that follow from the State, from a step's sums over all ranks
-    and from the time when it began."""
-    batch = args.phases[state.phase].global_batch
-    finished = finished_tokens(args, state)
+def step_figures(args, state, masked, total, began):
+    """Returns the log's fields (dict) that follow from the State, from a step's sums over all
+    ranks, `total`, and from the time when it began."""
+    counters = state.counters
+    batch = args.phases[counters.phase].global_batch
+    finished = finished_tokens(args, counters)
     left = max(0, planned_tokens(args) - finished)
     return {
-        "step": state.step,
-        "phase": state.phase + 1,
-        "mlm_loss": mlm_sum / max(masked, 1),
-        "nsp_loss": nsp_sum / batch,
+        "step": counters.step,
+        "phase": counters.phase + 1,
+        "mlm_loss": total["mlm"] / max(masked, 1),
+        "nsp_loss": total["nsp"] / batch,
         "skipped": state.scaler.skipped,
-        "seconds": state.seconds,
+        "seconds": counters.seconds,
         "examples_per_second": batch / (time.perf_counter() - began),
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
-        "minutes_left": left / finished * state.seconds / 60}        # at the speed until now
+        "minutes_left": left / finished * counters.seconds / 60}        # at the speed until now
 
 
-def reason_to_stop(state, signalled, orphans):
-    """Returns the dist.DistError that ends a training before its last step, or None. signalled: how
-    many signals have come, to all ranks together; orphans: how many ranks have no torchrun any
-    longer."""
-    message = f"stopped after step {state.step}; the same command resumes"
-    if signalled:
+def reason_to_stop(step, signals, orphans):
+    """Returns the dist.DistError that ends a training after this step, before its last one, or
+    None. signals: how many have come, to all ranks together; orphans: how many ranks have no
+    torchrun any longer."""
+    message = f"stopped after step {step}; the same command resumes"
+    if signals:
         return dist.DistError(message)
     if orphans:
         return dist.RankLost(f"{message} (a torchrun has died)")
@@ -688,36 +689,33 @@ def evaluate(args, world, log, state):
     token: the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the
     NSP accuracy's standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
-    seq_len = args.phases[state.phase].seq_len
+    counters = state.counters
+    seq_len = args.phases[counters.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+    names = "mlm_loss", "mlm_accuracy", "unigram_loss", "nsp_loss", "nsp_accuracy", "masked"
+    sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     state.model.eval()
     for indices in data.micro_batches(0, EVAL_EXAMPLES, micro_size, world.rank, world.size):
         batch = examples.batch(indices).to(world.device)
         counted = batch.labels != data.IGNORED
         mlm_logits, nsp_logits = state.model(batch)
-        figures = [
+        sums += torch.stack([
             loss_sum(mlm_logits, batch.labels),
-            loss_sum(nsp_logits, batch.pair_labels),
             (mlm_logits.argmax(1) == batch.labels).sum(),
-            (nsp_logits.argmax(1) == batch.pair_labels).sum(),
             unigram_losses[batch.labels[counted]].sum(),
-            counted.sum()]
-        sums += torch.stack(figures)
+            loss_sum(nsp_logits, batch.pair_labels),
+            (nsp_logits.argmax(1) == batch.pair_labels).sum(),
+            counted.sum()])
     state.model.train()
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
-    mlm_sum, nsp_sum, mlm_hits, nsp_hits, unigram_sum, masked = world.sum(sums.tolist())
-    result = {
-        "step": state.step,
-        "phase": state.phase + 1,
-        "mlm_loss": mlm_sum / masked,
-        "mlm_accuracy": mlm_hits / masked,
-        "unigram_loss": unigram_sum / masked,
-        "nsp_loss": nsp_sum / EVAL_EXAMPLES,
-        "nsp_accuracy": nsp_hits / EVAL_EXAMPLES}
+    total = world.sum(**dict(zip(names, sums.tolist())))
+    masked = total.pop("masked")
+    result = {"step": counters.step, "phase": counters.phase + 1}
+    for name, value in total.items():
+        result[name] = value / (EVAL_EXAMPLES if name.startswith("nsp") else masked)
     log.metric("eval", **result)
     line = EVAL_LINE.format(**result)
     if args.pairs != "none":
@@ -731,13 +729,14 @@ def evaluate(args, world, log, state):
 def training_loop(args, world, log, state, signals):
     """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
     says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
-    clock_start = STARTED - state.seconds            # a resumed run has its seconds already
-    saved_at = state.seconds
+    counters = state.counters
+    clock_start = STARTED - counters.seconds         # a resumed run has its seconds already
+    saved_at = counters.seconds
     batches = None
     stop = None
-    phase_index, done = progress(args, state)
+    phase_index, done = progress(args, counters)
     while phase_index < len(args.phases) and not stop:
-        if batches is None or phase_index != state.phase:
+        if batches is None or phase_index != counters.phase:
             batches = begin_phase(args, world, state, phase_index)
             phase = args.phases[phase_index]
         began = time.perf_counter()
@@ -756,7 +755,7 @@ def training_loop(args, world, log, state, signals):
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # Dropout's seed follows from the step, so none is saved. (Hashes of numbers are fixed.)
-            torch.manual_seed(hash((args.seed, state.step, number, world.rank)))
+            torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
             mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
@@ -774,7 +773,7 @@ def training_loop(args, world, log, state, signals):
         norm = state.reducer.norm()
 
         # 6. An inf or NaN skips the step, on all ranks, since all have the same norm.
-        step_taken = state.scaler.update(not math.isfinite(norm), state.step + 1)
+        step_taken = state.scaler.update(not math.isfinite(norm), counters.step + 1)
         state.reducer.commit(step_taken)             # for int8 and onebit
 
         # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
@@ -787,22 +786,24 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        own = [*sums.tolist(), time.monotonic() - clock_start, len(signals), dist.torchrun_died()]
-        mlm_all, nsp_all, seconds, signalled, orphans = world.sum(own)
-        state.step += 1
-        state.phase_step += 1
-        state.seconds = seconds / world.size
-        figures = step_figures(args, state, masked, mlm_all, nsp_all, began)
+        mlm_sum, nsp_sum = sums.tolist()
+        total = world.sum(
+            mlm=mlm_sum, nsp=nsp_sum, seconds=time.monotonic() - clock_start,
+            signals=len(signals), orphans=dist.torchrun_died())
+        counters.step += 1
+        counters.phase_step += 1
+        counters.seconds = total["seconds"] / world.size
+        figures = step_figures(args, state, masked, total, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
-        phase_index, done = progress(args, state)
+        phase_index, done = progress(args, counters)
         if phase_index < len(args.phases):
-            stop = reason_to_stop(state, signalled, orphans)
-        phase_ends = phase_index != state.phase      # also where the run ends
-        half_hour = state.seconds - saved_at > SAVE_SECONDS
-        if phase_ends or stop or half_hour or state.step % args.save_every == 0:
+            stop = reason_to_stop(counters.step, total["signals"], total["orphans"])
+        phase_ends = phase_index != counters.phase   # also where the run ends
+        half_hour = counters.seconds - saved_at > SAVE_SECONDS
+        if phase_ends or stop or half_hour or counters.step % args.save_every == 0:
             save(args, world, log, state)
-            saved_at = state.seconds
+            saved_at = counters.seconds
             if phase_ends or not stop:               # a stop within a phase shall be quick
                 evaluate(args, world, log, state)
     if batches is None:      # No step was left: the run may have died in its last evaluation.
@@ -829,7 +830,7 @@ def report(args, log, state):
         for sentence in DEMO_SENTENCES:
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
-    log.say(f"\nDone after step {state.step}; another --out starts over. Fill in your own:\n"
+    log.say(f"\nDone after step {state.counters.step}; another --out starts over. Fill in your own:\n"
             f'    python bert.py "{args.out}/model" "A text with a [MASK] in it."')
 
 
@@ -853,7 +854,7 @@ def train(args, world):
         # NSP head, where they are not trained, have no masters and stay rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
-        longest = max(phase.seq_len for phase in args.phases[:state.phase + 1])
+        longest = max(phase.seq_len for phase in args.phases[:state.counters.phase + 1])
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
                               longest)
         if not stop:

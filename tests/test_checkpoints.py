@@ -51,7 +51,7 @@ def kill_after_checkpoint(world, rank, step):
 
     def patched(args, world, log, state):
         save(args, world, log, state)
-        if (world.rank, state.step) == (rank, step):
+        if (world.rank, state.counters.step) == (rank, step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     train.save = patched
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         path.write_bytes(content)
         damage(path, how)
         checkpoint, (said,) = newest(finished, settings)
-        assert checkpoint["step"] == 12 and "step-00000014.pt is damaged" in said, how
+        assert checkpoint["counters"]["step"] == 12 and "step-00000014.pt is damaged" in said, how
     assert not Path("evil").exists()
     path.with_suffix(".pt.damaged").rename(path)
     train_here(finished, *RUNS["bf16"][1])
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
         flipped[position] ^= 16
         path.write_bytes(flipped)
         checkpoint, _ = newest(finished, expected["settings"])
-        found.append(checkpoint["step"] == 12)
+        found.append(checkpoint["counters"]["step"] == 12)
         if not found[-1]:
             assert_same(checkpoint, expected)
     assert sum(found) > 15
@@ -243,13 +243,13 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def full_at_step_6(args, world, log, state):
-        if state.step == 6:
+        if state.counters.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             save(args, world, log, state)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        if state.step == 6:
+        if state.counters.step == 6:
             names = {path.name for path in tmp_path.iterdir()}
             assert names == {"metrics.jsonl", "step-00000002.pt", "step-00000004.pt"}
 

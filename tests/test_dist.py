@@ -21,9 +21,13 @@ from tests.ranks import one_of_two, run_ranks, together
 from tests.variants import common, gradientflow, powersgd, topk
 
 # Those of dist.py and of tests/variants. A new one is tested at once.
-dist.COMPRESSORS |= {"topk": topk.topk, "powersgd": powersgd.powersgd, "chunk": gradientflow.chunk}
+dist.COMPRESSORS |= {
+    "topk": lambda: dist.ErrorFeedback(topk.topk),
+    "powersgd": lambda: dist.ErrorFeedback(powersgd.powersgd),
+    "chunk": lambda: dist.ErrorFeedback(gradientflow.chunk)}
 common.tell_shapes()                                           # to powersgd
-LOSSY = [name for name in dist.COMPRESSORS if name not in dist.DENSE]
+DENSE = [name for name, wire in dist.COMPRESSORS.items() if isinstance(wire(), dist.Dense)]
+LOSSY = [name for name in dist.COMPRESSORS if name not in DENSE]
 
 
 # ----- The reducer against one process -----
@@ -63,7 +67,7 @@ def one_process(accumulation=1):
     """Gradients of the mean over the whole batch, without any of dist.py."""
     model = toy()
     (model(batch(12 * accumulation)) / 12).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return gradients_of(model)
 
 
 def reduced(world, bucket_mb, accumulation, compression):
@@ -77,10 +81,15 @@ def reduced(world, bucket_mb, accumulation, compression):
             reducer.last_micro_batch = number + 1 == accumulation
             (model(tokens) / 12 * world.size).backward()
         reducer.finish()
-    every = torch.cat([view.flatten() for view in reducer.gradients.values()])
+    gradients = gradients_of(model)
+    every = torch.cat([gradient.flatten() for gradient in gradients.values()])
     assert reducer.norm() == pytest.approx(float(every.norm()))
     weights = [p.detach() for p in [*model.parameters(), *model.buffers()]]
-    return reducer.gradients, weights, reducer.bytes_sent
+    return gradients, weights, reducer.bytes_sent
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def simple(world):
@@ -88,7 +97,7 @@ def simple(world):
     model = toy()
     (model(batch()[world.rank::world.size]) / 12 * world.size).backward()
     dist.average_gradients(model, world)
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return gradients_of(model)
 
 
 WAYS = [(0.0002, 1, "none"), (100.0, 3, "none"), (0.0002, 2, "fp16"), (100.0, 2, "bf16")]
@@ -130,7 +139,7 @@ def test_after_an_error_the_next_step_is_right():
     reducer = dist.Reducer(model, one_of_two(), bucket_mb=0.0002)
     before = torch.get_num_threads()
     reducer.thread.submit(torch.set_num_threads, 2)
-    reducer.buckets[1].average = lambda scale: time.sleep(0.2) or 1 / 0
+    reducer.buckets[1].average = lambda loss_scale: time.sleep(0.2) or 1 / 0
     (model(batch()) / 12).backward()
     with pytest.raises(ZeroDivisionError):
         reducer.finish()
@@ -140,7 +149,8 @@ def test_after_an_error_the_next_step_is_right():
     (model(batch()) / 12 * 2).backward()
     reducer.finish()
     for name, gradient in one_process().items():
-        torch.testing.assert_close(reducer.gradients[name], gradient, rtol=1e-5, atol=1e-5)
+        ours = model.get_parameter(name).grad
+        torch.testing.assert_close(ours, gradient, rtol=1e-5, atol=1e-5)
     assert reducer.thread.submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == before
 
@@ -172,13 +182,15 @@ def average(world, bucket, step, scale=1.0, spoil=None):
 def kept(world, bucket):
     """Returns what is not sent yet, (COUNT,), as a mean over all ranks."""
     rest = torch.zeros(COUNT)
-    if bucket.inner.rank == 0:
-        rest = bucket.residual[:COUNT].clone()
-        bucket.outer.all_reduce(rest.div_(bucket.outer.size))
-        if "part_residual" in bucket.state:                        # lost after the average
-            parts = bucket.outer.all_gather(bucket.state["part_residual"])
+    leaders = bucket.across_nodes
+    if bucket.within_node.rank == 0:
+        residual, state = bucket.wire.kept
+        rest = residual[:COUNT].clone()
+        leaders.all_reduce(rest.div_(leaders.size))
+        if "part_residual" in state:                               # lost after the average
+            parts = leaders.all_gather(state["part_residual"])
             rest += parts.view(-1)[:COUNT]
-    bucket.inner.broadcast(rest)
+    bucket.within_node.broadcast(rest)
     return rest
 
 
@@ -188,12 +200,12 @@ def fifty_steps(world, name):
     went_in = went_out = torch.zeros(COUNT, dtype=torch.float64)
     for step in range(50):
         mean, sent = average(world, bucket, step, 2.0 ** (step % 3))     # any scale
-        bucket.commit(True)
+        bucket.wire.commit(True)
         went_in, went_out = went_in + mean_gradient(world, step), went_out + mean
     rest = kept(world, bucket)
     difference = (went_in - went_out - rest).abs().max().item()
-    bucket.forget()
-    assert bucket.state == {} and not bucket.residual.any()
+    bucket.wire.forget()
+    assert bucket.wire.kept == (None, {})
     return difference, mean, sent, rest.norm().item() / went_in.norm().item()
 
 
@@ -226,15 +238,15 @@ def overflow(world, name):
     bucket = dist.Bucket(SHAPES, world, name)
     for step in range(3):
         assert average(world, bucket, step)[0].isfinite().all(), f"{name}: a mean is not finite"
-        bucket.commit(True)
-    residual, state = bucket.residual, bucket.state
+        bucket.wire.commit(True)
+    residual, state = before = bucket.wire.kept
     kept = [value for value in [residual, *state.values()] if torch.is_tensor(value)]
     bits = [value.clone() for value in kept]
     for bad in math.inf, -math.inf, math.nan:
         assert not average(world, bucket, 3, spoil=bad)[0].isfinite().all(), (
             f"{name}: a gradient of one rank is {bad}, and the mean of all is finite")
-        bucket.commit(False)
-    assert bucket.residual is residual and bucket.state is state
+        bucket.wire.commit(False)
+    assert bucket.wire.kept is before
     assert all(map(torch.equal, kept, bits)), f"{name}: a skipped step has changed what is kept"
     return average(world, bucket, 4)[0].isfinite().all()
 
@@ -248,7 +260,7 @@ def constant(world, name):
         model(gradient(world.rank, 0)).sum().backward()
         reducer.finish()
         reducer.commit(True)
-        total += reducer.gradients["weight"].view(-1)
+        total += model.weight.grad.view(-1)
     exact = mean_gradient(world, 0)
     return ((total / 120 - exact).norm() / exact.norm()).item()
 
@@ -273,7 +285,7 @@ def test_zeros_stay_zero(name):
         bucket.flat[:1024], bucket.flat[1024:] = 1.0, 0.0
         bucket.average(1.0)
         assert bucket.flat[:1024].any() and not bucket.flat[1024:].any()
-        bucket.commit(True)
+        bucket.wire.commit(True)
 
 
 def test_codes_are_as_their_equations_say():
@@ -291,7 +303,7 @@ def test_codes_are_as_their_equations_say():
 # ----- Ranks -----
 
 def collectives(world):
-    total = world.sum([2 ** 50 + 1, world.rank, math.nan if world.rank == 1 else 0.0])
+    total = world.sum(large=2 ** 50 + 1, ranks=world.rank, nan=math.nan if world.rank == 1 else 0.0)
     tensor = torch.arange(3) + world.rank
     world.broadcast(tensor, 2)
     assert tensor.tolist() == [2, 3, 4]
@@ -305,7 +317,8 @@ def collectives(world):
 def test_small_collectives(tmp_path):
     for total, ranks, place in run_ranks(collectives, 4, tmp_path, local_size=2):
         assert ranks == [0, 1, 2, 3] and place == (2, 2)
-        assert total[:2] == [2 ** 52 + 4, 6] and math.isnan(total[2])  # nor is NaN lost
+        assert total.pop("ranks") == 6 and total.pop("large") == 2 ** 52 + 4
+        assert math.isnan(total.pop("nan")) and not total              # nor is NaN lost
 
 
 def begins_again(world, sizes, store):
@@ -317,13 +330,13 @@ def begins_again(world, sizes, store):
     torch.distributed.set_debug_level_from_env()
     try:
         again = dist.init(10, f"file://{store}")
-        return again.sum([again.rank])
+        return again.sum(rank=again.rank)
     except dist.DistError as error:
         return str(error)
 
 
 def test_torchs_debugging_of_collectives_works(tmp_path):
-    assert run_ranks(begins_again, 2, tmp_path, (2,), tmp_path / "second") == [[1.0]] * 2
+    assert run_ranks(begins_again, 2, tmp_path, (2,), tmp_path / "second") == [{"rank": 1.0}] * 2
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 2), (1, 3)])
@@ -342,11 +355,11 @@ def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
     store.set("1/here/1", "")
     assert run_ranks(dies, 2, tmp_path, store="store", check=False) == [None, None]
     for _ in range(2):                                         # ... then both, and both again
-        assert run_ranks(world_sum, 2, tmp_path, store="store") == [[1.0], [1.0]]
+        assert run_ranks(world_sum, 2, tmp_path, store="store") == [{"rank": 1.0}] * 2
 
 
 def world_sum(world):
-    return world.sum([world.rank])
+    return world.sum(rank=world.rank)
 
 
 def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, monkeypatch):
@@ -416,7 +429,7 @@ def leaves(world, said, act):
             os.kill(os.getpid(), signal.SIGTERM)               # as torchrun does
             time.sleep(2)                                      # busy, but alive
         while True:
-            world.sum([1])
+            world.barrier()
     except (dist.RankLost, ZeroDivisionError) as error:
         rank_lost = isinstance(error, dist.RankLost)
         dist.leave(f"rank {world.rank}: {error}", rank_lost or act != "mistake", rank_lost)
@@ -500,7 +513,7 @@ def average_on_gpu(world):
         mine = batch()[world.rank::world.size].to(world.device)
         (model(mine) / 12 * world.size).backward()
         reducer.finish()
-        found[name] = {key: view.cpu() for key, view in reducer.gradients.items()}
+        found[name] = {key: view.cpu() for key, view in gradients_of(model).items()}
     return found
 
 
@@ -511,7 +524,7 @@ def test_gradients_on_gpus_are_those_of_one_process(tmp_path, size, local_size):
     expected = one_process()
     for name, gradients in outcomes[0].items():
         for key, view in gradients.items():
-            if name in dist.DENSE:
+            if name in DENSE:
                 torch.testing.assert_close(view, expected[key], rtol=2e-2, atol=2e-2)
             for other in outcomes:                             # on all ranks the same bits
                 assert torch.equal(other[name][key], view)

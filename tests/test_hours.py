@@ -33,7 +33,7 @@ def fake_clock(world, seconds_of_step, patch=setattr):
 
     def finish_slowly(self):
         finish(self)
-        clock.now += seconds_of_step(clock.state.step, world.rank)
+        clock.now += seconds_of_step(clock.state.counters.step, world.rank)
 
     patch(train, "build", build_noted)
     patch(dist.Reducer, "finish", finish_slowly)
@@ -68,7 +68,8 @@ def test_phases_share_the_time_and_a_resume_goes_on(train_here, monkeypatch, tmp
     assert column(tmp_path / "parts", *names) == column(tmp_path / "whole", *names)
     whole, parts = (last_state(tmp_path / name) for name in ("whole", "parts"))
     assert_same(whole, parts)
-    assert whole["seconds"] == parts["seconds"] == lines[-1]["seconds"]
+    assert whole["counters"] == parts["counters"]
+    assert whole["counters"]["seconds"] == lines[-1]["seconds"]
 
 
 def test_ranks_agree_on_the_time(shards, tmp_path):

@@ -330,11 +330,12 @@ def test_where_the_variance_freezes():
     with installed(onebit_lamb):
         args = args_of("--recipe", "nvidia-64k")
     assert args.optimizer == "onebit-lamb" and args.betas == (0.9, 0.999)
-    state = SimpleNamespace(step=0, phase=0, phase_step=0)
-    for state.phase, first_frozen in (0, 2001), (1, 312):
-        for state.phase_step in range(args.phases[state.phase].steps):
+    counters = train.Counters()
+    state = SimpleNamespace(counters=counters)
+    for counters.phase, first_frozen in (0, 2001), (1, 312):
+        for counters.phase_step in range(args.phases[counters.phase].steps):
             frozen = onebit_adam.is_frozen(args, state)
-            assert frozen == (state.phase_step >= first_frozen), state
+            assert frozen == (counters.phase_step >= first_frozen), counters
 
 
 @pytest.mark.parametrize("argv, words", [

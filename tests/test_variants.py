@@ -359,10 +359,11 @@ def stages(world):
     args = SimpleNamespace(bucket_mb=0.01, compression="none", init=None)
     model = stacking.GrowingBert(config)
     batch = random_batch(128, 8, 64)
-    reducer = dist.Reducer(model, world)
     masters = optim.cast_with_masters(model, torch.bfloat16)
+    reducer = dist.Reducer(model, world, masters=masters)
     optimizer = optim.LAMB(masters.values(), lr=0.01)
-    state = train.State(model, reducer, masters, optimizer, optim.LossScaler())
+    state = train.State(model, masters, reducer, optimizer, optim.LossScaler(),
+                        train.Counters())
     stacking.prepare(args, world, state)
     told = []
     for stage in range(stacking.STAGES + 1):
@@ -428,14 +429,6 @@ def toy(world, reducer=dist.Reducer):
     return model, reducer(model, world, bucket_mb=256e-6), backward
 
 
-def masters_of(model, reducer):
-    """Returns the model's weights as train.build makes masters of them."""
-    masters = optim.cast_with_masters(model, torch.float32)
-    for name, master in masters.items():
-        master.grad = reducer.gradients[name]
-    return masters
-
-
 def vector(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -445,9 +438,9 @@ def local_training(world, period, steps=9):
     weights after each step; the same by one process that plays both ranks."""
     local_steps.PERIOD = period
     model, reducer, backward = toy(world, local_steps.WeightReducer)
-    masters = masters_of(model, reducer)
+    masters = reducer.masters
     optimizer = optim.LAMB(masters.values(), lr=0.01)
-    state = train.State(model, reducer, masters, optimizer, None)
+    state = train.State(model, masters, reducer, optimizer, None, train.Counters())
     local_steps.prepare(SimpleNamespace(compression="none"), world, state)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     optimizers = [optim.LAMB(replica.parameters(), lr=0.01) for replica in replicas]
@@ -462,7 +455,7 @@ def local_training(world, period, steps=9):
         both = world.all_gather(vector(model))
         met.append((both[0] == both[1]).tolist())
         optimizer.step()
-        state.step += 1
+        state.counters.step += 1
         weights.append(vector(model))
         for rank, replica in enumerate(replicas):
             replica.zero_grad()
@@ -501,7 +494,7 @@ def slow_training(world, steps=5):
     same by one process that plays both ranks; whether all are equal at the end; bytes by step."""
     slow_momentum.PERIOD = 2
     model, reducer, backward = toy(world, LocalReducer)
-    masters = masters_of(model, reducer)
+    masters = reducer.masters
     optimizer = slow_momentum.SlowMomentum(masters.values(), lr=0.01)
     optimizer.connect(world, reducer)
     replicas = [copy.deepcopy(model) for _ in range(2)]
@@ -525,7 +518,7 @@ def slow_training(world, steps=5):
                 for pair in (p.data, q.data), slow:
                     torch._foreach_copy_(pair, [sum(pair) / 2] * 2)
     optimizer.average("slow", "exp_avg", "exp_avg_sq")
-    tensors = train.tensors_of(train.State(model, reducer, masters, optimizer, None))
+    tensors = train.tensors_of(train.State(model, masters, reducer, optimizer, None, None))
     same = all(torch.equal(*world.all_gather(x)) for x in tensors.values())
     return met, vector(model), sum(map(vector, replicas)) / 2, same, sent
 
@@ -588,8 +581,8 @@ def test_stacking_begins_every_stage(monkeypatch):
     for name in "begin_phase", "restore":
         monkeypatch.setattr(train, name, lambda *_: None)
     with installed(stacking):
-        train.begin_phase(0, 0, SimpleNamespace(phase=0), 2)
-        train.restore(0, 0, 0, SimpleNamespace(phase=1))
+        train.begin_phase(0, 0, SimpleNamespace(counters=train.Counters()), 2)
+        train.restore(0, 0, 0, SimpleNamespace(counters=train.Counters(phase=1)))
     assert told == [(1, True), (2, True), (1, False)]
 
 

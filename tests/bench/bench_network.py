@@ -65,7 +65,6 @@ class Method:
         model = bert.BertForPreTraining(bert.BertConfig.preset("mini", VOCABULARY, dropout=0.0))
         self.loss = Loss(model)
         self.reducer = None
-        self.parameters = dict(model.named_parameters())
         self.optimizer = optim.LAMB(model.parameters())
         if name not in DDP:
             self.reducer = dist.Reducer(model, world, compression=name)
@@ -86,11 +85,7 @@ class Method:
         if self.reducer:
             self.reducer.finish()
             self.reducer.commit(True)
-            for name, p in self.parameters.items():
-                p.grad = self.reducer.gradients[name]
         self.optimizer.step()
-        if self.reducer:
-            self.optimizer.zero_grad()       # the next gradients are new tensors again
 
 
 def sent_by_interface():

@@ -87,7 +87,7 @@ EXERCISES = {
         "data.micro_batches data.loader train.count_masked",
         60, "the same step on any number of ranks: who takes which example, and the divisor"),
     "buckets": Exercise(
-        "dist.fill_buckets dist.dense dist.Bucket.average",
+        "dist.fill_buckets dist.Dense.average dist.Bucket.average",
         75, "why gradients travel in buckets, how a mean stays in range, two levels of network"),
     "overlap": Exercise(
         "dist.Reducer._ready dist.Reducer._launch dist.Reducer.finish",
@@ -96,7 +96,7 @@ EXERCISES = {
         "tests/variants/powersgd.powersgd tests/variants/powersgd.first_factors",
         90, "a compressor that is linear, so that an all-reduce can add what it sends"),
     "feedback": Exercise(
-        "dist.Bucket._send dist.Bucket.commit",
+        "dist.ErrorFeedback.average dist.ErrorFeedback.commit",
         50, "why a lossy mean still converges, and what a skipped step must leave as it was"),
     "resume": Exercise(
         "train.save train.restore",

@@ -64,20 +64,20 @@ HINTS = {
     "buckets": [
         "`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and where the "
         "embeddings begin or end. What goes to Bucket is {name: shape}.",
-        "`dense`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
-        "`average`: `inner` are the ranks of this node, or this one alone; `outer` are those that "
-        "exchange. The leader of the node alone sends: by `_send` with residuals, else by its "
-        "compressor, in place. What is summed inside the node is divided before.",
+        "`Dense.average`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
+        "`average`: `within_node` are the ranks of this node, or this one alone; `across_nodes` those that "
+        "exchange. The leader of the node alone sends: `wire.average`, in place. What is summed "
+        "within the node is divided before.",
     ],
     "overlap": [
         "`_ready`: autograd has added the gradient to p.grad, whose memory is that of "
-        "self.gradients[name]; if it is not, say so. `self.last_micro_batch` says that this "
+        "self.masters[name].grad; if it is not, say so. `self.last_micro_batch` says that this "
         "micro-batch is the last one. Where there is no thread nothing is launched.",
         "`_launch`: bucket k starts when its own gradients and those of all buckets before it are "
         "ready, whatever came first. len(self.jobs) of them have started. One gradient can "
         "release several: go on until a bucket has a name in `self.missing`.",
         "`finish` looks for what is missing first, or it would wait for ever. job.result() waits, "
-        "raises what the thread raised, and else is the bytes. wait_seconds is the time that these "
+        "raises what the thread raised; each bucket then has its bytes_sent. wait_seconds is the time that these "
         "waits took. With a stream it first waits for the current stream, then for all ranks. "
         "Without a thread, on one rank, it averages all buckets itself.",
     ],
@@ -92,11 +92,13 @@ HINTS = {
     ],
     "feedback": [
         "Residuals are unscaled, gradients are not: the scale may be another one in the next step. "
-        "`padded` is `flat` with zeros behind it, as long as the residual.",
-        "`_send` calls self.compressor(self.outer, value, self.state), which leaves the rest in "
-        "`value` and returns mean, next state, bytes. The mean, times the scale, goes to `flat`.",
-        "What waits for `commit` is (value, next state), in `uncommitted`. `commit` takes both as "
-        "`residual` and `state` if the step is taken. In any case nothing waits afterwards.",
+        "`value` is longer than `flat`, a multiple of BLOCK * world.size: zeros at first, then its "
+        "padding has a residual like all else.",
+        "`average` calls self.mean(world, value, state), which leaves the rest in `value` and "
+        "returns mean, next state, bytes. The mean, times the loss scale, goes to `flat`.",
+        "What waits for `commit` is (value, next state), in `next`; what the next step begins with "
+        "is in `kept`, and None stands there for a residual of zeros. `commit` lets `next` be "
+        "`kept` if the step is taken; in any case both are the same afterwards.",
     ],
     "resume": [
         "`save`: first `check_weights`, on all ranks, then `forget`. Rank 0 alone writes: "
@@ -106,6 +108,6 @@ HINTS = {
         "`restore`: first let each rank compare the latest step in its folder with rank 0's.",
         "`restore`: rank 0 reads, and copies into `tensors_of(state)` in place; the numbers go by "
         "`all_gather_object`, each tensor by `broadcast`. Then the model gets the masters, State "
-        "its COUNTERS and a LossScaler, each group of the optimizer its options.",
+        "its Counters and a LossScaler, each group of the optimizer its options.",
     ],
 }

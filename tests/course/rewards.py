@@ -113,7 +113,7 @@ def overlap():
 
 def feedback():
     """What has arrived of a gradient of which one element in a hundred is sent."""
-    dist.COMPRESSORS["topk"] = topk.topk
+    dist.COMPRESSORS["topk"] = lambda: dist.ErrorFeedback(topk.topk)
     gradient = torch.randn(10_000)
     bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "topk")
     arrived = torch.zeros_like(gradient)
@@ -121,7 +121,7 @@ def feedback():
     for step in range(1, 401):
         bucket.flat.copy_(gradient)
         bucket.average(1.0)
-        bucket.commit(step_taken=True)
+        bucket.wire.commit(step_taken=True)
         arrived += bucket.flat
         if step in (1, 10, 50, 100, 200, 400):
             distance = (arrived / step - gradient).norm() / gradient.norm()

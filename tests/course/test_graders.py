@@ -427,24 +427,25 @@ def test_buckets_are_filled():
     assert found == right, f"sizes {sizes}, full with 8: the buckets are {right}, not {found}"
 
 
-def send_stand_in(bucket, scale):
-    """Averages a bucket over the leaders; says that 1,000 bytes were sent."""
-    assert scale == 4.0, f"average(4.0) calls _send({scale})"
-    bucket.flat.div_(bucket.outer.size)
-    bucket.outer.all_reduce(bucket.flat)
+def send_stand_in(world, flat, scale):
+    """Averages over the leaders; says that 1,000 bytes were sent."""
+    assert scale == 4.0, f"average(4.0) gives the wire a loss_scale of {scale}"
+    flat.div_(world.size)
+    world.all_reduce(flat)
     return 1000
 
 
 def means(world):
     """Returns means in fp16 of large numbers, which not all fit it, and what a dense bucket and one
-    with a stand-in for `_send` (exercise 12) make of the rank's number on two levels."""
+    with a stand-in for its wire (exercise 12) make of the rank's number on two levels."""
     large = torch.full((4,), 80_000.0 * (world.rank % 2))
-    sent = dist.dense(torch.float16, world, large)
+    sent = dist.Dense(torch.float16).average(world, large, 1.0)
     found = [large.tolist(), sent]
     for name in "none", "int8":
         bucket = dist.Bucket({"weight": (600,)}, world, name)
         bucket.flat.fill_(world.rank + 1.0)
-        bucket._send = functools.partial(send_stand_in, bucket)
+        if name == "int8":
+            bucket.wire.average = send_stand_in
         found.append((bucket.average(4.0), bucket.flat.clone()))
     return found
 
@@ -488,15 +489,15 @@ def reduced(world):
             (model(part).sum() / 6).backward()
         reducer.finish()
     bias = nn.ParameterList([torch.zeros(4)])
-    small = dist.Reducer(bias, world)
-    bias.bfloat16()
-    small.zero_grad()
+    masters = optim.cast_with_masters(bias, torch.bfloat16)
+    small = dist.Reducer(bias, world, masters=masters)
     for number in range(600):
         small.last_micro_batch = number == 599
         bias[0].sum().backward()
     small.finish()
-    return ({name: p.grad for name, p in exact.named_parameters()}, reducer.gradients,
-            reducer.bytes_sent, small.gradients["0"])
+    return ({name: p.grad for name, p in exact.named_parameters()},
+            {name: p.grad for name, p in model.named_parameters()},
+            reducer.bytes_sent, masters["0"].grad)
 
 
 def test_overlap_gradients(tmp_path):
@@ -554,7 +555,7 @@ def test_overlap_errors():
     backward(model[:1])
     with pytest.raises(dist.DistError) as caught:
         reducer.finish()
-    names = {name for name in reducer.gradients if name in str(caught.value)}
+    names = {name for name in reducer.masters if name in str(caught.value)}
     assert names == {"1.weight", "1.bias"}, (
         f"1.weight and 1.bias take no part in the loss; the error names {names or 'none'}")
     reducer.zero_grad()
@@ -651,10 +652,10 @@ def test_powersgd_keeps_the_state():
 
 @pytest.fixture(params=["int8", "onebit"])
 def bucket(request):
-    """A bucket of one rank, whose compressor says that it has sent 1,000 bytes."""
+    """A bucket of one rank, whose `mean` says that it has sent 1,000 bytes."""
     bucket = dist.Bucket({request.param: (1500,)}, dist.World(), request.param)
-    compressor = bucket.compressor
-    bucket.compressor = lambda *arguments: (*compressor(*arguments)[:2], 1000)
+    mean = bucket.wire.mean
+    bucket.wire.mean = lambda *arguments: (*mean(*arguments)[:2], 1000)
     return bucket
 
 
@@ -662,13 +663,14 @@ def send(bucket, gradient, scale=1.0):
     """Averages a gradient, which is times `scale`; returns the mean without it."""
     bucket.flat.copy_(gradient * scale)
     sent = bucket.average(scale)
-    assert sent == 1000, f"the compressor has sent 1000 bytes, and `_send` returns {sent}"
+    assert sent == 1000, f"`mean` has sent 1000 bytes, and `average` returns {sent}"
     return bucket.flat / scale
 
 
 def kept(bucket):
     """Returns all that has not been sent yet, (1500,)."""
-    return (bucket.residual + bucket.state["part_residual"].view(-1))[:1500]
+    residual, state = bucket.wire.kept
+    return (residual + state["part_residual"].view(-1))[:1500]
 
 
 def test_feedback_loses_nothing(bucket):
@@ -678,7 +680,7 @@ def test_feedback_loses_nothing(bucket):
         gradient = torch.randn(1500)
         went_out = went_out + send(bucket, gradient, 2.0 ** (step % 3))
         went_in = went_in + gradient
-        bucket.commit(True)
+        bucket.wire.commit(True)
         assert_near(went_out + kept(bucket), went_in, f"{[*bucket.shapes]}: what went out and what "
                     f"is kept, after {step + 1} steps of loss scales 1, 2, 4,", 1e-4)
 
@@ -686,13 +688,13 @@ def test_feedback_loses_nothing(bucket):
 def test_feedback_of_a_skipped_step(bucket):
     """5 points: a skipped step leaves no trace."""
     send(bucket, torch.randn(1500))
-    bucket.commit(True)
+    bucket.wire.commit(True)
     before = kept(bucket)
     for bad in torch.inf, torch.nan:
         mean = send(bucket, torch.full((1500,), bad))
         assert not mean.isfinite().all(), f"a gradient is {bad}, and the mean is finite"
-        bucket.commit(False)
-    bucket.commit(True)                          # of nothing: no step is under way
+        bucket.wire.commit(False)
+    bucket.wire.commit(True)                     # of nothing: no step is under way
     assert torch.equal(kept(bucket), before), "a skipped step has changed what is kept"
 
 
@@ -748,7 +750,7 @@ def no_room(world, room, action):
     def patched(args, world, log, state):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         signal.signal(signal.SIGXFSZ, action)
-        if state.step == 6:
+        if state.counters.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             save(args, world, log, state)

@@ -42,12 +42,12 @@ class ClippingReducer(dist.Reducer):
             bucket.average = functools.partial(clip_and_average, bucket, bucket.average, bound)
 
 
-def clip_and_average(bucket, average, bound, scale):
-    """Clips a bucket, which is times `scale`, and averages it; returns the bytes sent."""
+def clip_and_average(bucket, average, bound, loss_scale):
+    """Clips a bucket, which is times loss_scale, and averages it; returns the bytes sent."""
     # What is not finite stays so (inf times 0 is NaN), and train.py skips the step
     norm = torch.linalg.vector_norm(bucket.flat)
-    bucket.flat.mul_((bound * scale / norm).clamp(max=1.0))
-    return average(scale)
+    bucket.flat.mul_((bound * loss_scale / norm).clamp(max=1.0))
+    return average(loss_scale)
 
 
 def install():

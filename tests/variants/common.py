@@ -35,9 +35,9 @@ def change_recipes(change):
 
 
 def use_compression(name, compressor):
-    """Lets dist.py know a compressor, and --compression mean it where it is not given (or "none").
-    Its name is in each checkpoint, as that of an optimizer."""
-    dist.COMPRESSORS = dist.COMPRESSORS | {name: compressor}
+    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and --compression mean it where
+    it is not given (or "none"). Its name is in each checkpoint, as that of an optimizer."""
+    dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(compressor)}
     parse_arguments = train.parse_arguments
 
     def parse_with_default(argv=None):
@@ -52,9 +52,12 @@ def use_compression(name, compressor):
 def tell_shapes():
     """Gives a compressor the shapes of the tensors in its `value`, as "shapes" of its `state`."""
     class Bucket(dist.Bucket):
-        def _send(self, scale):
-            self.state["shapes"] = list(self.shapes.values())
-            return super()._send(scale)
+        def __init__(self, shapes, world, compression):
+            super().__init__(shapes, world, compression)
+            if isinstance(self.wire, dist.ErrorFeedback):
+                mean = self.wire.mean
+                told = {"shapes": list(shapes.values())}
+                self.wire.mean = lambda world, value, state: mean(world, value, state | told)
 
     dist.Bucket = Bucket
 
@@ -90,7 +93,7 @@ def mean_of_each(world, tensors):
     if not tensors:
         return [], 0
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    sent = dist.dense(flat.dtype, world, flat)
+    sent = dist.Dense(flat.dtype).average(world, flat, loss_scale=1.0)
     return split(flat, [tensor.shape for tensor in tensors]), sent
 
 

@@ -11,7 +11,7 @@ ranks choose the same chunks, and a plain all-reduce of those is enough:
 
 What topk.py sends grows with the number of ranks, since each chooses elements of its own
 and must send their indices; this sends the same on any number. The paper's momentum correction and
-its dense warm-up are left out; error feedback, as of all compressors, is in dist.Bucket.
+its dense warm-up are left out; error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets a row "chunk", which --compression now means where it is not
 given (or "none").
@@ -32,7 +32,7 @@ FRACTION = 0.05              # of the chunks is sent
 
 
 def chunk(world, value, state):
-    """Sends the chunks with the largest norms: a compressor, as dist.py defines it."""
+    """Sends the chunks with the largest norms: a `mean` of dist.ErrorFeedback."""
     n = len(value)
     chunks = F.pad(value, (0, -n % CHUNK)).view(-1, CHUNK)               # (chunks, 1024)
     [norms], sent_norms = common.mean_of_each(world, [chunks.abs().sum(1)])

@@ -48,12 +48,12 @@ class WeightReducer(LocalReducer):
         super().__init__(*arguments, **options)
         self.means = {}                                  # of the weights due, {name: tensor}
 
-    def average_bucket(self, bucket, average, scale):
+    def average_bucket(self, bucket, average, loss_scale):
         """Averages a bucket's weights if it is their step, in the communication thread, when the
         bucket's gradients are ready; returns the bytes sent."""
         number = self.buckets.index(bucket)
         due = number * PERIOD // len(self.buckets)
-        if self.state.step % PERIOD != due:
+        if self.state.counters.step % PERIOD != due:
             return 0
         weights = [self.state.masters[name] for name in bucket.shapes]
         # Into new tensors: backward may not be done with the weights themselves.
@@ -75,7 +75,7 @@ class WeightReducer(LocalReducer):
         """Returns the norm of this rank's own gradients. It is inf or NaN if that of any rank is,
         so that all skip the same steps. Collective."""
         norm = self.own_norm()
-        total = self.world.sum([norm])[0]
+        total = self.world.sum(norm=norm)["norm"]
         return norm if math.isfinite(total) else total
 
     def agree(self):

@@ -153,7 +153,7 @@ def bound(update):
 
 class CompressedMean:
     """Averages the same tensors over the ranks at each call, in one bit an element, with error
-    feedback (dist.Bucket). masters: {name: tensor}; params: these tensors in the order of a call.
+    feedback (dist.ErrorFeedback). masters: {name: tensor}; params: these tensors in the order of a call.
     """
 
     def __init__(self, masters, params, world):
@@ -171,14 +171,14 @@ class CompressedMean:
         sent = 0
         for bucket in self.buckets:
             sent += bucket.average(1.0)
-            bucket.commit(True)
+            bucket.wire.commit(True)
         torch._foreach_copy_(tensors, self.views)
         return sent
 
     def forget(self):
         """Forgets what is not sent yet."""
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.wire.forget()
 
 
 # ----- The stages in train.py -----
@@ -188,9 +188,9 @@ class AskingReducer(LocalReducer):
     local = False
     optimizer = None         # `prepare` sets it, after the first zero_grad, and `is_frozen`
 
-    def zero_grad(self, scale=1.0):
+    def zero_grad(self, loss_scale=1.0):
         """Begins a step."""
-        super().zero_grad(scale)
+        super().zero_grad(loss_scale)
         if self.optimizer:
             self.local = self.optimizer.begin_step(self.is_frozen())
 
@@ -202,14 +202,15 @@ class AskingReducer(LocalReducer):
 
 def is_frozen(args, state):
     """Returns True if the next step is in its phase's second stage."""
-    index, done = train.progress(args, state)
+    index, done = train.progress(args, state.counters)
     return done > max(FREEZE, args.phases[index].warmup)
 
 
 def prepare(args, world, state):
     """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if flags ask
     for another optimizer or for residuals."""
-    if not isinstance(state.optimizer, OneBitAdam) or args.compression not in dist.DENSE:
+    dense = isinstance(state.reducer.buckets[0].wire, dist.Dense)
+    if not isinstance(state.optimizer, OneBitAdam) or not dense:
         raise train.ConfigError("a 1-bit optimizer needs --compression none, fp16 or bf16, and no "
                                 "--optimizer")
     state.optimizer.connect(args, world, state)

@@ -9,8 +9,8 @@ arXiv 1905.13727, algorithm 1. For each matrix V_r (a, b) of rank r of the N, wi
     P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
 Both means are linear in V_r, so the sums over the ranks are those of the mean gradient: what is
-sent does not grow with the ranks, unlike that of topk.py. Error feedback, as of all compressors, is
-in dist.Bucket, and a save drops Q.
+sent does not grow with the ranks, unlike that of topk.py. Error feedback is in
+dist.ErrorFeedback, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
 not given (or "none"); and dist.Bucket is one that tells it the shapes of its tensors.
@@ -30,7 +30,7 @@ RANK = 4                     # of the factors, k
 
 
 def powersgd(world, value, state):
-    """Sends two factors of each matrix: a compressor, as dist.py defines it.
+    """Sends two factors of each matrix: a `mean` of dist.ErrorFeedback.
 
     Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
     matrices with 2 k (a + b) >= a b, go dense and leave nothing. In the code p is P^T (k, a) and q

@@ -97,25 +97,24 @@ def begin_stage(args, state, stage, grow):
 
     # The Reducer keeps its hooks, which nothing calls for frozen weights, and gets other buckets.
     reducer = state.reducer
-    named = state.model.named_parameters()
-    trainable = {name: p for name, p in named if p.requires_grad}
+    trainable = {name: p for name, p in reducer.parameters.items() if p.requires_grad}
+    reducer.masters = {name: state.masters[name] for name in trainable}
     reducer.buckets = dist.fill_buckets(
         trainable, reducer.world, args.compression, args.bucket_mb)
     reducer.flats = [bucket.flat for bucket in reducer.buckets]
-    reducer.parameters = trainable
-    reducer.gradients = {}
+    views = {}
     for bucket in reducer.buckets:
-        reducer.gradients.update(bucket.views())
-    # As in train.build, the optimizer finds its gradients in the buckets; what is frozen has none.
-    for name, master in state.masters.items():
-        master.grad = reducer.gradients.get(name)
+        views.update(bucket.views())
+    for name, master in state.masters.items():           # what is frozen has no gradient
+        master.grad = views.get(name)
     for group, everything in zip(state.optimizer.param_groups, state.groups):
         group["params"] = [master for master in everything if master.grad is not None]
 
 
 def prepare(args, world, state):
     """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
-    if state.model.config.layers % STAGES or args.compression not in dist.DENSE:
+    dense = isinstance(state.reducer.buckets[0].wire, dist.Dense)
+    if state.model.config.layers % STAGES or not dense:
         raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and "
                                 "--compression none, fp16 or bf16")
     if args.init:
@@ -129,13 +128,13 @@ def install():
     restore = train.restore
 
     def begin_staged_phase(args, world, state, phase_index):
-        for stage in range(state.phase + 1, phase_index + 1):
+        for stage in range(state.counters.phase + 1, phase_index + 1):
             begin_stage(args, state, stage, grow=True)
         return begin_phase(args, world, state, phase_index)
 
     def restore_stage(args, world, log, state):
         restore(args, world, log, state)
-        begin_stage(args, state, state.phase, grow=False)
+        begin_stage(args, state, state.counters.phase, grow=False)
 
     bert.BertForPreTraining = GrowingBert
     train.begin_phase = begin_staged_phase

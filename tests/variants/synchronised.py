@@ -23,11 +23,11 @@ class LocalReducer(dist.Reducer):
         for bucket in self.buckets:
             bucket.average = functools.partial(self.average_bucket, bucket, bucket.average)
 
-    def average_bucket(self, bucket, average, scale):
+    def average_bucket(self, bucket, average, loss_scale):
         """Stands in the place of bucket.average, called `average` here; returns the bytes sent."""
         if self.local:
             return 0
-        return average(scale)
+        return average(loss_scale)
 
     def finish(self):
         """As inherited. What is sent between two steps is counted in the second one."""
@@ -44,7 +44,7 @@ class LocalReducer(dist.Reducer):
         norm = self.own_norm()
         if not self.local:
             return norm
-        squares = self.world.sum([norm ** 2])[0]
+        squares = self.world.sum(square=norm ** 2)["square"]
         return math.sqrt(squares) / self.world.size
 
 

@@ -10,7 +10,7 @@ of its k = FRACTION n largest:
 
 All ranks get the elements of all by an all-gather, 8 bytes each: so what is sent grows with the
 ranks, and from N = 1 / FRACTION ranks on it is more than in fp32. What was not sent stays in v_r;
-error feedback, as of all compressors, is in dist.py.
+error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets a row "topk", which --compression now means where it is not
 given (or "none").
@@ -30,7 +30,7 @@ FRACTION = 0.01              # of the elements is sent
 
 
 def topk(world, value, state):
-    """Sends the largest elements: a compressor, as dist.py defines it."""
+    """Sends the largest elements: a `mean` of dist.ErrorFeedback."""
     sizes = value.abs()
     k = max(1, int(FRACTION * len(value)))
     # An inf or NaN is among the largest, so that all ranks get it.
