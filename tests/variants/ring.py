@@ -1,0 +1,87 @@
+"""The all-reduce itself, of nothing but send and receive: a sum that goes around a ring of ranks.
+
+    torchrun --nproc_per_node=3 tests/variants/ring.py --out runs/ring
+
+Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. If
+every rank sent its tensor to one that adds all up, that one would receive (W - 1) n elements. So
+the tensor is cut into W chunks, and the ranks stand in a ring, in which each sends to the next one
+only. Three ranks with the tensors a, b, c; ab0 is the sum of a0 and b0:
+
+                                     rank 0            rank 1            rank 2
+
+                                     a0   a1   a2      b0   b1   b2      c0   c1   c2
+    reduce-scatter: each adds what comes from the left
+        0 sends a0, 1 b1, 2 c2       a0   a1   ac2     ab0  b1   b2      c0   bc1  c2
+        0 sends ac2, 1 ab0, 2 bc1    a0   abc1 ac2     ab0  b1   abc2    abc0 bc1  c2
+    all-gather: each keeps what comes from the left
+        0 sends abc1, 1 abc2, 2 abc0 abc0 abc1 ac2     ab0  abc1 abc2    abc0 bc1  abc2
+        0 sends abc0, 1 abc1, 2 abc2 abc0 abc1 abc2    abc0 abc1 abc2    abc0 abc1 abc2
+
+There are W - 1 rounds of each kind, and in each a rank sends a chunk of about n / W elements:
+
+    sent by each rank = 2 (W - 1) / W n          less than 2 n, on however many ranks
+
+No all-reduce sends less. Every chunk is summed up once, by the ranks in turn, and then copied: so
+all ranks end with the same bits.
+
+What is changed: dist.World.all_reduce. Sums of other libraries add up in another order, so with
+more than two ranks the results differ from train.py's by rounding, as they do with another number
+of ranks. Any other variant may run over it: call this install() after the variant's own.
+"""
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import dist  # noqa: E402
+from tests.variants import common  # noqa: E402
+
+
+def all_reduce(world, tensor):
+    """Sums a tensor over all ranks, in place on every rank: a method of dist.World."""
+    world._run(sum_around_ring, tensor)            # raises RankLost; one rank does nothing
+
+
+def sum_around_ring(tensor, group):
+    """Sums a tensor over the ranks of a group of torch (None: all), in place."""
+    rank = distributed.get_rank(group)
+    size = distributed.get_world_size(group)
+    # Views of W chunks. Where W does not divide n, the first ones have an element more.
+    chunks = tensor.view(-1).tensor_split(size)
+    # Reduce-scatter: in round k the chunk rank - k goes out and rank - k - 1 comes in.
+    for k in range(size - 1):
+        outgoing = chunks[(rank - k) % size]
+        own = chunks[(rank - k - 1) % size]
+        incoming = torch.empty_like(own)
+        pass_on(outgoing, incoming, group)
+        own += incoming
+    # Now this rank has the sum of chunk rank + 1. All-gather: that one goes out first.
+    for k in range(size - 1):
+        outgoing = chunks[(rank + 1 - k) % size]
+        own = chunks[(rank - k) % size]
+        pass_on(outgoing, own, group)
+
+
+def pass_on(outgoing, incoming, group):
+    """Sends a tensor to the next rank in the ring, and receives another from the one before."""
+    rank = distributed.get_rank(group)
+    size = distributed.get_world_size(group)
+    # Both at once: if all ranks sent first, each would wait for the next one to receive.
+    work = distributed.batch_isend_irecv([
+        distributed.P2POp(distributed.isend, outgoing, group=group, group_peer=(rank + 1) % size),
+        distributed.P2POp(distributed.irecv, incoming, group=group, group_peer=(rank - 1) % size)])
+    for each in work:
+        each.wait()
+
+
+def install():
+    """Makes train.py use it."""
+    dist.World.all_reduce = all_reduce
+
+
+if __name__ == "__main__":
+    install()
+    common.main()

@@ -1,0 +1,91 @@
+"""A slow network on one machine, without root: collectives that wait as long as a link would take.
+
+    GBPS=0.1 torchrun --nproc_per_node=2 tests/variants/slow_network.py --compression onebit
+    GBPS=0.1 torchrun --nproc_per_node=2 tests/variants/one_by_one.py
+
+Ranks of one machine exchange gradients over its memory, so fast that nothing of dist.py pays. GBPS
+is the speed of the link between two nodes, in Gb/s. Each collective first sleeps
+
+    seconds = 8 bytes / (10^9 GBPS)         bytes: what this rank sends, for a tensor of n bytes:
+
+    all_reduce      2 (W - 1) / W n         in a ring, see ring.py
+    all_to_all      (W - 1) / W n
+    all_gather      (W - 1) n
+    reduce          n                       from rank to rank, in small pieces
+    broadcast       n
+
+and then does its work. It sleeps in the thread that calls it. For a bucket that is the
+communication thread: backward runs on meanwhile, as it would beside a real link. No bit changes.
+
+On a single node every rank counts as a node of its own. On several, ranks within a node do not
+wait for each other (dist.Bucket's `within_node`); set GBPS on every node.
+
+What is changed: the methods of dist.World that send tensors. `common.main` calls install() where
+GBPS is set, after that of the variant.
+"""
+import functools
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import data  # noqa: E402
+import dist  # noqa: E402
+import train  # noqa: E402
+
+GBPS = math.inf              # `install` reads it
+SENT = {                     # method of World: what a rank of W sends, times the tensor it gives
+    "all_reduce": lambda W: 2 * (W - 1) / W,
+    "all_to_all": lambda W: (W - 1) / W,
+    "all_gather": lambda W: W - 1,
+    "reduce": lambda W: 1,
+    "broadcast": lambda W: 1,
+}
+
+
+def slow(collective, share):
+    """Returns a method of dist.World that sleeps, then calls `collective`, another one."""
+    @functools.wraps(collective)
+    def wait_and_call(world, tensor, *arguments, **options):
+        if crosses_nodes(world):
+            # Before the work: so a rank that comes late makes all others end later, too.
+            time.sleep(8e-9 * share(world.size) * tensor.nbytes / GBPS)
+        return collective(world, tensor, *arguments, **options)
+
+    return wait_and_call
+
+
+def crosses_nodes(world):
+    """Returns whether what a World sends goes to other nodes."""
+    if world.size == 1:
+        return False
+    if world.group is None:                        # all ranks
+        return True
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = distributed.get_process_group_ranks(world.group)
+    return len({rank // local_size for rank in ranks}) > 1
+
+
+def install():
+    """Makes the network as slow as GBPS says. Ends the program with one line if it says nothing."""
+    global GBPS
+    parser = data.Parser()
+    parser.add_argument("GBPS", type=data.number_in(float, 1e-6))
+    GBPS = parser.parse_args([os.environ.get("GBPS", "")]).GBPS
+    slow_down()
+
+
+def slow_down():
+    """Has the collectives of dist.World sleep first, by what GBPS is then."""
+    for name, share in SENT.items():
+        setattr(dist.World, name, slow(getattr(dist.World, name), share))
+
+
+if __name__ == "__main__":
+    install()
+    train.main()
