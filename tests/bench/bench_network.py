@@ -3,11 +3,17 @@
     sudo python tests/bench/bench_network.py               # Linux, iproute2; 10 minutes
     sudo python tests/bench/bench_network.py --rates 100mbit --methods none onebit --beside ../old
     sudo python tests/bench/bench_network.py --ranks 2     # two levels: the link is between nodes
+    sudo python tests/bench/bench_network.py --methods one-by-one buckets-after none ring
+    sudo python tests/bench/bench_network.py --rates 100mbit gbps=0.1 --methods none int8 onebit
 
 Two hosts are made of one machine, see hosts.py. In each of them one rank (or --ranks) takes a step
 of `mini`, 8 x 128, with every method in turn, at every rate in turn, --steps times, so that all
 meet the same noise. Milliseconds are medians of the slowest rank. MB are what left the first host's
-interface, all overhead included. "of ddp" is the time beside DDP's at the same rate.
+interface, all overhead included. "of ddp" is the time beside DDP's at the same rate. "wait" is
+the Reducer's wait_seconds, in ms: what averaging took after backward.
+
+one-by-one and buckets-after are the lower rungs of tests/variants, ring is none over its ring.py. A
+rate as gbps=0.1 is its slow_network.py, over a link without limit (DDP does not wait by it).
 """
 import contextlib
 import itertools
@@ -23,6 +29,7 @@ import beside
 import hosts
 import torch
 import torch.nn.functional as F
+from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +37,12 @@ import bert
 import dist
 import optim
 from tests.training import random_batch
+from tests.variants import buckets_after, one_by_one, ring, slow_network
 
 DDP = ["ddp", "ddp-fp16", "ddp-powersgd"]
+RUNGS = {"one-by-one": one_by_one.OneByOne, "buckets-after": buckets_after.BucketsAfter}
 METHODS = [*DDP, *dist.COMPRESSORS]
+MORE = [*RUNGS, "ring"]      # not among the defaults
 VOCABULARY = 8192
 
 
@@ -57,6 +67,21 @@ class Loss(torch.nn.Module):
         return mlm_loss + F.cross_entropy(pairs, pair_labels)
 
 
+class RingWorld(dist.World):
+    """A World that sums around a ring, for one method beside others."""
+
+    def _run(self, collective, *arguments, **options):
+        if collective is distributed.all_reduce:
+            collective = ring.sum_around_ring
+        super()._run(collective, *arguments, **options)
+
+
+def over_ring(world):
+    """Returns a RingWorld of the same ranks."""
+    levels = world.levels and [over_ring(level) for level in world.levels]
+    return RingWorld(**vars(world) | {"levels": levels})
+
+
 class Method:
     """A model of its own, its way of averaging gradients, its optimizer."""
 
@@ -66,6 +91,11 @@ class Method:
         self.loss = Loss(model)
         self.reducer = None
         self.optimizer = optim.LAMB(model.parameters())
+        if name in MORE:
+            if name == "ring":
+                world = over_ring(world)
+            self.reducer = RUNGS.get(name, dist.Reducer)(model, world)
+            return
         if name not in DDP:
             self.reducer = dist.Reducer(model, world, compression=name)
             return
@@ -102,11 +132,15 @@ def rank_main(args):
     world = dist.init(300)
     batch = random_batch(VOCABULARY)
     methods = {name: Method(name, world) for name in args.methods}
+    slow_network.slow_down()
     seconds = {key: [] for key in itertools.product(args.rates, methods)}
+    waits = {key: [] for key in seconds}
     sent = {}
     for number, rate in itertools.product(range(args.steps + 1), args.rates):
+        limit, _, gbps = rate.partition("gbps=")
+        slow_network.GBPS = float(gbps or "inf")
         if world.rank % args.ranks == 0:
-            hosts.limit(rate)
+            hosts.limit(limit or "none")
         for name, method in methods.items():
             for _ in range(3 if number == 0 else 1):
                 method.step(batch)       # connections find the new rate, caches are warm again
@@ -114,12 +148,17 @@ def rank_main(args):
             before = sent_by_interface()
             began = time.perf_counter()
             method.step(batch)
-            taken = max(world.all_gather_object(time.perf_counter() - began))
-            seconds[rate, name] += [taken] * (number > 0)
+            taken = time.perf_counter() - began, getattr(method.reducer, "wait_seconds", 0)
+            slowest = [max(each) for each in zip(*world.all_gather_object(taken))]
+            if number > 0:
+                seconds[rate, name].append(slowest[0])
+                waits[rate, name].append(slowest[1])
             sent[rate, name] = sent_by_interface() - before
     figures = {}
     for (rate, name), found in seconds.items():
         figures[f"{rate}, {name}, ms"] = 1e3 * statistics.median(found)
+        if name not in DDP:
+            figures[f"{rate}, {name}, wait"] = 1e3 * statistics.median(waits[rate, name])
         if "ddp" in args.methods:
             peer = statistics.median(seconds[rate, "ddp"])
             figures[f"{rate}, {name}, of ddp"] = statistics.median(found) / peer
@@ -153,8 +192,9 @@ def once(args):
 
 
 def flags(add):
-    add("--rates", nargs="+", default=["none", "1gbit", "100mbit"], help="as tc spells them")
-    add("--methods", nargs="+", default=METHODS, choices=METHODS)
+    add("--rates", nargs="+", default=["none", "1gbit", "100mbit"],
+        help="as tc spells them, or gbps=N")
+    add("--methods", nargs="+", default=METHODS, choices=METHODS + MORE)
     add("--ranks", type=int, default=1, help="in each of the two hosts")
     add("--steps", type=int, default=9)
 
