@@ -69,10 +69,12 @@ def pass_on(outgoing, incoming, group):
     """Sends a tensor to the next rank in the ring, and receives another from the one before."""
     rank = distributed.get_rank(group)
     size = distributed.get_world_size(group)
-    # Both at once: if all ranks sent first, each would wait for the next one to receive.
+    # Both at once: if all ranks sent first, each would wait for the next one to receive. And the
+    # receive is named first. Gloo tells the sender when it may begin; behind our own data that
+    # message would come late, and with two ranks the directions of the link would take turns.
     work = distributed.batch_isend_irecv([
-        distributed.P2POp(distributed.isend, outgoing, group=group, group_peer=(rank + 1) % size),
-        distributed.P2POp(distributed.irecv, incoming, group=group, group_peer=(rank - 1) % size)])
+        distributed.P2POp(distributed.irecv, incoming, group=group, group_peer=(rank - 1) % size),
+        distributed.P2POp(distributed.isend, outgoing, group=group, group_peer=(rank + 1) % size)])
     for each in work:
         each.wait()
 
