@@ -152,9 +152,9 @@ def attention_in_one_call(qkv, bounds, longest, dropout):
         # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
         # is (8, 0), or a newer GPU.
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
-        causal = debug = False
+        # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, causal, debug)[0]
+            q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
 
     # Memory-efficient attention (Rabe and Staats, arXiv 2112.05682) also takes fp32, and runs on
     # older GPUs (V100, T4).

@@ -86,9 +86,9 @@ class World:
         """Sums a tensor over all ranks, in place on rank 0; elsewhere it is undefined."""
         self._run(distributed.reduce, tensor, group_dst=0)
 
-    def broadcast(self, tensor, source=0):
-        """Overwrites a tensor with that of rank `source`, in place. Its shape is the same there."""
-        self._run(distributed.broadcast, tensor, group_src=source)
+    def broadcast(self, tensor):
+        """Overwrites a tensor with that of rank 0, in place. Its shape is the same there."""
+        self._run(distributed.broadcast, tensor, group_src=0)
 
     def all_to_all(self, rows):
         """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
@@ -136,11 +136,8 @@ class World:
 
 def differences(one, other):
     """Returns the keys in which two dicts differ, as text: "seed 1 (not 0)"."""
-    found = []
-    for key in sorted(one | other):
-        if one.get(key) != other.get(key):
-            found.append(f"{key} {one.get(key)} (not {other.get(key)})")
-    return ", ".join(found)
+    keys = [key for key in sorted(one | other) if one.get(key) != other.get(key)]
+    return ", ".join(f"{key} {one.get(key)} (not {other.get(key)})" for key in keys)
 
 
 # ----- The simple form: average after backward -----
@@ -190,8 +187,8 @@ class Reducer:
         `watch`                 waits until some rank has failed
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
-    without them the parameters themselves, in fp32, are to be stepped. After `finish`: `bytes_sent` by this
-    rank, and `wait_seconds` for the communication thread. Each bucket notes what its averaging
+    without them the parameters, in fp32, are stepped themselves. After `finish`: `bytes_sent` by
+    this rank, and `wait_seconds` for the communication thread. Each bucket notes what its averaging
     took: `bytes_sent`, and by time.perf_counter when it was `launched`, `began` and `ended`.
     """
 
@@ -201,24 +198,28 @@ class Reducer:
         # Are all ranks there?
         world.barrier()
         self.world = world
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = masters or {name: p.detach() for name, p in self.parameters.items()}
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = masters or {name: p.detach() for name, p in parameters.items()}
         for tensor in [*module.state_dict().values(), *self.masters.values()]:
             world.broadcast(tensor)
-        self.buckets = fill_buckets(self.parameters, world, compression, bucket_mb)
+        self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
         self.flats = [bucket.flat for bucket in self.buckets]
+        views = {}
         for bucket in self.buckets:
-            for name, view in bucket.views().items():
-                self.masters[name].grad = view
-        for name, p in self.parameters.items():
+            views.update(bucket.views())
+        for name, p in parameters.items():
+            self.masters[name].grad = views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
+            # A second tensor of the same memory. A cast of the module would cast it: `_ready` tells.
+            p.grad = views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
-        self.thread = None
-        self.stream = None
+        self.thread = self.stream = None
         if world.size > 1:
-            self.thread = ThreadPoolExecutor(1)    # the communication thread
+            # It gets one core. With more it would slow backward down: a step of `tiny` took 1.36
+            # times as long.
+            self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. The averaging gets one of its own, so that
                 # it runs beside backward, not after it.
@@ -232,9 +233,6 @@ class Reducer:
         self.last_micro_batch = True
         self.missing = set(self.masters)           # names of those that are not ready
         torch._foreach_zero_(self.flats)
-        for name, master in self.masters.items():
-            # A tensor of its own, of the same memory: a cast of the module would cast it.
-            self.parameters[name].grad = master.grad.detach()
 
     # 2. Ready. Autograd has added a gradient to p.grad.
 
@@ -246,8 +244,9 @@ class Reducer:
         its own. Raises KeyError if there is a backward after that of the last micro-batch, and
         DistError if p.grad is no view of the bucket any longer."""
         if p.grad.data_ptr() != self.masters[name].grad.data_ptr():
-            raise DistError(f"the gradient of {name} is not in its bucket: begin a step by the "
-                            "Reducer's zero_grad, not the module's, and after a cast of the module")
+            raise DistError(f"the gradient of {name} is not in its bucket any longer: cast the "
+                            "module before the Reducer is made, and call the Reducer's zero_grad, "
+                            "not the module's")
         if self.last_micro_batch:
             self.missing.remove(name)
             if self.thread:
@@ -280,9 +279,6 @@ class Reducer:
     def _average(self, bucket, gradients_done):
         """Averages a bucket, in the communication thread. gradients_done: a torch.cuda.Event, what
         the GPU has to finish first; None on a CPU."""
-        # Of this thread alone. With more cores it would slow backward down: a step of `tiny` took
-        # 1.36 times as long.
-        torch.set_num_threads(1)
         if self.stream:
             # What this thread calls from here on goes to this stream, and to its GPU. (A thread
             # begins with GPU 0, and would take memory there even to wait.)
@@ -312,7 +308,7 @@ class Reducer:
         if not self.thread:
             # One rank sends nothing. Yet what int8 and onebit round is rounded here as well.
             for bucket in self.buckets:
-                bucket.bytes_sent = bucket.average(self.loss_scale)
+                self._average(bucket, None)
         began = time.perf_counter()
         for job in self.jobs:
             job.result()
@@ -337,7 +333,7 @@ class Reducer:
             bucket.wire.forget()
 
 
-def fill_buckets(tensors, world, compression, bucket_mb=2.0):
+def fill_buckets(tensors, world, compression, bucket_mb):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
 
     A bucket is full when it has bucket_mb MB (4 bytes an element) or more. The embeddings begin a
@@ -412,6 +408,7 @@ class Bucket:
 # Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
 # skip the same step.
 
+@dataclasses.dataclass
 class Dense:
     """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`, after which nothing is
     left.
@@ -420,9 +417,7 @@ class Dense:
     significant bits, below 6e-5 fewer; bf16 has the range of fp32 and keeps 8. Each addition on the
     way rounds as well.
     """
-
-    def __init__(self, dtype):
-        self.dtype = dtype
+    dtype: torch.dtype
 
     def average(self, world, flat, loss_scale):
         """Divides, casts, sums, in this order. Returns the bytes of ranks that send to the next one
@@ -546,8 +541,7 @@ def encode_int8(blocks):
     """
     # The clamp is for blocks of zeros. In a block with inf its scale is inf, and what is decoded
     # from it NaN (0 * inf), so that all ranks skip the step.
-    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
-    scales = largest.div_(127).clamp_(min=1e-30)
+    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)

@@ -275,15 +275,6 @@ def lists_of(tensors):
     return lists
 
 
-def move_moments(m, v, g, b1, b2):
-    """Moves each of m towards its gradient and each of v towards its square, in place."""
-    # m = b1 m + (1 - b1) g                        lerp(a, b, x) = a + x (b - a)
-    torch._foreach_lerp_(m, g, 1 - b1)
-    # v = b2 v + (1 - b2) g^2
-    torch._foreach_mul_(v, b2)
-    torch._foreach_addcmul_(v, g, g, value=1 - b2)
-
-
 def adam_update(group, w, g, m, v):
     """Returns u, a list of new tensors of w's shapes, and moves m and v, in place. For each:
 
@@ -294,7 +285,12 @@ def adam_update(group, w, g, m, v):
     """
     b1, b2 = group["betas"]
     t = group["step"]
-    move_moments(m, v, g, b1, b2)
+    # m = b1 m + (1 - b1) g                        lerp(a, b, x) = a + x (b - a)
+    torch._foreach_lerp_(m, g, 1 - b1)
+
+    # v = b2 v + (1 - b2) g^2
+    torch._foreach_mul_(v, b2)
+    torch._foreach_addcmul_(v, g, g, value=1 - b2)
 
     # root = sqrt(v / (1 - b2^t)) + eps
     root = torch._foreach_div(v, 1 - b2 ** t)

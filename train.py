@@ -235,10 +235,10 @@ def prepare_run(args, world):
     args.vocab_size = manifest["vocab_size"]
     args.settings = run_settings(args, manifest)
     check_ranks(args, world)
-    for phase in args.phases:
-        if phase.global_batch < world.size:
-            raise ConfigError(f"a batch of {phase.global_batch} is too small for {world.size} "
-                              "ranks; raise --batch")
+    smallest = min(phase.global_batch for phase in args.phases)
+    if smallest < world.size:
+        raise ConfigError(f"a batch of {smallest} is too small for {world.size} ranks; raise "
+                          "--batch")
 
 
 # ----- The log -----
@@ -283,11 +283,10 @@ class Log:
         counts."""
         if not self.active:
             return
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None          # JSON has neither NaN nor inf
+        # JSON has neither NaN nor inf: they become null.
+        line = json.loads(json.dumps({"kind": kind, **fields}), parse_constant=lambda _: None)
         try:
-            self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
+            self.file.write(json.dumps(line) + "\n")
             # What a full disk refuses stays in Python's buffer, and goes with a later line.
             self.file.flush()
         except OSError as error:
@@ -664,16 +663,15 @@ def step_figures(args, state, masked, total, began):
         "minutes_left": left / finished * counters.seconds / 60}        # at the speed until now
 
 
-def reason_to_stop(step, signals, orphans):
+def reason_to_stop(step, total):
     """Returns the dist.DistError that ends a training after this step, before its last one, or
-    None. signals: how many have come, to all ranks together; orphans: how many ranks have no
-    torchrun any longer."""
+    None. total: of all ranks, how many signals have come ("signals"), and how many ranks have no
+    torchrun any longer ("orphans")."""
     message = f"stopped after step {step}; the same command resumes"
-    if signals:
+    if total["signals"]:
         return dist.DistError(message)
-    if orphans:
+    if total["orphans"]:
         return dist.RankLost(f"{message} (a torchrun has died)")
-    return None
 
 
 # ----- Evaluation -----
@@ -765,7 +763,7 @@ def training_loop(args, world, log, state, signals):
             mlm_loss = mlm_sum / max(masked, 1)
             nsp_loss = nsp_sum / phase.global_batch
             # The Reducer will take the mean over the ranks. Times their number that is the sum.
-            ((mlm_loss + nsp_loss) * (world.size * scale)).backward()
+            (world.size * scale * (mlm_loss + nsp_loss)).backward()
             sums += torch.stack([mlm_sum, nsp_sum]).detach()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
@@ -798,7 +796,7 @@ def training_loop(args, world, log, state, signals):
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, counters)
         if phase_index < len(args.phases):
-            stop = reason_to_stop(counters.step, total["signals"], total["orphans"])
+            stop = reason_to_stop(counters.step, total)
         phase_ends = phase_index != counters.phase   # also where the run ends
         half_hour = counters.seconds - saved_at > SAVE_SECONDS
         if phase_ends or stop or half_hour or counters.step % args.save_every == 0:

@@ -44,8 +44,7 @@ HINTS = {
         "fp32 they stay the parameters themselves. Frozen parameters have none.",
     ],
     "lamb": [
-        "`adam_update`: `move_moments` is the first line of the equations; then u line by line, as "
-        "new tensors. m and v keep what is not corrected. w, g, m and v are lists: begin with a "
+        "`adam_update`: first m and v, in place; then u, as new tensors. m and v keep what is not corrected. w, g, m and v are lists: begin with a "
         "loop over zip(w, g, m, v), and let torch._foreach_ functions take its place when it is "
         "right.",
         "The ratio is of the norms of w and of all of u, decay included. A group without decay has "

@@ -34,6 +34,12 @@ def one_by_one(update):
     return update_lists
 
 
+def move_moments(m, v, g, b1, b2):
+    """Moves m towards a gradient and v towards its square, in place."""
+    m.lerp_(g, 1 - b1)                                           # lerp(a, b, x) = a + x (b - a)
+    v.mul_(b2).addcmul_(g, g, value=1 - b2)                      # v = b2 v + (1 - b2) g^2
+
+
 def ratio(a, b):
     """Returns a / b of two norms, tensors of one number each, and 1 where one of them is 0."""
     return torch.where((a > 0) & (b > 0), a / b, 1.0)

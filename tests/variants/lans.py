@@ -59,7 +59,7 @@ class LANS(optim.Optimizer):
 
         g_norm = g.norm()
         unit_g = g * common.ratio(torch.ones_like(g_norm), g_norm)
-        optim.move_moments([m], [v], [unit_g], b1, b2)
+        common.move_moments(m, v, unit_g, b1, b2)
         d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
         r = m / (1 - b1 ** t) / d + decay * w
         s = unit_g / d + decay * w

@@ -39,7 +39,7 @@ class MERIT(optim.Optimizer):
 
     @common.one_by_one
     def _update(self, group, w, g, m, v):
-        optim.move_moments([m], [v], [g], *group["betas"])
+        common.move_moments(m, v, g, *group["betas"])
         u = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * w
         u.mul_(max_ratios(w, u)).clamp_(-1.0, 1.0)
         w.sub_(u, alpha=group["lr"])

@@ -56,7 +56,7 @@ class SlowMomentum(optim.Optimizer):
         b1, b2 = group["betas"]
         t = group["step"]
         s = self.state[w]["slow"]
-        optim.move_moments([m], [v], [g], b1, b2)
+        common.move_moments(m, v, g, b1, b2)
         s.lerp_(g, 1 - SLOW)
 
         u = (1 - WEIGHT) / (1 - b1 ** t) * m + WEIGHT / (1 - SLOW ** t) * s

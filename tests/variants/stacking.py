@@ -92,12 +92,13 @@ def begin_stage(args, state, stage, grow):
                 master.copy_(state.masters[source])
         else:                                            # heads always, but not the tied matrix
             trains = below == 0 or not name.startswith("embeddings.")
-        state.model.get_parameter(name).requires_grad_(trains)
+        state.model.get_parameter(name).requires_grad_(trains).grad = None
     optim.copy_to_model(state.masters, state.model)
 
     # The Reducer keeps its hooks, which nothing calls for frozen weights, and gets other buckets.
     reducer = state.reducer
-    trainable = {name: p for name, p in reducer.parameters.items() if p.requires_grad}
+    named = state.model.named_parameters()
+    trainable = {name: p for name, p in named if p.requires_grad}
     reducer.masters = {name: state.masters[name] for name in trainable}
     reducer.buckets = dist.fill_buckets(
         trainable, reducer.world, args.compression, args.bucket_mb)
@@ -107,6 +108,8 @@ def begin_stage(args, state, stage, grow):
         views.update(bucket.views())
     for name, master in state.masters.items():           # what is frozen has no gradient
         master.grad = views.get(name)
+    for name, p in trainable.items():
+        p.grad = views[name].detach()
     for group, everything in zip(state.optimizer.param_groups, state.groups):
         group["params"] = [master for master in everything if master.grad is not None]
 
