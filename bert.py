@@ -364,8 +364,8 @@ def tokenizer_json(tokenizer):
       them as any other text;
     - a new word begins where one of INVISIBLE follows a [MASK];
     - `tokenizers` knows Unicode of 2018: characters that came later are not replaced;
-    - uncased, Cherokee, nine old Cyrillic letters (U+1C80 to U+1C88), an iota subscript apart from
-      its letter, and a small i with another dot above are not what SentencePiece makes of them.
+    - uncased, a few rare letters, Cherokee among them, are not what SentencePiece makes of them
+      (tests/RESULTS.md counts them).
     """
     vocab = [
         (tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i))

@@ -470,8 +470,9 @@ class ErrorFeedback:
         residual, state = self.kept
         if residual is None:
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
-        value = residual.clone()                   # the padding has a residual, too
-        value[:n].add_(flat, alpha=1 / loss_scale)
+        value = torch.empty_like(residual)
+        torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
+        value[n:] = residual[n:]                   # the padding has a residual, too
         mean, next_state, sent = self.mean(world, value, state)
         self.next = value, next_state
         torch.mul(mean[:n], loss_scale, out=flat)
@@ -577,8 +578,8 @@ def encode_onebit(blocks):
         packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
     else:
         eights = blocks.signbit().unflatten(-1, (-1, 8))
-        powers = POWERS.to(blocks.device, non_blocking=True)
-        packed = (eights * powers).sum(-1, dtype=torch.uint8)
+        bits = eights * POWERS.to(blocks.device, non_blocking=True)
+        packed = bits.sum(-1, dtype=torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
 
 
@@ -589,15 +590,14 @@ def decode_onebit(codes):
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
 
 
-int8_mean = functools.partial(compressed_mean, encode_int8, decode_int8)
-onebit_mean = functools.partial(compressed_mean, encode_onebit, decode_onebit)
-
 COMPRESSORS = {              # name: makes the wire of a bucket
     "none": lambda: Dense(torch.float32),
     "fp16": lambda: Dense(torch.float16),
     "bf16": lambda: Dense(torch.bfloat16),
-    "int8": lambda: ErrorFeedback(int8_mean),
-    "onebit": lambda: ErrorFeedback(onebit_mean),
+    "int8": lambda: ErrorFeedback(
+        functools.partial(compressed_mean, encode_int8, decode_int8)),
+    "onebit": lambda: ErrorFeedback(
+        functools.partial(compressed_mean, encode_onebit, decode_onebit)),
 }
 
 
@@ -640,10 +640,9 @@ def init(timeout=600.0, init_method="env://"):
         node = {"ranks of its node": world.local_size, "device": world.device.type}
         world.check_same(node, "is on another kind of node than rank 0; set the same "
                                "--nproc_per_node on every node")
-        return dataclasses.replace(world, levels=two_levels(world, limit))
+        world.levels = two_levels(world, limit)
+        return world
     except (RuntimeError, ValueError) as error:
-        if "memory" in str(error):                 # a restart would not help
-            raise
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}")
 
 
