@@ -128,8 +128,8 @@ def attention_by_length(qkv, lengths, dropout):
         qkv = qkv.float()
 
     # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
-    # padding. The picture of `attention` has three groups, (2, 5), (1, 8) and (1, 46). data.py sorts
-    # the examples of a batch by length, so that there are few groups.
+    # padding. The picture of `attention` has three, (2, 5), (1, 8) and (1, 46). data.py sorts the
+    # examples of a batch by length, so that there are few groups.
     lengths = lengths[lengths > 0]
     T_of_groups, b_of_groups = torch.unique_consecutive(lengths, return_counts=True)
     groups = qkv.split((b_of_groups * T_of_groups).tolist())

@@ -192,7 +192,8 @@ class Reducer:
     took: `bytes_sent`, and by time.perf_counter when it was `launched`, `began` and `ended`.
     """
 
-    # 1. Pack, once. Each parameter has its place in a bucket. All ranks start from rank 0's weights.
+    # 1. Pack, once. Each parameter gets its place in a bucket. All ranks start from the weights of
+    #    rank 0.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
         # Are all ranks there?
@@ -210,7 +211,8 @@ class Reducer:
         for name, p in parameters.items():
             self.masters[name].grad = views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # A second tensor of the same memory. A cast of the module would cast it: `_ready` tells.
+            # A second tensor of the same memory. A cast of the module would cast it, too: `_ready`
+            # finds out.
             p.grad = views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
@@ -532,13 +534,13 @@ def compressed_mean(encode, decode, world, value, state):
 
 
 def encode_int8(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and the block's
-    scale in fp32, and C(blocks), what they stand for.
+    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and a scale in
+    fp32 for the block, and C(blocks), what they stand for.
 
     The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
     arXiv 2110.02861, section 2.1, here linear):
 
-        block_scale = max |x| / 127      level = round(x / block_scale)      C(x) = block_scale level
+        block_scale = max |x| / 127     level = round(x / block_scale)     C(x) = block_scale level
     """
     # The clamp is for blocks of zeros. In a block with inf its scale is inf, and what is decoded
     # from it NaN (0 * inf), so that all ranks skip the step.
@@ -562,8 +564,8 @@ SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 
 def encode_onebit(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit for each element and the block's
-    scale in fp32, and C(blocks), what they stand for.
+    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit for each element and a scale in
+    fp32 for the block, and C(blocks), what they stand for.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
@@ -721,8 +723,8 @@ def start_groups(world, store, limit):
     """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`. From here on
     signals are requests, see `listen_to_signals`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # Gloo should time out first, since it raises where NCCL aborts: NCCL gets twice the limit. (Only
-    # a private function of torch sets the limit of one of them.)
+    # Gloo should time out first, since it raises where NCCL aborts: so NCCL gets twice the limit.
+    # (Only a private function of torch sets the limit of one of them.)
     distributed.init_process_group(
         backend,
         timeout=2 * limit,

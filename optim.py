@@ -210,8 +210,8 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 # and of g^2; b1 and b2 ("betas") are how slowly they forget. t = 1, 2, ... counts the updates. lr
 # is the learning rate; eps keeps a divisor from being 0; decay (weight decay) pulls w towards 0.
 #
-# In `_update` w, g, m and v are lists: some parameters, and the gradient and the moments of each, in
-# the same order. A GPU computes a small tensor faster than Python can ask for it. So torch has
+# In `_update` w, g, m and v are lists: some parameters, and the gradient and the moments of each,
+# in the same order. A GPU computes a small tensor faster than Python can ask for it. So torch has
 # functions that take whole lists: torch._foreach_mul_(v, b2) multiplies each tensor of v by b2.
 # As everywhere in torch, a name that ends with an underscore says "in place".
 

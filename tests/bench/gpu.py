@@ -85,8 +85,9 @@ def beside_huggingface(args):
             ours, memory = steps(args, model, 128, examples, 128 * examples)
             loader = bench_step.padded_loader(dataset, examples)
             theirs = bench_step.of_huggingface(args, model, vocab_size, loader, 25) * examples
-            say(args, f"{model}, {examples} examples a step: {ours * tokens:,.0f} tokens/s, Hugging "
-                      f"Face {theirs * tokens:,.0f}, ratio {ours / theirs:.2f}; {memory:.1f} GiB")
+            say(args, f"{model}, {examples} examples a step: {ours * tokens:,.0f} tokens/s, "
+                      f"Hugging Face {theirs * tokens:,.0f}, ratio {ours / theirs:.2f}; "
+                      f"{memory:.1f} GiB")
 
 
 def optimizers(args):

@@ -21,8 +21,8 @@ HINTS = {
     ],
     "attention": [
         "`plain_attention`: bring the heads before the tokens, (H, T, D/H), and back at the end.",
-        "`attention_by_length`, at first: loop over the examples; `qkv.split(lengths.tolist())` are their "
-        "rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
+        "`attention_by_length`, at first: loop over the examples; `qkv.split(lengths.tolist())` "
+        "are their rows. F.scaled_dot_product_attention scales by itself, and knows dropout_p.",
         "Then make it fast: neighbours of one length are one call on (b, H, T, D/H). Not needed: "
         "on a CPU 16 bits are faster, and nearer to the exact result, when computed in fp32 and "
         "cast back at the end.",
@@ -44,9 +44,9 @@ HINTS = {
         "fp32 they stay the parameters themselves. Frozen parameters have none.",
     ],
     "lamb": [
-        "`adam_update`: first m and v, in place; then u, as new tensors. m and v keep what is not corrected. w, g, m and v are lists: begin with a "
-        "loop over zip(w, g, m, v), and let torch._foreach_ functions take its place when it is "
-        "right.",
+        "`adam_update`: first m and v, in place; then u, as new tensors. m and v keep what is not "
+        "corrected. w, g, m and v are lists: begin with a loop over zip(w, g, m, v), and let "
+        "torch._foreach_ functions take its place when it is right.",
         "The ratio is of the norms of w and of all of u, decay included. A group without decay has "
         "none.",
         "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, "
@@ -63,10 +63,11 @@ HINTS = {
     "buckets": [
         "`fill_buckets`: a new bucket begins where the one before has its bucket_mb, and where the "
         "embeddings begin or end. What goes to Bucket is {name: shape}.",
-        "`Dense.average`: divide first, since the sum may not fit into fp16; sum in the wire's format.",
-        "`average`: `within_node` are the ranks of this node, or this one alone; `across_nodes` those that "
-        "exchange. The leader of the node alone sends: `wire.average`, in place. What is summed "
-        "within the node is divided before.",
+        "`Dense.average`: divide first, since the sum may not fit into fp16; sum in the wire's "
+        "format.",
+        "`average`: `within_node` are the ranks of this node, or this one alone; `across_nodes` "
+        "those that exchange. The leader of the node alone sends: `wire.average`, in place. What "
+        "is summed within the node is divided before.",
     ],
     "overlap": [
         "`_ready`: autograd has added the gradient to p.grad, whose memory is that of "
@@ -76,8 +77,9 @@ HINTS = {
         "ready, whatever came first. len(self.jobs) of them have started. One gradient can "
         "release several: go on until a bucket has a name in `self.missing`.",
         "`finish` looks for what is missing first, or it would wait for ever. job.result() waits, "
-        "raises what the thread raised; each bucket then has its bytes_sent. wait_seconds is the time that these "
-        "waits took. With a stream it first waits for the current stream, then for all ranks. "
+        "raises what the thread raised; each bucket then has its bytes_sent. wait_seconds is the "
+        "time that these waits took. With a stream it first waits for the current stream, then "
+        "for all ranks. "
         "Without a thread, on one rank, it averages all buckets itself.",
     ],
     "powersgd": [

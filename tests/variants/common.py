@@ -51,8 +51,8 @@ def change_recipes(change):
 
 
 def use_compression(name, compressor):
-    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and --compression mean it where
-    it is not given (or "none"). Its name is in each checkpoint, as that of an optimizer."""
+    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and --compression mean it
+    where it is not given (or "none"). Its name is in each checkpoint, as that of an optimizer."""
     dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(compressor)}
     parse_arguments = train.parse_arguments
 

@@ -153,7 +153,8 @@ def bound(update):
 
 class CompressedMean:
     """Averages the same tensors over the ranks at each call, in one bit an element, with error
-    feedback (dist.ErrorFeedback). masters: {name: tensor}; params: these tensors in the order of a call.
+    feedback (dist.ErrorFeedback). masters: {name: tensor}; params: these tensors in the order of a
+    call.
     """
 
     def __init__(self, masters, params, world):
