@@ -315,9 +315,9 @@ def log_start(args, world, log, state):
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
-            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, {args.precision}, "
-            f"optimizer {args.optimizer}, compression {args.compression}\n"
-            f"{args.micro_tokens:,} tokens at a time, buckets of {args.bucket_mb:g} MB")
+            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, {args.precision}\n"
+            f"optimizer {args.optimizer}, {args.micro_tokens:,} tokens at a time, "
+            f"compression {args.compression}, buckets of {args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
@@ -829,7 +829,7 @@ def report(args, log, state):
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
     log.say(f"\nDone after step {state.counters.step}; another --out starts over.\n"
-            f'Fill in your own:\n    python bert.py "{args.out}/model" "A text with a [MASK] in it."')
+            f'Fill in your own:\n    python bert.py "{args.out}/model" "Text with a [MASK] in it."')
 
 
 def train(args, world):
