@@ -316,7 +316,7 @@ def log_start(args, world, log, state):
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}\n"
-            f"{args.precision}, optimizer {args.optimizer}, {args.micro_tokens:,} tokens at a time, "
+            f"{args.precision}, optimizer {args.optimizer}, {args.micro_tokens:,} tokens at once, "
             f"compression {args.compression}, buckets of {args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
