@@ -502,8 +502,8 @@ def compressed_mean(encode, decode, world, value, state):
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
         encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
         all_to_all     3      2               1      5            now part 0 of both; part 1 of both
-        mean           2.5                    3                   plus s, which is 0 at first
-        encode         2                      3                   0.5 and 0 are the next s
+        mean           2.5                    3.0                 plus s, which is 0 at first
+        encode         2                      3                   0.5 and 0.0 are the next s
         all_gather     2      3               2      3            the mean, on both
 
     The same in letters. Rank r has the value v_r, see `ErrorFeedback`. The rank that averages a
