@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.local_ranks import on_threads
 from tests.variants import gradientflow, powersgd, topk
 
 SHAPES = [torch.Size([64, 48]), torch.Size([37])]
@@ -61,8 +61,8 @@ def exchanges(world):
 
 
 @pytest.fixture(scope="module")
-def both_ranks(tmp_path_factory):
-    return run_ranks(exchanges, 2, tmp_path_factory.mktemp("exchanges"))
+def both_ranks():
+    return on_threads(exchanges, 2)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -1,5 +1,6 @@
-"""dist.py on Gloo ranks: the reducer against one process, the compressors' invariants, failures.
-Order, overlap and sums in 16 bits: course/test_graders.py."""
+"""dist.py: the reducer against one process and failures, on Gloo ranks; the compressors'
+invariants, on threads, whose bits are Gloo's by test_local_ranks.py. Order, overlap and sums in 16
+bits: course/test_graders.py."""
 import functools
 import math
 import os
@@ -17,6 +18,7 @@ from torch import nn
 
 import dist
 from tests.conftest import SEED
+from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
 from tests.variants import common, gradientflow, powersgd, topk
 
@@ -220,8 +222,8 @@ def fifty_steps_of_all(world):
 
 
 @pytest.mark.parametrize("size,local_size,exchanging", [(1, 1, 1), (3, 3, 3), (4, 2, 2)])
-def test_what_came_in_went_out_or_is_kept(tmp_path, size, local_size, exchanging):
-    outcomes = run_ranks(fifty_steps_of_all, size, tmp_path, local_size=local_size)
+def test_what_came_in_went_out_or_is_kept(size, local_size, exchanging):
+    outcomes = on_threads(fifty_steps_of_all, size, local_size=local_size)
     blocks = -(-COUNT // (exchanging * 512))                   # of each rank's part
     sizes = {"int8": 516 * blocks, "onebit": 68 * blocks}      # bytes, with the fp32 scales
     for name in LOSSY:
@@ -275,8 +277,8 @@ def overflow_and_constant(world):
     return {name: (overflow(world, name), constant(world, name)) for name in LOSSY}
 
 
-def test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full(tmp_path):
-    for outcome in run_ranks(overflow_and_constant, 2, tmp_path):
+def test_an_overflow_leaves_no_trace_and_a_constant_gradient_arrives_in_full():
+    for outcome in on_threads(overflow_and_constant, 2):
         for name, (after, error) in outcome.items():
             assert after, f"{name}: the mean of the step after a skipped one is not finite"
             assert error < 0.25, (
@@ -321,7 +323,9 @@ def collectives(world):
 
 
 def test_small_collectives(tmp_path):
-    for total, ranks, place in run_ranks(collectives, 4, tmp_path, local_size=2):
+    outcomes = run_ranks(collectives, 4, tmp_path, local_size=2)
+    outcomes += on_threads(collectives, 4, local_size=2)
+    for total, ranks, place in outcomes:
         assert ranks == [0, 1, 2, 3] and place == (2, 2)
         assert total.pop("ranks") == 6 and total.pop("large") == 2 ** 52 + 4
         assert math.isnan(total.pop("nan")) and not total              # nor is NaN lost
