@@ -23,6 +23,7 @@ import dist
 import optim
 import train
 from tests.conftest import SEED
+from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
 from tests.test_checkpoints import on_own_disk
 from tests.test_compressor_variants import powersgd_in_float64
@@ -407,9 +408,9 @@ def counts_of(world, shards):
     return train.count_masked(world, batches), own
 
 
-def test_dealing_divisor(shards, tmp_path):
+def test_dealing_divisor(shards):
     """4 points: the divisor is that of the whole step."""
-    (found, first), (other, second) = run_ranks(counts_of, 2, tmp_path, shards)
+    (found, first), (other, second) = on_threads(counts_of, 2, shards)
     right = first + second
     assert right == found == other, (
         f"ranks have {first} and {second} masked tokens; the sum is {right}, not {found}")
@@ -450,16 +451,16 @@ def means(world):
     return found
 
 
-def test_buckets_stay_in_range(tmp_path):
+def test_buckets_stay_in_range():
     """3 points: a mean that stays in range."""
-    for mean, sent, _, _ in run_ranks(means, 2, tmp_path):
+    for mean, sent, _, _ in on_threads(means, 2):
         assert mean == [40_000.0] * 4, f"the mean of 0 and 80000, sent in fp16, is {mean[0]:g}"
         assert sent == 8, f"each of two ranks sends 4 numbers of fp16, 8 bytes, not {sent}"
 
 
-def test_buckets_on_two_levels(tmp_path):
+def test_buckets_on_two_levels():
     """4 points: two levels."""
-    for rank, found in enumerate(run_ranks(means, 4, tmp_path, local_size=2)):
+    for rank, found in enumerate(on_threads(means, 4, local_size=2)):
         for name, (sent, mean), right in zip(("none", "int8"), found[2:], (2400, 1000)):
             assert_near(mean, torch.full((600,), 2.5), f"{name}: the mean of 1, 2, 3, 4 on 2 nodes")
             right *= rank % 2 == 0
