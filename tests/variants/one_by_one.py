@@ -48,22 +48,19 @@ class OneByOne:
         world.barrier()
         self.module = module
         self.world = world
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = masters or {name: p.detach() for name, p in self.parameters.items()}
-        for tensor in [*module.state_dict().values(), *self.masters.values()]:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        masters = masters or {name: p.detach() for name, p in parameters.items()}
+        for tensor in [*module.state_dict().values(), *masters.values()]:
             world.broadcast(tensor)
-        for name, p in self.parameters.items():
+        for name, p in parameters.items():
+            masters[name].grad = torch.zeros_like(masters[name])
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            self.masters[name].grad = torch.zeros_like(self.masters[name])
-        self.flats = [master.grad for master in self.masters.values()]
-        self.zero_grad()
+            p.grad = masters[name].grad.detach()
+        self.flats = [master.grad for master in masters.values()]
 
     def zero_grad(self, loss_scale=1.0):
         """Begins a step: all gradients are 0. loss_scale: not used, since nothing is rounded."""
         torch._foreach_zero_(self.flats)
-        for name, master in self.masters.items():
-            # A tensor of its own, of the same memory: a cast of the module would cast it.
-            self.parameters[name].grad = master.grad.detach()
 
     def finish(self):
         """Averages all gradients. Sets `bytes_sent` and `wait_seconds`."""
