@@ -6,8 +6,8 @@ model and computes the gradients of its own examples; all ranks then step with t
 The first half is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
 averages after backward; `Reducer` does it during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
-over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, lets
-ranks meet, stop and fail. Nothing in the first half needs it.
+over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
+ranks meet, stop and fail. The first half can be understood without it.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; if there is
 only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -55,8 +55,8 @@ class World:
 
     A tensor on a GPU, such as a bucket, goes over NCCL, one on the CPU over Gloo. Numbers and
     objects are CPU tensors, even where there are GPUs. This matters when a rank dies: over Gloo
-    that is an exception, which can say why; NCCL waits, and then aborts the process. So before
-    anything goes over NCCL, a small sum over Gloo asks whether all ranks are there.
+    that is an exception, which can say why; NCCL waits, and then aborts the process. So before a
+    rank waits for NCCL, a small sum over Gloo asks whether all others are there (`barrier`).
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -182,7 +182,7 @@ class Reducer:
 
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
-        communication thread    averages buckets (`_average`); one rank has none
+        communication thread    averages buckets (`_average`); there is none if W is 1
         loader thread           makes batches (data.py)
         `watch`                 waits until some rank has failed
 
@@ -196,8 +196,7 @@ class Reducer:
     #    rank 0.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
-        # Are all ranks there?
-        world.barrier()
+        world.barrier()                            # before the first use of NCCL, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = masters or {name: p.detach() for name, p in parameters.items()}
@@ -211,8 +210,8 @@ class Reducer:
         for name, p in parameters.items():
             self.masters[name].grad = views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # A second tensor of the same memory. A cast of the module would cast it, too: `_ready`
-            # finds out.
+            # Another object than master.grad, of the same memory. A later cast of the module would
+            # give it other memory: `_ready` finds out.
             p.grad = views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
@@ -295,7 +294,7 @@ class Reducer:
     # 4. Finish. Wait for the communication thread.
 
     def finish(self):
-        """Waits until all ranks hold the same gradients. Sets `bytes_sent` and `wait_seconds`.
+        """Waits until this rank has the mean of all gradients. Sets `bytes_sent`, `wait_seconds`.
         Raises what went wrong in the thread, say RankLost; before it waits, DistError that names
         the parameters that took no part in the loss: their buckets were never launched."""
         if self.missing:
@@ -305,10 +304,9 @@ class Reducer:
         if self.stream:
             # First let backward end: wait_seconds shall count the averaging alone.
             torch.cuda.current_stream().synchronize()
-            # Are all ranks there? NCCL would wait for one that died in backward.
-            self.world.barrier()
+            self.world.barrier()                   # a rank may have died in backward, see `World`
         if not self.thread:
-            # One rank sends nothing. Yet what int8 and onebit round is rounded here as well.
+            # One rank sends nothing. Yet what 16 bits, int8 and onebit round is rounded, too.
             for bucket in self.buckets:
                 self._average(bucket, None)
         began = time.perf_counter()
@@ -323,8 +321,8 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: what int8 and onebit have not sent waits for the next one; if this step is
-        skipped, what waited before it does."""
+        """Ends a step: int8 and onebit keep what they have not sent for the next one. If this step
+        is skipped, they keep what they had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
@@ -402,13 +400,16 @@ class Bucket:
 
 # ----- What goes over the wire, from simple to hard -----
 #
-#     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
-#                                         bits on all; returns the bytes sent by this rank
-#     commit(step_taken)                  ends a step
-#     forget()                            drops what steps have left
+# Each Bucket has a wire of its own, an object with these functions:
 #
-# Where an element of one rank is inf or NaN, so is an element of the mean, on all ranks: all must
-# skip the same step.
+#     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
+#                                         bits on all; returns the bytes sent by this rank. Called
+#                                         by leaders, in the communication thread
+#     commit(step_taken)                  ends a step; called by all ranks, in the main thread
+#     forget()                            drops what steps have left; as commit
+#
+# Where any element of one rank is inf or NaN, some element of the mean is, too, on all ranks: all
+# must skip the same step.
 
 @dataclasses.dataclass
 class Dense:
@@ -455,8 +456,9 @@ class ErrorFeedback:
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
-        value (n + padding,)   v_r, of whole blocks for each rank. The function takes out of it, in
-                               place, what it sends; what is left is the residual
+        value (n + padding,)   v_r, filled up with zeros to whole blocks for each rank. The function
+                               takes out of it, in place, what it sends; what is left is the
+                               residual
         mean (n + padding,)    q
         state                  a dict, empty at first: what the function keeps from step to step. It
                                is not changed: the next state is a new one
@@ -474,14 +476,14 @@ class ErrorFeedback:
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = torch.empty_like(residual)
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
-        value[n:] = residual[n:]                   # the padding has a residual, too
+        value[n:] = residual[n:]                   # of the padding: onebit sends signs for zeros
         mean, next_state, sent = self.mean(world, value, state)
         self.next = value, next_state
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent
 
     def commit(self, step_taken):
-        """Keeps what `average` has left for the next step if this one is taken."""
+        """Keeps what `average` has left if the step is taken, else what was kept before."""
         if step_taken:
             self.kept = self.next
         self.next = self.kept
@@ -603,11 +605,11 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 }
 
 
-# ===== To run for a week: how ranks meet, stop and fail. Nothing above needs it. =====
+# ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
 #
-# Every wait has an end:
+# When something is wrong, every wait has an end (the names are told below):
 #
-#     2 s                     `agree` waits for "alive"
+#     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
 #     10 s                    `leave` gives up asking the store
 #     --timeout               meeting; a collective over Gloo raises an exception
 #     2 x --timeout           a collective over NCCL aborts the process
