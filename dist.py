@@ -189,7 +189,8 @@ class Reducer:
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
     without them the parameters, in fp32, are stepped themselves. After `finish`: `bytes_sent` by
     this rank, and `wait_seconds` for the communication thread. Each bucket notes what its averaging
-    took: `bytes_sent`, and by time.perf_counter when it was `launched`, `began` and `ended`.
+    took: `bytes_sent`, and by time.perf_counter when it was `launched` (if there is a thread),
+    `began` and `ended`.
     """
 
     # 1. Pack, once. Each parameter gets its place in a bucket. All ranks start from the weights of

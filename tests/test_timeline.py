@@ -71,8 +71,11 @@ def test_a_rank_draws_what_was_noted_in_this_step(monkeypatch):
         of_rank,
         ("  bucket 3.0  2.10 MB", ".#", [125, 250, 375]),
         ("  bucket 3.2  2.10 MB", ".#", [250, 500, 750])]
-    # Of one rank; of a variant without buckets; of one that averages in other steps.
-    for untimed in [SimpleNamespace(bytes_sent=0)], [], [bucket(5, 6, 7)]:
+    # Of one rank, which launches nothing
+    assert timeline.rows_of(3, [SimpleNamespace(bytes_sent=0, began=9.5, ended=9.75)]) == [
+        of_rank, ("  bucket 3.0  0.00 MB", ".#", [500, 500, 750])]
+    # Of a variant without buckets; of one that averages in other steps.
+    for untimed in [], [bucket(5, 6, 7)]:
         assert timeline.rows_of(3, untimed) == [
             of_rank, ("  rank 3: all in finish", ".#", [500, 500, 1000])]
 
@@ -159,9 +162,10 @@ def test_a_step_of_two_ranks(recorded, argv, megabytes):
 
 
 def test_one_rank_averages_in_finish(recorded):
-    (_, _, (start, waits, ended)), in_finish = recorded(1)
-    assert 0 == start < waits < ended
-    assert in_finish == ["  rank 0: all in finish", ".#", [waits, waits, ended]]
+    (_, _, (start, waits, ended)), *buckets = recorded(1)
+    assert 0 == start < waits < ended and len(buckets) > 1
+    for _, _, (launched, began, averaged) in buckets:
+        assert waits <= launched == began <= averaged <= ended
 
 
 def test_a_wrong_variant_is_one_line():

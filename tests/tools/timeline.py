@@ -19,8 +19,8 @@ and a row for each bucket, with the MB that the rank has sent of it; 1.3 is buck
     .   complete, as are those before it; but the communication thread has not begun with it
     #   averaged; this waits for the other ranks, too
 
-One rank averages in `finish`, without a thread, and its buckets note no times. Then there is one
-row in place of theirs, as for a variant that has no buckets.
+One rank averages in `finish`, without a thread. For a variant that has no buckets there is one row
+in place of theirs.
 
 On a GPU the CPU only puts work into a stream. There `=` are the CPU's calls of backward; `w` waits
 for the rest of backward as well; and `.` begins with the call that made the bucket complete.
@@ -72,8 +72,9 @@ def rows_of(rank, buckets):
     rows = [(f"rank {rank}  {1e3 * (ended - start):.0f} ms", "=w", ms(start, waits, ended))]
     for number, bucket in enumerate(buckets):
         if getattr(bucket, "began", 0) > start:      # it has noted times, and in this step
+            launched = getattr(bucket, "launched", bucket.began)         # one rank launches none
             rows.append((f"  bucket {rank}.{number}  {1e-6 * bucket.bytes_sent:.2f} MB", ".#",
-                         ms(bucket.launched, bucket.began, bucket.ended)))
+                         ms(launched, bucket.began, bucket.ended)))
     if len(rows) == 1:
         rows.append((f"  rank {rank}: all in finish", ".#", ms(waits, waits, ended)))
     return rows
