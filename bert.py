@@ -143,10 +143,10 @@ def attention_by_length(qkv, lengths, dropout):
 
 
 def attention_in_one_call(qkv, bounds, longest, dropout):
-    """Returns what `attention` does, on a GPU. longest: the largest of the lengths.
+    """Returns what `attention` does, on a GPU. bounds: where each example begins; longest: the
+    largest of their lengths.
 
-    Torch does not document the two functions. They take bounds and the longest length twice, of the
-    queries and of the keys.
+    Torch does not document the two functions. They take both twice, of the queries and of the keys.
     """
     if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
         # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
@@ -157,11 +157,11 @@ def attention_in_one_call(qkv, bounds, longest, dropout):
             q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
 
     # Memory-efficient attention (Rabe and Staats, arXiv 2112.05682) also takes fp32, and runs on
-    # older GPUs (V100, T4).
+    # older GPUs (V100, T4). (None: no bias is added to the scores. 0: no token is hidden from the
+    # others of its example. True: backward will come.)
     q, k, v = qkv.unsqueeze(0).unbind(2)                         # (1, N, H, D/H) each
-    bias, mask, for_backward = None, 0, True
     output = torch.ops.aten._efficient_attention_forward(
-        q, k, v, bias, bounds, bounds, longest, longest, dropout, mask, for_backward)[0]
+        q, k, v, None, bounds, bounds, longest, longest, dropout, 0, True)[0]
     return output.squeeze(0)
 
 

@@ -331,7 +331,8 @@ class PretrainingData:
                 parts += [text[spans.b:spans.b_end], [SEP]]
         tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
-        # Of each example (B,), and then repeated for each of its rows (n,).
+        # Of each example (B,), in the order of Spans' fields; then repeated for each of its rows
+        # (n,).
         index, _, a, a_end, _, _, pair_labels = np.array(examples).T
         lengths = np.array([self.length(spans) for spans in examples])
         first_rows = np.cumsum(lengths) - lengths

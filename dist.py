@@ -200,20 +200,20 @@ class Reducer:
         world.barrier()                            # before the first use of NCCL, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = masters or {name: p.detach() for name, p in parameters.items()}
-        for tensor in [*module.state_dict().values(), *self.masters.values()]:
+        masters = masters or {name: p.detach() for name, p in parameters.items()}
+        for tensor in [*module.state_dict().values(), *masters.values()]:
             world.broadcast(tensor)
         self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
         self.flats = [bucket.flat for bucket in self.buckets]
-        views = {}
+        self.views = {}
         for bucket in self.buckets:
-            views.update(bucket.views())
+            self.views.update(bucket.views())
         for name, p in parameters.items():
-            self.masters[name].grad = views[name]
+            masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # Another object than master.grad, of the same memory. A later cast of the module would
-            # give it other memory: `_ready` finds out.
-            p.grad = views[name].detach()
+            # Another object, of the same memory: a later cast of the module would give p.grad, and
+            # only that, other memory, and `_ready` would find out.
+            p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
@@ -233,7 +233,7 @@ class Reducer:
         self.jobs = []             # of the thread in this step, one for each launched bucket
         self.loss_scale = loss_scale
         self.last_micro_batch = True
-        self.missing = set(self.masters)           # names of those that are not ready
+        self.missing = set(self.views)             # names of those that are not ready
         torch._foreach_zero_(self.flats)
 
     # 2. Ready. Autograd has added a gradient to p.grad.
@@ -245,10 +245,10 @@ class Reducer:
         embedding has two): on a CPU in the thread that has called backward, on a GPU in a thread of
         its own. Raises KeyError if there is a backward after that of the last micro-batch, and
         DistError if p.grad is no view of the bucket any longer."""
-        if p.grad.data_ptr() != self.masters[name].grad.data_ptr():
+        if p.grad.data_ptr() != self.views[name].data_ptr():
             raise DistError(f"the gradient of {name} is not in its bucket any longer: cast the "
-                            "module before the Reducer is made, and call the Reducer's zero_grad, "
-                            "not the module's")
+                            "module before the Reducer is made, let no zero_grad be called but the "
+                            "Reducer's, and no backward make a graph")
         if self.last_micro_batch:
             self.missing.remove(name)
             if self.thread:
@@ -307,7 +307,7 @@ class Reducer:
             torch.cuda.current_stream().synchronize()
             self.world.barrier()                   # a rank may have died in backward, see `World`
         if not self.thread:
-            # One rank sends nothing. Yet what 16 bits, int8 and onebit round is rounded, too.
+            # One rank sends nothing, but rounds: so it shows what a compression does to a loss.
             for bucket in self.buckets:
                 self._average(bucket, None)
         began = time.perf_counter()
@@ -428,16 +428,16 @@ class Dense:
         in a ring: each sends (W - 1) / W of the tensor twice, first to sum it up, then to spread
         the sums."""
         flat.div_(world.size)                      # before the sum, which might overflow fp16
-        wire = flat.to(self.dtype)                 # in fp32 it is `flat` itself
-        world.all_reduce(wire)
-        flat.copy_(wire)
-        return 2 * (world.size - 1) * wire.nbytes // world.size
+        sent = flat.to(self.dtype)                 # in fp32 it is `flat` itself
+        world.all_reduce(sent)
+        flat.copy_(sent)
+        return 2 * (world.size - 1) * sent.nbytes // world.size
 
     def commit(self, step_taken):
-        pass
+        """Does nothing."""
 
     def forget(self):
-        pass
+        """Does nothing."""
 
 
 BLOCK = 512                  # elements that share a block's scale, see `encode_int8`
@@ -474,6 +474,7 @@ class ErrorFeedback:
         n = len(flat)
         residual, state = self.kept
         if residual is None:
+            # As many more as n lacks to the next multiple: whole blocks for each rank.
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = torch.empty_like(residual)
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])

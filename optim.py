@@ -264,7 +264,7 @@ def lists_of(tensors):
     memory. A CPU is fastest with lists that fit into its cache.
     """
     lists = []
-    space = 0.0                                    # what still fits into the last list, MB
+    space = -1.0                                   # what still fits into the last list, MB
     for tensor in tensors:
         size = 1e-6 * tensor.nbytes
         if size > space:
@@ -343,7 +343,8 @@ class LAMB(Optimizer):
             u_norm = torch.stack(torch._foreach_norm(u))
             ratio = torch.where(w_norm > 0, w_norm / u_norm, LARGEST_RATIO)
             ratio = ratio.clamp(max=LARGEST_RATIO)
-            torch._foreach_mul_(u, ratio.unbind())           # each by its own ratio
+            # Each by its own ratio. (Tensors as factors: torch calls the GPU for one at a time.)
+            torch._foreach_mul_(u, ratio.unbind())
         torch._foreach_sub_(w, u, alpha=group["lr"])
 
 

@@ -122,10 +122,10 @@ def parse_arguments(argv=None):
         help="compute in this format; auto is the fastest one here (default: %(default)s)")
     add("--micro-tokens", type=COUNT,
         help="compute about this many tokens at a time on a rank (default: 8192; on a GPU one for "
-             "each 1.6 MB of its memory, rounded down to a power of two)")
+             "each 2.4 MB of its memory, in fp32 4.8 MB, rounded down to a power of two)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    # NCCL takes longer to start a collective than to send some MB.
+    # NCCL takes longer to start a collective than to send a few MB.
     add("--bucket-mb", type=data.number_in(float, 1e-6),
         default=25.0 if torch.cuda.is_available() else 2.0,
         help="average about so many MB of gradients at a time (default: 2; on a GPU 25)")
@@ -187,10 +187,11 @@ def run_settings(args, manifest):
     return settings | {"shards": manifest["sha256"][:16]}
 
 
-def micro_tokens_of(memory):
-    """Returns the --micro-tokens that suit a GPU with so many bytes of memory: a power of two. The
-    more a GPU computes at a time the faster it is; a token of `large` takes 0.7 MB."""
-    return 2 ** int(math.log2(memory / 1.6e6))
+def micro_tokens_of(memory, precision):
+    """Returns the --micro-tokens that suit a GPU with so many bytes of memory, a power of two: what
+    it can hold of `large` beside weights and moments. (The more it computes at a time the faster it
+    is.)"""
+    return 2 ** int(math.log2(memory / (1.2e6 * optim.PRECISIONS[precision].itemsize)))
 
 
 def fit_to_device(args, device):
@@ -200,7 +201,7 @@ def fit_to_device(args, device):
     micro_tokens = 8192
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        micro_tokens = micro_tokens_of(gpu.total_memory)
+        micro_tokens = micro_tokens_of(gpu.total_memory, args.precision)
         if args.precision == "bf16" and gpu.major < 8:           # before Ampere
             raise ConfigError("this GPU has no bf16; give --precision fp16")
     args.micro_tokens = args.micro_tokens or micro_tokens
@@ -421,17 +422,16 @@ def numbers_of(state):
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
     dist.DistError if their weights are not the same bits. Collective."""
-    step = state.counters.step
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
-        raise optim.TrainingStopped(f"step {step}: weights or moments are not finite; not "
-                                    "saved: start anew at a lower --lr-scale")
+        raise optim.TrainingStopped(f"step {state.counters.step}: weights or moments are not "
+                                    "finite; not saved: start anew at a lower --lr-scale")
     # A checksum: the bits are added up as integers, whose sum no order of additions changes. Ranks
     # whose weights differ would go on, and their model be worth nothing.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
-                     f"has other weights after step {step} (bad memory?)")
+                     f"has other weights after step {state.counters.step} (bad memory?)")
 
 
 def checkpoints_in(folder):
@@ -672,6 +672,7 @@ def reason_to_stop(step, total):
         return dist.DistError(message)
     if total["orphans"]:
         return dist.RankLost(f"{message} (a torchrun has died)")
+    return None
 
 
 # ----- Evaluation -----
@@ -784,9 +785,9 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        mlm_sum, nsp_sum = sums.tolist()
+        mlm, nsp = sums.tolist()
         total = world.sum(
-            mlm=mlm_sum, nsp=nsp_sum, seconds=time.monotonic() - clock_start,
+            mlm=mlm, nsp=nsp, seconds=time.monotonic() - clock_start,
             signals=len(signals), orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1

@@ -217,8 +217,11 @@ def test_attention_on_a_gpu_is_that_of_the_cpu(monkeypatch, dtype, tolerance, ca
         assert (gpu - cpu).norm() < tolerance * cpu.norm()
     with torch.no_grad():
         values[:, 2] = 1.0               # then an output is the sum of the weights that are left
-    sums = bert.attention(values.cuda(), batch.bounds.cuda(), batch.lengths, 0.5)
+    qkv = values.cuda().requires_grad_()
+    sums = bert.attention(qkv, batch.bounds.cuda(), batch.lengths, 0.5)
     assert sums.std() > 0.05 and 0.9 < sums.mean() < 1.1
+    sums.sum().backward()                # the gradient of V is what was left of the weights
+    assert 0.9 < qkv.grad[:, 2].float().mean() < 1.1 and qkv.grad.isfinite().all()
 
 
 def test_masked_rows_can_be_padded_or_none():

@@ -99,9 +99,9 @@ def test_bf16_is_not_emulated_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("gigabytes, tokens", [
-    (84.9, 32768), (149.6, 65536), (25.3, 8192), (16.9, 8192), (15.8, 8192), (12.6, 4096)])
+    (84.9, 32768), (149.6, 32768), (42.4, 16384), (25.3, 8192), (16.9, 4096), (15.8, 4096)])
 def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(monkeypatch, gigabytes, tokens):
-    """H100, H200, RTX 4090, V100, T4, RTX 3060; a V100 and a T4 have no bf16."""
+    """H100, H200, A100, RTX 4090, V100, T4. The last two have no bf16; fp32 takes half."""
     newer = gigabytes not in (16.9, 15.8)
     properties = SimpleNamespace(total_memory=int(gigabytes * 1e9), major=7 + newer)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -110,6 +110,9 @@ def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(monkeypatch, gigabytes,
     assert args.bucket_mb == 2.0
     train.fit_to_device(args, torch.device("cuda"))
     assert (args.micro_tokens, args.precision) == (tokens, "bf16" if newer else "fp16")
+    args = train.parse_arguments(["--precision", "fp32"])
+    train.fit_to_device(args, torch.device("cuda"))
+    assert args.micro_tokens == tokens // 2
     args = train.parse_arguments(["--micro-tokens", "7", "--precision", "bf16"])
     if newer:
         train.fit_to_device(args, torch.device("cuda"))
@@ -164,7 +167,8 @@ def test_measured_steps_of_two_hosts(gbps, compression, measured):
 
 
 def test_the_last_micro_batch_hides_its_part_of_the_exchange():
-    compute, exchange, seconds = step("--model large --recipe nvidia-64k --tflops 50 --nodes 24")
+    compute, exchange, seconds = step("--model large --recipe nvidia-64k --tflops 50 --nodes 24 "
+                                      "--micro-tokens 8192")
     # 57 of a rank's 342 examples, and backward is two thirds.
     assert compute + exchange - seconds == pytest.approx(compute / 9)
 
@@ -208,7 +212,9 @@ def test_activations_are_about_what_autograd_keeps(shards, dropout):
         logits, _ = model(batch)
         F.cross_entropy(logits, batch.labels)
     found = sum(size for _, size in kept.values())
-    expected = 1e9 * plan.token_gigabytes(args) * len(batch.tokens)
+    # A CPU keeps a copy of what attention returns as well, made by torch.cat.
+    copies = args.itemsize * args.config.layers * args.config.width
+    expected = (1e9 * plan.token_gigabytes(args) + copies) * len(batch.tokens)
     assert found == pytest.approx(expected, rel=0.25)
 
 

@@ -429,6 +429,14 @@ def toy(world, reducer=dist.Reducer):
     return model, reducer(model, world, bucket_mb=256e-6), backward
 
 
+def masters_of(model, reducer):
+    """Returns the model's weights as train.build makes masters of them."""
+    masters = optim.cast_with_masters(model, torch.float32)
+    for name, master in masters.items():
+        master.grad = reducer.views[name]
+    return masters
+
+
 def vector(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -438,7 +446,7 @@ def local_training(world, period, steps=9):
     weights after each step; the same by one process that plays both ranks."""
     local_steps.PERIOD = period
     model, reducer, backward = toy(world, local_steps.WeightReducer)
-    masters = reducer.masters
+    masters = masters_of(model, reducer)
     optimizer = optim.LAMB(masters.values(), lr=0.01)
     state = train.State(model, masters, reducer, optimizer, None, train.Counters())
     local_steps.prepare(SimpleNamespace(compression="none"), world, state)
@@ -494,7 +502,7 @@ def slow_training(world, steps=5):
     same by one process that plays both ranks; whether all are equal at the end; bytes by step."""
     slow_momentum.PERIOD = 2
     model, reducer, backward = toy(world, LocalReducer)
-    masters = reducer.masters
+    masters = masters_of(model, reducer)
     optimizer = slow_momentum.SlowMomentum(masters.values(), lr=0.01)
     optimizer.connect(world, reducer)
     replicas = [copy.deepcopy(model) for _ in range(2)]

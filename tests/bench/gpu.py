@@ -116,7 +116,8 @@ def loop(args):
     """Steps of three micro-batches, of as many tokens as train.py takes here."""
     micro_tokens = 1024
     if CUDA:
-        micro_tokens = train.micro_tokens_of(torch.cuda.get_device_properties(0).total_memory)
+        memory = torch.cuda.get_device_properties(0).total_memory
+        micro_tokens = train.micro_tokens_of(memory, optim.choose_precision(args.precision, DEVICE))
     for model in args.models:
         for seq_len in 128, 512:
             examples = 3 * (micro_tokens // seq_len)

@@ -71,7 +71,7 @@ HINTS = {
     ],
     "overlap": [
         "`_ready`: autograd has added the gradient to p.grad, whose memory is that of "
-        "self.masters[name].grad; if it is not, say so. `self.last_micro_batch` says that this "
+        "self.views[name]; if it is not, say so. `self.last_micro_batch` says that this "
         "micro-batch is the last one. Where there is no thread nothing is launched.",
         "`_launch`: bucket k starts when its own gradients and those of all buckets before it are "
         "ready, whatever came first. len(self.jobs) of them have started. One gradient can "

@@ -4,7 +4,6 @@ Its name begins with that of the exercise, its docstring with the points: 10 for
 is drawn at random depends on SEED.
 """
 import copy
-import functools
 import math
 import os
 import resource
@@ -556,7 +555,7 @@ def test_overlap_errors():
     backward(model[:1])
     with pytest.raises(dist.DistError) as caught:
         reducer.finish()
-    names = {name for name in reducer.masters if name in str(caught.value)}
+    names = {name for name in reducer.views if name in str(caught.value)}
     assert names == {"1.weight", "1.bias"}, (
         f"1.weight and 1.bias take no part in the loss; the error names {names or 'none'}")
     reducer.zero_grad()

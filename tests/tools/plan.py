@@ -82,7 +82,9 @@ def parse_arguments(argv=None):
 
     published, memory = GPUS.get(args.gpu, (None, 16))
     args.gpu_memory = args.gpu_memory or memory
-    args.micro_tokens = args.micro_tokens or train.micro_tokens_of(1e9 * args.gpu_memory)
+    precision = "fp32" if args.precision == "fp32" else "bf16"
+    memory = 1e9 * args.gpu_memory
+    args.micro_tokens = args.micro_tokens or train.micro_tokens_of(memory, precision)
     # The published speeds say nothing of fp32.
     if not args.tflops and args.precision != "fp32":
         args.tflops = published
@@ -124,12 +126,12 @@ def token_gigabytes(args):
     """Returns about how many GB a forward pass keeps of a token for backward.
 
     Counted as in Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose
-    attention keeps no (T, T) matrix. Of a token, a layer keeps 9 D + 2 D_ff elements: its input
-    (D), Q, K and V (3 D), what attention returns and its copy by torch.cat (2 D), two sums (2 D),
-    the first norm (D; the second is the next layer's input), `up` and its GELU (2 D_ff).
+    attention keeps no (T, T) matrix. Of a token, a layer keeps 8 D + 2 D_ff elements: its input
+    (D), Q, K and V (3 D), what attention returns (D), two sums (2 D), the first norm (D; the second
+    is the next layer's input), `up` and its GELU (2 D_ff).
     """
     config = args.config
-    layer_bytes = args.itemsize * (9 * config.width + 2 * config.feed_forward)
+    layer_bytes = args.itemsize * (8 * config.width + 2 * config.feed_forward)
     # The masks of dropout have a byte an element: two of D in the block. That of attention weights,
     # which a CPU keeps and a GPU draws anew, is counted as another D.
     if config.dropout > 0:

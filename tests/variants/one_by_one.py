@@ -18,8 +18,8 @@ All three average the same gradients. Set GBPS to see the difference on one mach
 slow_network.py.
 
 What is changed: dist.Reducer, by a class that has what train.py uses of it, and that calls
-dist.average_gradients. Like --bucket-mb it changes results only by how the norm is rounded: so it
-takes up a run of train.py, and train.py one of it.
+dist.average_gradients. Like --bucket-mb it changes results only by rounding, of the norm, and on
+more than two ranks of the sums: so it takes up a run of train.py, and train.py one of it.
 """
 import sys
 import time

@@ -99,17 +99,16 @@ def begin_stage(args, state, stage, grow):
     reducer = state.reducer
     named = state.model.named_parameters()
     trainable = {name: p for name, p in named if p.requires_grad}
-    reducer.masters = {name: state.masters[name] for name in trainable}
     reducer.buckets = dist.fill_buckets(
         trainable, reducer.world, args.compression, args.bucket_mb)
     reducer.flats = [bucket.flat for bucket in reducer.buckets]
-    views = {}
+    reducer.views = {}
     for bucket in reducer.buckets:
-        views.update(bucket.views())
+        reducer.views.update(bucket.views())
     for name, master in state.masters.items():           # what is frozen has no gradient
-        master.grad = views.get(name)
+        master.grad = reducer.views.get(name)
     for name, p in trainable.items():
-        p.grad = views[name].detach()
+        p.grad = reducer.views[name].detach()
     for group, everything in zip(state.optimizer.param_groups, state.groups):
         group["params"] = [master for master in everything if master.grad is not None]
 
