@@ -16,6 +16,8 @@ is the speed of the link between two nodes, in Gb/s. Each collective first sleep
 
 and then does its work. It sleeps in the thread that calls it. For a bucket that is the
 communication thread: backward runs on meanwhile, as it would beside a real link. No bit changes.
+Steps of `mini` on two ranks, with none, int8 and onebit, took 0.98 to 1.06 times as long as over
+links of 1 and 0.1 Gb/s (bench_network.py). The latency of a call is not modelled.
 
 On a single node every rank counts as a node of its own. On several, ranks within a node do not
 wait for each other (dist.Bucket's `within_node`); set GBPS on every node.
