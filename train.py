@@ -786,9 +786,8 @@ def training_loop(args, world, log, state, signals):
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
         mlm, nsp = sums.tolist()
-        total = world.sum(
-            mlm=mlm, nsp=nsp, seconds=time.monotonic() - clock_start,
-            signals=len(signals), orphans=dist.torchrun_died())
+        total = world.sum(mlm=mlm, nsp=nsp, seconds=time.monotonic() - clock_start,
+                          signals=len(signals), orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
