@@ -261,11 +261,11 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the logits (M, V) of the masked tokens, and (B, 2) of the pairs. batch: a
-        data.Batch."""
+        """Returns the logits of each task, by the names of batch.labels: "mlm" (M, V) of the masked
+        tokens, "nsp" (B, 2) of the pairs. batch: a data.Batch."""
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist: they would be most of a small model's work.
-        examples = len(batch.pair_labels)
+        examples = len(batch.lengths) - 1
         # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
         # of masked tokens. (masked_rows are padded by row 0, whose logits no label asks for.)
         rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
@@ -273,7 +273,7 @@ class BertForPreTraining(nn.Module):
                              batch.bounds, batch.lengths)        # (R, D)
 
         pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
-        return self.mlm_logits(hidden[examples:]), self.nsp(pooled)
+        return {"mlm": self.mlm_logits(hidden[examples:]), "nsp": self.nsp(pooled)}
 
 
 # ----- Hugging Face folders: names -----

@@ -16,6 +16,7 @@ Masks and pairs are made on the fly, so all phases, at any length, read the same
 import argparse
 import bz2
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -56,7 +57,8 @@ class DataError(ValueError):
 
 # ----- Examples: (seed, phase, i) -> one or two texts with masks -----
 
-class Batch(NamedTuple):
+@dataclasses.dataclass
+class Batch:
     """A micro-batch without padding between its examples: their tokens one after another, each
     token a row; at the end, padding. B examples have n rows, and m of them are masked; with padding
     these are N and M. Here B = 3, of 5, 5 and 8 tokens, so n = 18, and N = 64:
@@ -86,21 +88,27 @@ class Batch(NamedTuple):
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
     positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
     masked_rows: np.ndarray         # (M,) int64, the rows that are to be predicted, then zeros
-    labels: np.ndarray              # (M,) int64, the tokens that stood there, then IGNORED
+    labels: dict                    # of each task; a label that is IGNORED does not count:
+                                    # "mlm": (M,) int64, the tokens that stood in masked_rows
+                                    # "nsp": (B,) int64, 0 if B follows A in its document, 1 if not;
+                                    # not there without pairs
     bounds: np.ndarray              # (B + 2,) int32 as FlashAttention wants it: the first row of
                                     # each example and of the padding, then N
-    pair_labels: np.ndarray         # (B,) int64, 0 if B follows A in its document, 1 if not;
-                                    # IGNORED without pairs
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
-        *tensors, lengths = map(torch.from_numpy, self)              # `lengths` is the last field
-        # non_blocking: a GPU copies after all that it was given before, and the CPU goes on. (For
-        # arrays of up to 64 KB; the CPU waits for longer ones.)
-        moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        return Batch(*moved, lengths)
+        def move(array):
+            # non_blocking: a GPU copies after all that it was given before, and the CPU goes on.
+            # (For arrays of up to 64 KB; the CPU waits for longer ones.)
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        fields = dict(vars(self))
+        lengths = torch.from_numpy(fields.pop("lengths"))
+        labels = {task: move(array) for task, array in fields.pop("labels").items()}
+        moved = {name: move(array) for name, array in fields.items()}
+        return Batch(**moved, labels=labels, lengths=lengths)
 
 
 class Shard(NamedTuple):
@@ -345,8 +353,17 @@ class PretrainingData:
         # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
         lengths = np.append(lengths, -len(tokens) % 64)                # (B + 1,)
         bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
-        return Batch(pad(tokens, 64), pad(segments.astype(np.int64), 64), pad(positions, 64),
-                     pad(rows, 16), pad(labels, 16, IGNORED), bounds, pair_labels, lengths)
+        tasks = {"mlm": pad(labels, 16, IGNORED)}
+        if self.pairs != "none":
+            tasks["nsp"] = pair_labels
+        return Batch(
+            tokens=pad(tokens, 64),
+            segments=pad(segments.astype(np.int64), 64),
+            positions=pad(positions, 64),
+            masked_rows=pad(rows, 16),
+            labels=tasks,
+            bounds=bounds,
+            lengths=lengths)
 
 
 # ----- Batches: dealt to the ranks, made ahead in a thread -----

@@ -16,6 +16,7 @@ Shapes, as in "(M, V)": B examples of a micro-batch, M masked tokens in it and w
 size of the vocabulary. A function of this file whose docstring says "Collective" must be called by
 all ranks together.
 """
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -244,11 +245,18 @@ def prepare_run(args, world):
 
 # ----- The log -----
 
-STEP_LINE = ("step {step:>6}  phase {phase}  mlm {mlm_loss:6.3f}  nsp {nsp_loss:.3f}  lr {lr:.1e}  "
-             "norm {grad_norm:5.2f}  scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
+STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_norm:5.2f}  "
+             "scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
              "{minutes_left:.0f} min left")
-EVAL_LINE = ("step {step:>6}  held out: MLM loss {mlm_loss:.3f} (unigram {unigram_loss:.3f}), "
-             "MLM accuracy {mlm_accuracy:.1%}")
+
+
+def step_line(figures):
+    """Returns the line of a step for the terminal; figures: as of `step_figures`."""
+    losses = ""
+    for name, value in figures.items():
+        if name.endswith("_loss"):
+            losses += f"{name.removesuffix('_loss')} {value:6.3f}  "
+    return STEP_LINE.format(losses=losses, **figures)
 
 
 class Log:
@@ -298,7 +306,7 @@ class Log:
         self.metric("train", **figures)
         if time.monotonic() - self.said_at > LOG_SECONDS:
             self.said_at = time.monotonic()
-            self.say(STEP_LINE.format(**figures))
+            self.say(step_line(figures))
 
 
 def log_start(args, world, log, state):
@@ -628,11 +636,14 @@ def begin_phase(args, world, state, phase_index):
                        world.size)
 
 
-def count_masked(world, micro_batches):
-    """Returns how many tokens are to be predicted in the micro-batches of all ranks together.
-    Counts on the CPU, so that nothing waits for a GPU. Collective."""
-    own = sum(int((batch.labels != data.IGNORED).sum()) for batch in micro_batches)
-    return world.sum(masked=own)["masked"]
+def count_labels(world, micro_batches):
+    """Returns how many labels each task has in the micro-batches of all ranks together, {task:
+    count}; a label that is data.IGNORED does not count. Counts on the CPU, so that nothing waits
+    for a GPU. Collective."""
+    own = {}
+    for task in micro_batches[0].labels:
+        own[task] = sum(int((batch.labels[task] != data.IGNORED).sum()) for batch in micro_batches)
+    return world.sum(**own)
 
 
 def loss_sum(logits, labels):
@@ -643,18 +654,18 @@ def loss_sum(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def step_figures(args, state, masked, total, began):
-    """Returns the log's fields (dict) that follow from the State, from a step's sums over all
-    ranks, `total`, and from the time when it began."""
+def step_figures(args, state, counts, total, began):
+    """Returns the log's fields (dict) that follow from the State, from what `count_labels` says of
+    the step, from its sums over all ranks, `total`, and from the time when it began."""
     counters = state.counters
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
     left = max(0, planned_tokens(args) - finished)
+    losses = {f"{task}_loss": total[task] / max(count, 1) for task, count in counts.items()}
     return {
         "step": counters.step,
         "phase": counters.phase + 1,
-        "mlm_loss": total["mlm"] / max(masked, 1),
-        "nsp_loss": total["nsp"] / batch,
+        **losses,
         "skipped": state.scaler.skipped,
         "seconds": counters.seconds,
         "examples_per_second": batch / (time.perf_counter() - began),
@@ -685,40 +696,41 @@ def evaluate(args, world, log, state):
     Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
     phase and mask_fraction (15 %) are the defaults of data.PretrainingData. unigram_loss is the
     loss on the same tokens of a predictor that knows only how often the training text has each
-    token: the loss to beat. Without pairs nsp_loss and nsp_accuracy are 0. Of 1,024 examples the
-    NSP accuracy's standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
+    token: the loss to beat. Of 1,024 examples the NSP accuracy's standard error is about
+    sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    names = "mlm_loss", "mlm_accuracy", "unigram_loss", "nsp_loss", "nsp_accuracy", "masked"
-    sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
+    sums = collections.Counter()             # of tensors; each begins at 0
     state.model.eval()
-    for indices in data.micro_batches(0, EVAL_EXAMPLES, micro_size, world.rank, world.size):
+    # Each rank has at least one example, so that all have the same sums.
+    for indices in data.micro_batches(0, max(EVAL_EXAMPLES, world.size), micro_size, world.rank,
+                                      world.size):
         batch = examples.batch(indices).to(world.device)
-        counted = batch.labels != data.IGNORED
-        mlm_logits, nsp_logits = state.model(batch)
-        sums += torch.stack([
-            loss_sum(mlm_logits, batch.labels),
-            (mlm_logits.argmax(1) == batch.labels).sum(),
-            unigram_losses[batch.labels[counted]].sum(),
-            loss_sum(nsp_logits, batch.pair_labels),
-            (nsp_logits.argmax(1) == batch.pair_labels).sum(),
-            counted.sum()])
+        logits = state.model(batch)
+        for task, labels in batch.labels.items():
+            sums[f"{task}_loss"] += loss_sum(logits[task], labels).double()
+            sums[f"{task}_accuracy"] += (logits[task].argmax(1) == labels).sum()
+            sums[f"{task}_labels"] += (labels != data.IGNORED).sum()
+        masked = batch.labels["mlm"]
+        sums["unigram_loss"] += unigram_losses[masked[masked != data.IGNORED]].sum()
     state.model.train()
 
     # Sums are added up over the ranks, not means: the ranks' shares differ in size.
-    total = world.sum(**dict(zip(names, sums.tolist())))
-    masked = total.pop("masked")
-    result = {"step": counters.step, "phase": counters.phase + 1}
-    for name, value in total.items():
-        result[name] = value / (EVAL_EXAMPLES if name.startswith("nsp") else masked)
+    total = world.sum(**sums)
+    result = {"step": counters.step, "phase": counters.phase + 1,
+              "unigram_loss": total["unigram_loss"] / total["mlm_labels"]}
+    line = (f"step {counters.step:>6}  held out, {examples.mask_fraction:.0%} masked: "
+            f"unigram {result['unigram_loss']:.3f}")
+    for task in batch.labels:
+        loss, accuracy = f"{task}_loss", f"{task}_accuracy"
+        for name in loss, accuracy:
+            result[name] = total[name] / total[f"{task}_labels"]
+        line += f"  {task} {result[loss]:.3f} ({result[accuracy]:.1%} right)"
     log.metric("eval", **result)
-    line = EVAL_LINE.format(**result)
-    if args.pairs != "none":
-        line += f", NSP accuracy {result['nsp_accuracy']:.1%}"
     log.say(line)
     return result
 
@@ -744,28 +756,28 @@ def training_loop(args, world, log, state, signals):
         micro_batches = next(batches)
         data_seconds = time.perf_counter() - began
 
-        # 2. Count the masked tokens of the whole step, on all ranks: the divisor of the MLM loss.
-        masked = count_masked(world, micro_batches)
+        # 2. Count the labels of the whole step, on all ranks: the divisors of the losses.
+        counts = count_labels(world, micro_batches)                  # {"mlm": ..., "nsp": ...}
 
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each complete bucket is averaged while backward goes on.
         scale = state.scaler.scale
-        sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        sums = collections.Counter()                                 # of losses, {task: tensor}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # Dropout's seed follows from the step, so none is saved. (Hashes of numbers are fixed.)
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
-            mlm_logits, nsp_logits = state.model(batch)              # (M, V), (B, 2)
-            mlm_sum = loss_sum(mlm_logits, batch.labels)
-            nsp_sum = loss_sum(nsp_logits, batch.pair_labels)
-            # Every masked token of the step weighs the same, on whatever rank; and every pair.
-            mlm_loss = mlm_sum / max(masked, 1)
-            nsp_loss = nsp_sum / phase.global_batch
+            logits = state.model(batch)                              # {task: (labels, classes)}
+            loss = 0.0
+            for task, labels in batch.labels.items():
+                task_sum = loss_sum(logits[task], labels)
+                sums[task] += task_sum.detach().double()
+                # Every masked token of the step weighs the same, on whatever rank; and every pair.
+                loss = loss + task_sum / max(counts[task], 1)
             # The Reducer will take the mean over the ranks. Times their number that is the sum.
-            (world.size * scale * (mlm_loss + nsp_loss)).backward()
-            sums += torch.stack([mlm_sum, nsp_sum]).detach()
+            (world.size * scale * loss).backward()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
         state.reducer.finish()
@@ -785,13 +797,12 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        mlm, nsp = sums.tolist()
-        total = world.sum(mlm=mlm, nsp=nsp, seconds=time.monotonic() - clock_start,
-                          signals=len(signals), orphans=dist.torchrun_died())
+        total = world.sum(**sums, seconds=time.monotonic() - clock_start, signals=len(signals),
+                          orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
-        figures = step_figures(args, state, masked, total, began)
+        figures = step_figures(args, state, counts, total, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, counters)

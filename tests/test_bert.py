@@ -55,7 +55,7 @@ def make_batch(seed=0, lengths=(16, 12, 5), masked=2, vocabulary=192):
     return SimpleNamespace(
         tokens=in_line(tokens), segments=in_line(segments), positions=in_line(positions),
         bounds=bounds, lengths=all_lengths, masked_rows=masked_rows.flatten().long(),
-        labels=labels, pair_labels=torch.arange(len(lengths)) % 2,
+        labels={"mlm": labels, "nsp": torch.arange(len(lengths)) % 2},
         padded=dict(input_ids=pad(tokens), token_type_ids=pad(segments), attention_mask=pad(full)),
         mask=pad(full).bool())
 
@@ -68,9 +68,9 @@ def encode(model, batch):
 
 def sums_of(logits, batch):
     """The sums of cross-entropy of a model's logits, at least in fp32."""
-    dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    return [F.cross_entropy(part.to(dtype), labels, reduction="sum")
-            for part, labels in zip(logits, (batch.labels, batch.pair_labels))]
+    dtype = torch.promote_types(logits["mlm"].dtype, torch.float32)
+    return [F.cross_entropy(logits[task].to(dtype), labels, reduction="sum")
+            for task, labels in batch.labels.items()]
 
 
 def padded_logits(model, batch):
@@ -85,7 +85,7 @@ def padded_logits(model, batch):
         x = block.attention_norm(x + block.attention_out(mixed))
         x = block.norm(x + block.down(F.gelu(block.up(x))))
     mlm_logits = model.mlm_logits(x[mask][batch.masked_rows])
-    return mlm_logits, model.nsp(torch.tanh(model.pooler(x[:, 0])))
+    return {"mlm": mlm_logits, "nsp": model.nsp(torch.tanh(model.pooler(x[:, 0])))}
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_gradients_are_transformers(saved):
     sum(sums_of(ours(batch), batch)).backward()
     output = theirs(**batch.padded)
     mlm_logits = output.prediction_logits[batch.mask][batch.masked_rows]
-    logits = mlm_logits, output.seq_relationship_logits
+    logits = {"mlm": mlm_logits, "nsp": output.seq_relationship_logits}
     sum(sums_of(logits, batch)).backward()
     named = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
@@ -206,7 +206,7 @@ def test_a_block_drops_attention_weights_in_training_alone():
     (torch.bfloat16, 0.02, (9, 0)), (torch.float16, 0.01, (9, 0)), (torch.float16, 0.01, (7, 5)),
     (torch.float32, 1e-3, (9, 0))])
 def test_attention_on_a_gpu_is_that_of_the_cpu(monkeypatch, dtype, tolerance, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     batch, results = make_batch(lengths=(5, 33, 33, 100, 512, 512)), []
     values = torch.randn(len(batch.tokens), 3, 2, 64).to(dtype)
     for qkv, bounds in (values.float(), batch.bounds), (values.cuda(), batch.bounds.cuda()):
@@ -226,11 +226,11 @@ def test_attention_on_a_gpu_is_that_of_the_cpu(monkeypatch, dtype, tolerance, ca
 
 def test_masked_rows_can_be_padded_or_none():
     model, batch = make_model().eval(), make_batch()
-    logits = model(batch)[0]
+    logits = model(batch)["mlm"]
     batch.masked_rows = F.pad(batch.masked_rows, (0, 5))
-    torch.testing.assert_close(model(batch)[0][:6], logits)
+    torch.testing.assert_close(model(batch)["mlm"][:6], logits)
     batch.masked_rows = batch.masked_rows[:0]
-    assert model(batch)[0].shape == (0, 192)
+    assert model(batch)["mlm"].shape == (0, 192)
 
 
 def test_the_last_block_computes_the_rows_that_are_asked_for():

@@ -16,7 +16,8 @@ import data
 import dist
 import optim
 import train
-from tests.training import SHORT, assert_same, column, last_state, metrics, run, steps_kept
+from tests.training import (SHORT, assert_same, column, last_state, losses_of, metrics, run,
+                            steps_kept)
 
 # ----- Killed and started again -----
 
@@ -276,13 +277,13 @@ def knows_by_heart(folder, shards, indices):
     """
     model = bert.load_huggingface(folder)
     batch = data.PretrainingData(shards, 32, mask_fraction=0.15).batch(indices).to("cpu")
-    masked = (batch.labels != data.IGNORED).sum()
+    masked = (batch.labels["mlm"] != data.IGNORED).sum()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
         optimizer.zero_grad()
-        mlm_logits, nsp_logits = model(batch)
-        mlm_loss = train.loss_sum(mlm_logits, batch.labels) / masked
-        (mlm_loss + train.loss_sum(nsp_logits, batch.pair_labels) / len(indices)).backward()
+        losses = losses_of(model(batch), batch)
+        mlm_loss = losses["mlm"] / masked
+        (mlm_loss + losses["nsp"] / len(indices)).backward()
         optimizer.step()
     return model, mlm_loss.item()
 

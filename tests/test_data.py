@@ -37,6 +37,13 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def arrays_of(batch):
+    """{name: array or tensor} of all that is in a batch."""
+    fields = vars(batch) | {f"labels of {task}": part for task, part in batch.labels.items()}
+    del fields["labels"]
+    return fields
+
+
 def columns(dataset, indices):
     """The Spans of examples, each field an array."""
     return data.Spans(*np.array(dataset.spans(indices)).T)
@@ -49,8 +56,8 @@ def test_a_batch_has_the_texts_of_its_spans(shards):
     dataset = data.PretrainingData(shards, 32, 1, seed=3)
     batch = dataset.batch(range(500))
     tokens = batch.tokens.copy()
-    chosen = batch.labels != data.IGNORED
-    tokens[batch.masked_rows[chosen]] = batch.labels[chosen]        # before they were masked
+    chosen = batch.labels["mlm"] != data.IGNORED
+    tokens[batch.masked_rows[chosen]] = batch.labels["mlm"][chosen]        # before they were masked
     for b, spans in enumerate(sorted(dataset.spans(range(500)), key=dataset.length)):
         text = dataset.shard(spans.shard).tokens
         a, b_text = text[spans.a:spans.a_end], text[spans.b:spans.b_end]
@@ -61,7 +68,7 @@ def test_a_batch_has_the_texts_of_its_spans(shards):
 def test_no_pairs(shards):
     dataset = data.PretrainingData(shards, 48, pairs="none")
     batch, spans = dataset.batch(range(500)), columns(dataset, range(500))
-    assert (batch.pair_labels == data.IGNORED).all() and not batch.segments.any()
+    assert [*batch.labels] == ["mlm"] and not batch.segments.any()
     assert (spans.b == spans.b_end).all() and batch.lengths[:-1].max() == 48
     assert (batch.tokens == data.SEP).sum() == (batch.tokens == data.CLS).sum() == 500
 
@@ -85,13 +92,13 @@ def test_texts_are_cut_before_any_of_their_sentences(shards):
 def test_masks_are_spread_over_a_text_and_can_be_none(shards):
     dataset = data.PretrainingData(shards, 64, mask_fraction=0.2)
     batch = dataset.batch(range(4000))
-    chosen = batch.labels != data.IGNORED
+    chosen = batch.labels["mlm"] != data.IGNORED
     where = np.bincount(batch.positions[batch.masked_rows[chosen]], minlength=64)
     have = np.bincount(batch.positions[:batch.bounds[-2]], minlength=64)
     rates = where[1:60] / have[1:60]
     assert where[0] == 0 and 0.15 < rates.min() and rates.max() < 0.25
     batch = data.PretrainingData(shards, 64, mask_fraction=1e-9).batch(range(3))
-    assert batch.labels.shape == batch.masked_rows.shape == (0,)
+    assert batch.labels["mlm"].shape == batch.masked_rows.shape == (0,)
 
 
 @pytest.mark.parametrize("pairs", ["nsp", "none"])
@@ -124,18 +131,19 @@ def test_an_example_is_the_same_alone_and_in_any_batch(shards, options):
             assert batch.positions[rows].tolist() == [*range(lengths[i])]
             b_start = 1 + batch.tokens[rows].tolist().index(data.SEP)
             assert same(batch.segments[rows], batch.positions[rows] >= b_start)
-            count = (one.labels != data.IGNORED).sum()
+            count = (one.labels["mlm"] != data.IGNORED).sum()
             span = slice(at, at := at + count)
             masked = batch.masked_rows[span] - batch.bounds[b]
             assert same(masked, one.masked_rows[:count])
-            assert same(batch.labels[span], one.labels[:count])
-            assert batch.pair_labels[b] == one.pair_labels[0]
+            assert same(batch.labels["mlm"][span], one.labels["mlm"][:count])
+            if "nsp" in batch.labels:
+                assert batch.labels["nsp"][b] == one.labels["nsp"][0]
         assert len(batch.tokens) % 64 == 0 and 0 <= batch.lengths[-1] < 64
-        assert len(batch.labels) % 16 == 0 and 0 <= len(batch.labels) - at < 16
-        assert (batch.labels[at:] == data.IGNORED).all() and not batch.masked_rows[at:].any()
+        assert len(batch.labels["mlm"]) % 16 == 0 and 0 <= len(batch.labels["mlm"]) - at < 16
+        assert (batch.labels["mlm"][at:] == data.IGNORED).all() and not batch.masked_rows[at:].any()
         padding = batch.tokens[ends[-1]:], batch.segments[ends[-1]:], batch.positions[ends[-1]:]
         assert not np.concatenate(padding).any()
-        kinds = {name: str(field.dtype) for name, field in batch._asdict().items()}
+        kinds = {name: str(array.dtype) for name, array in arrays_of(batch).items()}
         assert kinds.pop("bounds") == "int32" and set(kinds.values()) == {"int64"}
 
 
@@ -205,9 +213,10 @@ def test_the_thread_of_a_loader_ends_with_it():
 def test_a_batch_becomes_tensors_as_it_is(shards):
     batch = data.PretrainingData(shards, 32).batch(range(5))
     moved = batch.to("cpu")
-    assert same(batch, moved) and all(isinstance(field, torch.Tensor) for field in moved)
-    assert [str(field.dtype) for field in moved] == [f"torch.{field.dtype}" for field in batch]
-    devices = {name: field.device.type for name, field in batch.to("meta")._asdict().items()}
+    for (name, array), (other, tensor) in zip(arrays_of(batch).items(), arrays_of(moved).items(),
+                                              strict=True):
+        assert name == other and torch.equal(torch.from_numpy(array), tensor)
+    devices = {name: field.device.type for name, field in arrays_of(batch.to("meta")).items()}
     assert devices.pop("lengths") == "cpu" and set(devices.values()) == {"meta"}
 
 
@@ -703,7 +712,8 @@ def test_a_damaged_file_is_named_to_the_ranks_that_read_it(shards, tmp_path):
     (folder / "train-00000.documents").unlink()
     data.verify(folder, 1, 2)
     everything, part = data.PretrainingData(shards, 32), data.PretrainingData(folder, 32)
-    assert all(same(part.batch([i]), everything.batch([i])) for i in range(1, 50, 2))
+    assert all(same(arrays_of(part.batch([i])).values(), arrays_of(everything.batch([i])).values())
+               for i in range(1, 50, 2))
 
 
 def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatch):

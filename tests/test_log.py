@@ -38,9 +38,10 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     first = run_script(*argv, cwd=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     assert "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.008" in first.stdout
-    line = train.STEP_LINE.format(**metrics(out)[0])          # printed after ten seconds
-    assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp 0\.\d+  lr 5.8e-03  norm", line)
-    assert re.search(r"step +1  held out: MLM loss \d\.\d+ \(unigram .*NSP", first.stdout)
+    line = train.step_line(metrics(out)[0])          # printed after ten seconds
+    assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm", line)
+    assert re.search(r"step +1  held out, 15% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)"
+                     r"  nsp 0\.\d+ \(", first.stdout)
     for sentence in train.DEMO_SENTENCES:
         answer = first.stdout.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
         assert answer.count("%") == 3

@@ -355,10 +355,10 @@ def spoiled_run(world, shards, out):
     last = 3
 
     def spoiled(self, batch):
-        mlm_logits, nsp_logits = forward(self, batch)
+        logits = forward(self, batch)
         if self.training and world.rank == 1 and last == 4:
-            mlm_logits = mlm_logits * float("inf")
-        return mlm_logits, nsp_logits
+            logits["mlm"] = logits["mlm"] * float("inf")
+        return logits
 
     bert.BertForPreTraining.forward = spoiled
     states = []

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bert
 import optim
 import train
-from tests.training import random_batch
+from tests.training import losses_of, random_batch
 
 
 # ----- A small problem, that test_variants.py uses, too -----
@@ -113,9 +113,7 @@ def test_no_step_waits_for_a_gpu(name):
         model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
     masters = optim.cast_with_masters(model, torch.bfloat16)
     batch = random_batch(192, device="meta")
-    mlm_logits, nsp_logits = model(batch)
-    loss = train.loss_sum(mlm_logits, batch.labels) + train.loss_sum(nsp_logits, batch.pair_labels)
-    loss.backward()
+    sum(losses_of(model(batch), batch).values()).backward()
     for name_of, master in masters.items():
         master.grad = model.get_parameter(name_of).grad.float()
     optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)

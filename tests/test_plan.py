@@ -209,8 +209,7 @@ def test_activations_are_about_what_autograd_keeps(shards, dropout):
 
     batch = data.PretrainingData(shards, 64).batch(range(8)).to("cpu")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits, _ = model(batch)
-        F.cross_entropy(logits, batch.labels)
+        F.cross_entropy(model(batch)["mlm"], batch.labels["mlm"])
     found = sum(size for _, size in kept.values())
     # A CPU keeps a copy of what attention returns as well, made by torch.cat.
     copies = args.itemsize * args.config.layers * args.config.width
@@ -304,7 +303,7 @@ def test_shards_are_shown_as_words(monkeypatch, shards):
     # Each token that was chosen is followed by what stood there.
     batch = data.PretrainingData(shards, 64, held_out=True).batch([2, 3, 4])
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
-    for label in set(batch.labels.tolist()) - {data.IGNORED}:
+    for label in set(batch.labels["mlm"].tolist()) - {data.IGNORED}:
         stood_there = tokenizer.id_to_piece(label).replace("▁", " ")
         assert f"({stood_there})" in text
 

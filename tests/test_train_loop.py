@@ -21,7 +21,7 @@ import optim
 import train
 from tests.conftest import make_documents
 from tests.ranks import together
-from tests.training import (SHORT, args_of, assert_same, column, last_state, metrics,
+from tests.training import (SHORT, args_of, assert_same, column, last_state, losses_of, metrics,
                             random_batch, run, steps_kept)
 from tests.variants import compiled
 
@@ -95,9 +95,8 @@ def test_all_ranks_wait_for_the_demos_shards(tmp_path):
 
 def test_without_pairs_their_heads_are_not_trained(train_here, tmp_path, capsys):
     train_here(tmp_path, "--steps", 2, 0, "--pairs", "none")
-    assert "NSP accuracy" not in capsys.readouterr().out
-    line, = metrics(tmp_path, "eval")
-    assert line["nsp_accuracy"] == line["nsp_loss"] == 0
+    assert "nsp" not in capsys.readouterr().out
+    assert not [name for line in metrics(tmp_path) for name in line if "nsp" in name]
     # Decay would wear them away
     assert not any(name.startswith(("pooler", "nsp")) for name in last_state(tmp_path)["tensors"])
 
@@ -117,7 +116,7 @@ def test_phases_take_other_examples_as_the_flags_say(shards, monkeypatch):
     more, _ = first_batches(shards, "--mask-fraction", "0.6")
     other, _ = first_batches(shards, "--seed", "1")
     assert len({str(batch.bounds.tolist()) for batch in (first, second, other)}) == 3
-    few, many = (int((batch.labels != data.IGNORED).sum()) for batch in (first, more))
+    few, many = (int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in (first, more))
     assert many == pytest.approx(2 * few, rel=0.1)
 
 
@@ -159,7 +158,7 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
         for name, p in state.model.named_parameters():
             p.register_post_accumulate_grad_hook(
                 lambda _, layer=name.split(".")[:2]: order.append(layer))
-        loss = sum(map(train.loss_sum, state.model(batch), (batch.labels, batch.pair_labels)))
+        loss = sum(losses_of(state.model(batch), batch).values())
         loss.backward()
         state.reducer.finish()
         # What a layer is to the reducer: one stretch, with none of another layer in it
@@ -266,10 +265,10 @@ def spoil_loss(world, rank, calls):
     count = itertools.count(1)
 
     def patched(self, batch):
-        mlm_logits, nsp_logits = forward(self, batch)
+        logits = forward(self, batch)
         if self.training and world.rank == rank and next(count) in calls:
-            mlm_logits = mlm_logits * math.inf
-        return mlm_logits, nsp_logits
+            logits["mlm"] = logits["mlm"] * math.inf
+        return logits
 
     def watched_commit(self, step_taken):
         wires = [bucket.wire for bucket in self.buckets]
@@ -354,17 +353,18 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     assert log.say.call_count == 1 and model.training
     model.eval()
     batch = data.PretrainingData(shards, 32, held_out=True).batch(range(32)).to("cpu")
-    counted = batch.labels != data.IGNORED
-    labels, rows = batch.labels[counted], len(batch.tokens) - int(batch.lengths[-1])
+    counted = batch.labels["mlm"] != data.IGNORED
+    labels, rows = batch.labels["mlm"][counted], len(batch.tokens) - int(batch.lengths[-1])
     assert 0.1 < len(labels) / rows < 0.2                 # 15 %, however many training masks
-    mlm_logits, nsp_logits = model(batch)
+    logits = model(batch)
+    mlm_logits, nsp_logits = logits["mlm"], logits["nsp"]
     unigram_losses = data.unigram_losses(shards)
     expected = {
         "mlm_loss": F.cross_entropy(mlm_logits[counted], labels),
         "mlm_accuracy": (mlm_logits[counted].argmax(1) == labels).double().mean(),
         "unigram_loss": unigram_losses[labels].mean(),
-        "nsp_loss": F.cross_entropy(nsp_logits, batch.pair_labels),
-        "nsp_accuracy": (nsp_logits.argmax(1) == batch.pair_labels).double().mean()}
+        "nsp_loss": F.cross_entropy(nsp_logits, batch.labels["nsp"]),
+        "nsp_accuracy": (nsp_logits.argmax(1) == batch.labels["nsp"]).double().mean()}
     for name, value in expected.items():
         assert found[name] == pytest.approx(value.item(), rel=1e-5), name
 

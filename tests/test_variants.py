@@ -18,7 +18,7 @@ import optim
 import train
 from tests.ranks import run_ranks, run_script, together
 from tests.test_optim import apply, assert_equal, from_equations, parameters, problem, ratio
-from tests.training import args_of, assert_same, column, last_state, random_batch, shrink
+from tests.training import args_of, assert_same, column, last_state, losses_of, random_batch, shrink
 from tests.variants import (albert, balance, bucket_clipping, came, gradientflow, lans,
                             local_steps, merit, modern, modern_muon, muon, onebit_adam, onebit_lamb,
                             powersgd, slow_momentum, stacking, topk, whole_words, zeroone_adam)
@@ -212,8 +212,7 @@ def test_slow_momentum_is_its_equations():
 # ----- Models -----
 
 def loss_of(model, batch):
-    mlm_logits, nsp_logits = model(batch)
-    return train.loss_sum(mlm_logits, batch.labels) + train.loss_sum(nsp_logits, batch.pair_labels)
+    return sum(losses_of(model(batch), batch).values())
 
 
 def test_an_albert_is_a_bert_with_equal_layers():
@@ -226,7 +225,7 @@ def test_an_albert_is_a_bert_with_equal_layers():
     losses = [loss_of(model, batch) for model in (shared, plain)]
     for loss in losses:
         loss.backward()
-    assert len(batch.labels) > 0
+    assert len(batch.labels["mlm"]) > 0
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     ours, theirs = ({name: p.grad for name, p in model.named_parameters()}
                     for model in (shared, plain))
@@ -319,7 +318,7 @@ def test_albert_swaps_whole_sentences(shards):
         whole = np.union1d(cuts, documents)
         assert {a, middle, end} <= {*whole} or np.isin(range(a + 1, end), cuts).sum() < 3
     assert 160 < swapped < 240
-    assert set(albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).pair_labels) == {-100}
+    assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
 
 
 def test_whole_words_are_masked(shards):
@@ -327,7 +326,7 @@ def test_whole_words_are_masked(shards):
     batch = examples.batch(list(range(200)))
     tokens = batch.tokens.copy()
     chosen = np.zeros(len(tokens), bool)
-    labels = batch.labels[batch.labels != data.IGNORED]
+    labels = batch.labels["mlm"][batch.labels["mlm"] != data.IGNORED]
     rows = batch.masked_rows[:len(labels)]
     tokens[rows] = labels                                  # what stood there
     chosen[rows] = True

@@ -103,10 +103,14 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
         segments=(positions >= length // 2).astype(np.int64),
         positions=positions,
         masked_rows=masked_rows,
-        labels=tokens[masked_rows],
+        labels={"mlm": tokens[masked_rows], "nsp": generator.integers(0, 2, examples)},
         bounds=bounds,
-        pair_labels=generator.integers(0, 2, examples),
         lengths=np.diff(bounds).astype(np.int64)).to(device)
+
+
+def losses_of(logits, batch):
+    """Returns the sums of each task's losses, {task: tensor}."""
+    return {task: train.loss_sum(logits[task], labels) for task, labels in batch.labels.items()}
 
 
 def assert_same(a, b, where="the checkpoint"):

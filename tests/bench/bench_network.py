@@ -57,14 +57,8 @@ class Loss(torch.nn.Module):
 
     def forward(self, batch):
         model = self.model
-        # By their places, since the checkout beside may have other names.
-        tokens, segments, positions, masked, labels, bounds, pair_labels, lengths = batch
-        examples = len(pair_labels)
-        rows = torch.cat([bounds[:examples], masked])
-        hidden = model.encode(rows, tokens, segments, positions, bounds, lengths)
-        pairs = model.nsp(torch.tanh(model.pooler(hidden[:examples])))
-        mlm_loss = F.cross_entropy(model.mlm_logits(hidden[examples:]), labels)
-        return mlm_loss + F.cross_entropy(pairs, pair_labels)
+        logits = self.model(batch)
+        return sum(F.cross_entropy(logits[task], labels) for task, labels in batch.labels.items())
 
 
 class RingWorld(dist.World):

@@ -54,15 +54,15 @@ def tokens_of(dataset):
 def padded(batch):
     """Returns a Batch as the keyword arguments of a Hugging Face model."""
     labels = torch.full_like(batch.tokens, data.IGNORED)
-    kept = batch.labels != data.IGNORED
-    labels[batch.masked_rows[kept]] = batch.labels[kept]
+    kept = batch.labels["mlm"] != data.IGNORED
+    labels[batch.masked_rows[kept]] = batch.labels["mlm"][kept]
 
     def rows(values, fill=0):
         return pad_sequence(values.split(batch.lengths.tolist())[:-1], True, fill)
 
     return {"input_ids": rows(batch.tokens), "token_type_ids": rows(batch.segments),
             "attention_mask": rows(torch.ones_like(batch.tokens)),
-            "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.pair_labels}
+            "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.labels["nsp"]}
 
 
 def padded_loader(dataset, examples):

@@ -84,7 +84,7 @@ EXERCISES = {
         "optim.adam_update optim.LAMB._update",
         60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for"),
     "dealing": Exercise(
-        "data.micro_batches data.loader train.count_masked",
+        "data.micro_batches data.loader train.count_labels",
         60, "the same step on any number of ranks: who takes which example, and the divisor"),
     "buckets": Exercise(
         "dist.fill_buckets dist.Dense.average dist.Bucket.average",

@@ -57,7 +57,7 @@ HINTS = {
         "as few micro-batches as micro_size allows, deal a rank's examples out to them in turn.",
         "`loader`: submit a step to a thread; when its result is there, submit the next one before "
         "you yield it. job.result() raises what the thread raised.",
-        "`count_masked`: count on this rank, and let `world.sum` add up. data.Batch says which "
+        "`count_labels`: count on this rank, and let `world.sum` add up. data.Batch says which "
         "labels do not count.",
     ],
     "buckets": [

@@ -403,8 +403,8 @@ def counts_of(world, shards):
     """Rank r has r + 1 micro-batches. Returns the count of all ranks, and of this one."""
     examples = data.PretrainingData(shards, 32)
     batches = [examples.batch([0, 1, 2]), examples.batch([3])][:world.rank + 1]
-    own = sum(int((batch.labels != data.IGNORED).sum()) for batch in batches)
-    return train.count_masked(world, batches), own
+    own = sum(int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches)
+    return train.count_labels(world, batches)["mlm"], own
 
 
 def test_dealing_divisor(shards):
@@ -584,9 +584,9 @@ def measure():
     batch = random_batch(512, examples=4)
 
     def backward_seconds():
-        mlm_logits, nsp_logits = model(batch)
+        logits = model(batch)
         began = time.perf_counter()
-        (mlm_logits.sum() + nsp_logits.sum()).backward()
+        (logits["mlm"].sum() + logits["nsp"].sum()).backward()
         return time.perf_counter() - began
 
     alone = min(backward_seconds() for _ in range(3))
@@ -618,8 +618,8 @@ def test_overlap_hides_half():
     last_ready.register_post_accumulate_grad_hook(lambda _: launched.append(len(reducer.jobs)))
     # It starts after all others, when backward ends.
     reducer.buckets[-1].average = slow_network(0.6)
-    mlm_logits, nsp_logits = model(random_batch(512, examples=4))
-    (mlm_logits.sum() + nsp_logits.sum()).backward()
+    logits = model(random_batch(512, examples=4))
+    (logits["mlm"].sum() + logits["nsp"].sum()).backward()
     reducer.finish()
     assert reducer.wait_seconds > 0.1, (
         f"the last bucket takes 0.6 s, and wait_seconds is {reducer.wait_seconds:.3f}")

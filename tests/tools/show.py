@@ -27,10 +27,10 @@ def show(folder):
 
     # The rows of all examples stand one after another; see data.Batch.
     words = tokenizer.id_to_piece(batch.tokens.tolist())
-    for row, label in zip(batch.masked_rows.tolist(), batch.labels.tolist()):
+    for row, label in zip(batch.masked_rows.tolist(), batch.labels["mlm"].tolist()):
         if label != data.IGNORED:
             words[row] += f"({tokenizer.id_to_piece(label)})"
-    for example, pair_label in enumerate(batch.pair_labels):
+    for example, pair_label in enumerate(batch.labels["nsp"]):
         first = batch.bounds[example]
         last = batch.bounds[example + 1]
         report += f"\n\nB follows A: {pair_label == 0}\n    {''.join(words[first:last])}"
