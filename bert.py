@@ -313,15 +313,24 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 def huggingface_names(name):
     """Returns the Hugging Face names (a list) of one of our parameters: three for Q, K and V, else
-    one."""
+    one; where Hugging Face's BERT has no such parameter, our name."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
     module, _, kind = name.rpartition(".")                   # "nsp.weight" -> "nsp", "weight"
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
-    # The others are in a block: "blocks.3.qkv.weight", say.
-    _, layer, inner = module.split(".")
-    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in BLOCK_NAMES[inner].split()]
+    # Others are in a block: "blocks.3.qkv.weight", say.
+    block = re.fullmatch(r"blocks\.(\d+)\.(\w+)", module)
+    if block and block[2] in BLOCK_NAMES:
+        parts = BLOCK_NAMES[block[2]].split()
+        return [f"bert.encoder.layer.{block[1]}.{part}.{kind}" for part in parts]
+    return [name]
+
+
+def unlike_huggingface(model):
+    """Returns the names (a list) of a model's tensors that Hugging Face's BERT has not. (What it
+    computes with the others cannot be told by names.)"""
+    return [name for name in model.state_dict() if huggingface_names(name) == [name]]
 
 
 # ----- Hugging Face folders: save -----
@@ -409,16 +418,18 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     be read or written.
     """
     weights = {}
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict().items():
         names = huggingface_names(name)
         # Three parts for Q, K and V, else one.
-        parts = parameter.detach().float().cpu().chunk(len(names))
+        parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
     weights_file = io.BytesIO()
     torch.save(weights, weights_file)
 
-    config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD,
-              "attention_probs_dropout_prob": model.config.dropout}
+    # Under an unknown type transformers refuse what they would compute otherwise.
+    model_type = "thriftbert" if unlike_huggingface(model) else "bert"
+    config = {"architectures": ["BertForPreTraining"], "model_type": model_type,
+              "pad_token_id": PAD, "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():
         config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()

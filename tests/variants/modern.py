@@ -119,7 +119,6 @@ def install():
         raise bert.ModelError("a BERT has other blocks: leave out --init")
 
     bert.BertForPreTraining = Modern
-    train.copy_positions = lambda args, state: None          # it has no embeddings of positions
     bert.init_from = refuse
     bert.huggingface_names = modern_export.huggingface_names
     bert.save_huggingface = functools.partial(modern_export.save, theta=THETA)
