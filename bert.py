@@ -89,15 +89,32 @@ class BertConfig:
 
 # ----- The model -----
 
+def embedding(rows, width):
+    """Returns an nn.Embedding with initial values."""
+    table = nn.Embedding(rows, width)
+    # Small at every width: larger ones cost the demo 0.1 nats.
+    nn.init.normal_(table.weight, std=0.02)
+    return table
+
+
+def linear(inputs, outputs, std):
+    """Returns an nn.Linear: its matrix begins with values of this standard deviation, its bias at
+    0."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Embeddings(nn.Module):
     """The sum of a token's, its position's and its segment's embedding, normalised."""
 
     def __init__(self, config):
         super().__init__()
         width = config.width
-        self.tokens = nn.Embedding(config.vocab_size, width)
-        self.positions = nn.Embedding(config.max_positions, width)
-        self.segments = nn.Embedding(2, width)
+        self.tokens = embedding(config.vocab_size, width)
+        self.positions = embedding(config.max_positions, width)
+        self.segments = embedding(2, width)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -191,12 +208,13 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         width = config.width
+        std = config.init_std
         self.heads = config.heads
-        self.qkv = nn.Linear(width, 3 * width)                   # one matrix product for Q, K, V
-        self.attention_out = nn.Linear(width, width)
+        self.qkv = linear(width, 3 * width, std)                 # one matrix product for Q, K, V
+        self.attention_out = linear(width, width, std)
         self.attention_norm = nn.LayerNorm(width, config.layer_norm_eps)
-        self.up = nn.Linear(width, config.feed_forward)
-        self.down = nn.Linear(config.feed_forward, width)
+        self.up = linear(width, config.feed_forward, std)
+        self.down = linear(config.feed_forward, width, std)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -230,21 +248,13 @@ class BertForPreTraining(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
         # BERT's name for the layer between the hidden state of [CLS] and the NSP head is "pooler".
-        self.pooler = nn.Linear(width, width)
-        self.nsp = nn.Linear(width, 2)
+        self.pooler = linear(width, width, config.init_std)
+        self.nsp = linear(width, 2, config.init_std)
 
         # There is no output matrix here: `mlm_logits` uses the token embeddings.
-        self.mlm_transform = nn.Linear(width, width)
+        self.mlm_transform = linear(width, width, config.init_std)
         self.mlm_norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Embeddings begin small at every width: larger ones cost the demo 0.1 nats.
-                std = 0.02 if "embeddings" in name else config.init_std
-                nn.init.normal_(parameter, std=std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
         """Returns the last hidden states (R, D) of the rows (R,). The other arguments are fields of

@@ -329,7 +329,11 @@ class PretrainingData:
         return rows, labels
 
     def batch(self, indices):
-        """Returns the Batch of a list of examples, the shortest first, as arrays."""
+        """Returns the Batch of a list of examples, the shortest first, as arrays.
+
+        Whoever makes batches otherwise keeps one rule: what example i is follows from i alone. The
+        ranks are given different numbers i, and a resume goes on with the next. A batch that does
+        not look at `indices` gives all ranks the same texts."""
         examples = sorted(self.spans(indices), key=self.length)
         parts = []                                                     # of the tokens, arrays
         for spans in examples:

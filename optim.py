@@ -197,7 +197,8 @@ class LossScaler:
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
-    max_norm. norm: their global norm before this, so still times `scale`."""
+    max_norm. norm: their global norm before this, so still times `scale`. (What is measured of
+    gradients after it is of clipped ones. And all losses of a step share this one norm.)"""
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
