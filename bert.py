@@ -23,8 +23,8 @@ Shapes, as in "x (N, D)"; the batch is a micro-batch, a data.Batch:
 """
 import argparse
 import dataclasses
-import io
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -406,6 +406,46 @@ def tokenizer_json(tokenizer):
         "decoder": spaces}
 
 
+# safetensors' names of formats (save_pretrained of some versions writes numbers of positions, too).
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+
+
+def pack(tensors):
+    """Returns fp32 tensors, {name: tensor}, as a file of the format safetensors (bytes): 8 bytes
+    that say how long the header is, the header, and the numbers of the tensors one after another.
+
+        {"bert.pooler.dense.bias": {"dtype": "F32", "shape": [128], "data_offsets": [0, 512]}, ...}
+    """
+    header = {"__metadata__": {"format": "pt"}}              # transformers ask for it
+    parts = []
+    end = 0
+    for name, tensor in tensors.items():
+        begin = end
+        end += tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        parts.append(tensor.numpy().tobytes())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)                          # numbers begin at a multiple of 8
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def unpack(content):
+    """Returns the tensors of a safetensors file, {name: tensor}. content: a bytearray, whose memory
+    they share, so that a header cannot ask for more. A wrong header can raise any exception."""
+    values = 8 + int.from_bytes(content[:8], "little")       # where the numbers begin
+    header = json.loads(content[8:values])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensor = torch.frombuffer(content, dtype=DTYPES[entry["dtype"]], offset=values + begin,
+                                  count=math.prod(entry["shape"]))
+        if tensor.nbytes != end - begin:
+            raise ValueError(f"{name} has not the size of its shape")
+        tensors[name] = tensor.view(entry["shape"])
+    return tensors
+
+
 def write_file(path, content):
     """Writes bytes to a file. If the program is killed meanwhile, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
@@ -419,7 +459,7 @@ def write_file(path, content):
 
 
 def save_huggingface(model, tokenizer_path, folder, longest):
-    """Writes a model folder that Hugging Face's transformers load: pytorch_model.bin (fp32),
+    """Writes a model folder that Hugging Face's transformers load: model.safetensors (fp32),
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
@@ -433,8 +473,6 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         # Three parts for Q, K and V, else one.
         parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
-    weights_file = io.BytesIO()
-    torch.save(weights, weights_file)
 
     # Under an unknown type transformers refuse what they would compute otherwise.
     model_type = "thriftbert" if unlike_huggingface(model) else "bert"
@@ -452,7 +490,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         "mask_token": "[MASK]"}
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_file(f"{folder}/pytorch_model.bin", weights_file.getbuffer())
+    write_file(f"{folder}/model.safetensors", pack(weights))
     write_file(f"{folder}/tokenizer.model", tokenizer_model)
     descriptions = {
         "config.json": config,
@@ -467,10 +505,10 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
-    It reads config.json and pytorch_model.bin, as `save_huggingface` writes them. Those of a
-    BertForPreTraining of transformers will do, too. (Their save_pretrained writes no
-    pytorch_model.bin; torch.save(model.state_dict(), ...) does. What config.json says of an
-    activation other than GELU is not noticed.) Raises ModelError if one is missing or damaged.
+    It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
+    save_pretrained of transformers' BertForPreTraining does, in any format of 16 bits or more.
+    (What config.json says of an activation other than GELU is not noticed.) Raises ModelError if
+    one is missing or damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
@@ -480,7 +518,7 @@ def load_huggingface(folder):
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
 
-        stored = torch.load(f"{folder}/pytorch_model.bin", "cpu", weights_only=True)
+        stored = unpack(bytearray(Path(folder, "model.safetensors").read_bytes()))
         weights = {}
         for name in model.state_dict():
             # Q, K and V are the thirds of one matrix.
@@ -490,7 +528,7 @@ def load_huggingface(folder):
         return model
     except Exception as error:
         # A damaged file can hold anything, and so raise anything.
-        raise ModelError(f"{folder} is no model folder of this program: {error!r}")
+        raise ModelError(f"{folder} is no model folder of this program: {error!r:.300}")
 
 
 def init_from(folder, model, tokenizer_path):
