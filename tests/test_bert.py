@@ -169,12 +169,16 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     assert (folder / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     config = json.loads((folder / "config.json").read_text())
     assert config["attention_probs_dropout_prob"] == 0.25
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 64, "this is not the longest example of training"
 
     stored = torch.load(folder / "pytorch_model.bin")
     thirds = model.blocks[1].qkv.weight.chunk(3)
     for name, third in zip(["query", "key", "value"], thirds):
         weight = stored[f"bert.encoder.layer.1.attention.self.{name}.weight"]
         assert torch.equal(weight, third), f"transformers would find something else for {name}"
+    torch.save({name: part.half() for name, part in stored.items()}, folder / "pytorch_model.bin")
+    assert bert.load_huggingface(folder).mlm_bias.dtype == torch.float32
 
 
 def test_transformers_gives_the_same_logits(saved, shards):
@@ -200,6 +204,16 @@ def test_transformers_gives_the_same_logits(saved, shards):
     (folder / "tokenizer.model").unlink()                            # which they do not save
     with pytest.raises(bert.ModelError, match="missing or .* copy it from runs"):
         bert.init_from(folder, model, shards / "tokenizer.model")
+
+
+def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
+    model, folder, tokenizer = saved
+    model.third = nn.Linear(64, 3)
+    bert.save_huggingface(model, tokenizer, folder, 64)
+    assert bert.unlike_huggingface(model) == ["third.weight", "third.bias"]
+    assert torch.equal(torch.load(folder / "pytorch_model.bin")["third.bias"], model.third.bias)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    assert kind != "bert", "transformers would load it as a BERT, and compute something else"
 
 
 @pytest.mark.parametrize("content", [
