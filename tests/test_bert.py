@@ -313,7 +313,7 @@ def test_masks_stand_where_the_words_would(tokenizer):
         "[MASK]": [data.MASK],
         "[MASK] [MASK]": [data.MASK, data.MASK],
         "[MASK]漢": [data.MASK, data.UNK],
-        "e\u0302\u0323": tokenizer.encode("ệ")}
+        "school～": tokenizer.encode("school~")}       # by NFKC; SentencePiece itself leaves it
     for text, tokens in expected.items():
         found = bert.encode_with_masks(tokenizer, text)
         assert found == [data.CLS, *tokens, data.SEP], f"the tokens of {text!r} are {found}"
