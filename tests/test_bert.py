@@ -4,6 +4,7 @@ The tokenizer of the folder: test_huggingface.py. Attention by itself: course/te
 """
 import io
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -150,7 +151,7 @@ def test_presets():
 @pytest.fixture
 def saved(tmp_path, shards):
     """Returns (a model, in fp32 since it is saved, its folder, the tokenizer's path)."""
-    model, folder = make_model(dropout=0.25), tmp_path / "folder"
+    model, folder = make_model(dropout=0.25, init_std=0.03), tmp_path / "folder"
     bert.save_huggingface(model, shards / "tokenizer.model", folder, 64)
     return model.float(), folder, shards / "tokenizer.model"
 
@@ -284,11 +285,14 @@ def test_the_program(saved, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bert.py", str(folder), "[MASK]"])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     monkeypatch.setattr(bert, "fill_mask", lambda *_: "ü")
-    for message, then in (("'ascii' codec", "tokenizer.model"), ("", "config.json"),
-                          ("no model folder", "pytorch_model.bin")):
+    path = folder / "tokenizer.model"
+    for message, spoil in [("'ascii' codec", lambda: path.write_bytes(b"damaged")),
+                           (path.name, path.unlink), (path.name, (folder / "config.json").unlink),
+                           ("no model folder", None)]:
         with pytest.raises(SystemExit, match=f"^bert.py: .*{message}"):
             bert.main()
-        (folder / then).write_bytes(b"damaged")
+        if spoil:
+            spoil()
 
 
 def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer):
@@ -296,9 +300,13 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     length = len(bert.encode_with_masks(tokenizer, text))
     config = bert.BertConfig.preset("tiny", 384, max_positions=length)       # of 320 pieces
     model = bert.BertForPreTraining(config)
-    model.mlm_bias.data[7], model.mlm_bias.data[320:] = 50.0, 100.0
-    word = tokenizer.id_to_piece(7).replace("▁", "")
-    assert bert.fill_mask(model, tokenizer, text, 1) == [f"{word} 100%"]
+    model.embeddings.tokens.weight.data.zero_()                  # the logits are the biases
+    ids = [tokenizer.encode("school")[0], 7]
+    model.mlm_bias.data[ids] = torch.tensor([math.log(3), 0.0]) + 50
+    model.mlm_bias.data[320:] = 100.0
+    words = [tokenizer.id_to_piece(id).strip("▁") for id in ids]
+    found = bert.fill_mask(model, tokenizer, text, 2)
+    assert found == ["{} 75%, {} 25%".format(*words)]
     assert not model.training, "the model is not in evaluation mode"
     for refused in text + ".", "The":
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 
 import data
@@ -180,7 +181,7 @@ LANGUAGES = {
     "Chinese": "李白是唐代的诗人。|你读过他的诗吗？|他死于那一年！",
     "Japanese": "夏目漱石は小説家である。|これは彼の作品だ！|あなたは読みましたか？",
     "Khmer": "នេះជាសៀវភៅ។ |គាត់ទៅផ្ទះ។ |យើងនៅទីនេះ។",
-    "Burmese": "ဤသည်စာအုပ်ဖြစ်သည်။ |သူအိမ်သို့သွားသည်။ |ငါတို့ဒီမှာရှိသည်။",
+    "Burmese": "ဤသည်စာအုပ်ဖြစ်သည်။|သူအိမ်သို့သွားသည်။ |ငါတို့ဒီမှာရှိသည်။",
     "Amharic": "ይህ መጽሐፍ ነው።| እሱ ወደ ቤት ሄደ።| እኛ እዚህ ነን።",
     "Tibetan": "འདི་དཔེ་ཆ་རེད། |ཁོང་ནང་ལ་ཕྱིན། |ང་ཚོ་འདིར་ཡོད།",
     "Korean": "그는 집에 갔다!| 이것은 책이다.| 당신은 읽었습니까?",
@@ -500,6 +501,14 @@ def test_the_tokenizer_has_all_marks_and_fewer_pieces_for_a_small_text():
     assert tokenizer.id_to_piece(list(range(5))) == data.SPECIALS
     tokens = tokenizer.encode('? ! % & = @ # " (,) [;] {:} ~ a [MASK] and [CLS][SEP] [PAD]')
     assert min(tokens) >= 5, "a mark is [UNK], or a text spells a special symbol"
+
+
+def test_a_tokenizer_of_another_program_is_refused(documents, tmp_path):
+    with open(tmp_path / "model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(documents), vocab_size=100,
+                                                 model_writer=file, minloglevel=2)
+    with pytest.raises(data.DataError, match="model is not a tokenizer.model that data.py"):
+        data.load_tokenizer(tmp_path / "model")
 
 
 # ----- Shards on disk -----
