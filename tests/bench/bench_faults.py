@@ -10,7 +10,7 @@ nothing disturbed, bit for bit. Columns: seconds from the fault until it was sai
 last process was gone; steps done again.
 
 What ends alike in one process or without torchrun is a test: tests/test_stops.py,
-test_checkpoints.py, test_log.py, test_train_loop.py and others have damaged files, full disks,
+test_checkpoints.py, test_program.py, test_train_loop.py and others have damaged files, full disks,
 wrong flags, other numbers of ranks, NaN and exceptions.
 """
 import argparse
