@@ -1,0 +1,286 @@
+"""How the variants average gradients: reducers beside plain autograd, compressors beside their
+definitions, the ring and the slow network beside Gloo."""
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dist
+import train
+from tests.local_ranks import on_threads
+from tests.ranks import run_ranks, together
+from tests.training import assert_same
+from tests.variants import (bucket_clipping, buckets_after, gradientflow, local_steps, one_by_one,
+                            onebit_adam, powersgd, ring, slow_network, synchronised, topk)
+from tests.variants.equations import one_step, powersgd_in_float64, tower
+
+ELEMENTS = 72                # of each of the five layers, and of each bucket
+
+
+# ----- Reducers, on two ranks -----
+
+def counted_step(world, kind, tower):
+    """Returns a step in bf16, and how many all-reduces it took."""
+    calls = []
+    all_reduce = world.all_reduce
+    world.all_reduce = lambda tensor: calls.append(tensor.numel()) or all_reduce(tensor)
+    step = one_step(world, tower, kind, torch.bfloat16, before=lambda _: calls.clear())
+    for name, p in step.model.named_parameters():
+        assert p.grad.data_ptr() == step.masters[name].grad.data_ptr(), (
+            f"{name} and its master have two gradients")
+    return step, len(calls)
+
+
+@pytest.mark.parametrize("kind, calls", [
+    (one_by_one.OneByOne, 10), (buckets_after.BucketsAfter, 5)])
+def test_a_lower_rung_averages_the_same_after_backward(kind, calls):
+    model = tower()
+    for rank in range(2):
+        plain, _ = on_threads(counted_step, 2, dist.Reducer, model)[rank]
+        step, found = on_threads(counted_step, 2, kind, model)[rank]
+        gradients = [{name: w.grad for name, w in each.masters.items()} for each in (plain, step)]
+        assert_same(*gradients, f"the gradient of rank {rank}")
+        assert plain.early == [True] * 5, "train.py averages after backward"
+        assert not any(step.early), "a bucket was launched during backward"
+        assert found == calls, f"{found} all-reduces, not one for each of {calls}"
+        assert step.reducer.bytes_sent == plain.reducer.bytes_sent == 4 * 5 * ELEMENTS
+        assert step.reducer.norm() == pytest.approx(plain.reducer.norm(), rel=1e-5)
+
+
+def test_one_rank_alone_averages_its_buckets_after_backward():
+    model, inputs = tower()
+    reducer = buckets_after.BucketsAfter(model, dist.World(), bucket_mb=256e-6)
+    model(inputs[0, 0]).sum().backward()
+    reducer.finish()
+    assert reducer.norm() > 0
+
+
+def test_tensors_one_by_one_are_sent_in_full():
+    with pytest.raises(train.ConfigError, match="leave out --compression"):
+        one_by_one.OneByOne(nn.Linear(2, 2), dist.World(), "int8")
+
+
+@pytest.mark.parametrize("factor, scale", [(1000, 1), (1000, 1024), (0.001, 1)])
+def test_each_bucket_is_clipped_before_it_is_averaged(factor, scale):
+    steps = on_threads(one_step, 2, tower(), bucket_clipping.ClippingReducer, torch.float32, factor,
+                       scale)
+    bound = train.CLIP / 5 ** 0.5
+    for bucket in steps[0].reducer.buckets:
+        expected = 0
+        for step in steps:
+            own = torch.cat([step.own[name].flatten() for name in bucket.shapes])
+            expected = expected + own * (bound / own.norm()).clamp(max=1) / 2
+            assert (own.norm() > bound) == (factor > 1), "this test clips nothing, or all"
+        torch.testing.assert_close(bucket.flat / scale, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("period, due", [
+    (1, [[0, 1, 2, 3, 4]] * 2), (3, [[0, 1], [2, 3], [4], [0, 1]]), (5, [[0], [1], [2]])])
+def test_local_steps_average_the_weights_that_are_due(period, due, monkeypatch):
+    """What a step begins with; gradients stay each rank's own."""
+    monkeypatch.setattr(local_steps, "PERIOD", period)
+    model = tower()
+
+    def stepped(world, number):
+        def drift(step):
+            counters = train.Counters(step=number)
+            step.reducer.state = SimpleNamespace(
+                counters=counters, masters=step.masters, model=step.model)
+            for w in step.masters.values():
+                w += world.rank                            # the mean of 0 and 1 is 1/2
+        step = one_step(world, model, StartedReducer, before=drift)
+        for name, w in step.masters.items():
+            assert torch.equal(w.grad, step.own[name]), f"{name} has another rank's gradient"
+        drifted = [step.masters[name] - model[0].get_parameter(name) for name in step.masters]
+        return step, drifted
+
+    for number, numbers in enumerate(due):
+        for rank, (step, drifted) in enumerate(on_threads(stepped, 2, number)):
+            # The last layer is in the first bucket
+            expected = [0.5 if 4 - layer in numbers else rank for layer in range(5) for _ in "wb"]
+            found = [round(float(x.mean()), 4) for x in drifted]
+            assert found == expected, f"rank {rank} has drifted so in step {number}, layer by layer"
+            assert step.reducer.bytes_sent == 4 * ELEMENTS * len(numbers)
+
+
+class StartedReducer(local_steps.WeightReducer):
+    """Has a state from the start; no weights are due then."""
+    state = SimpleNamespace(counters=SimpleNamespace(step=-1), masters=None, model=None)
+
+    def average_bucket(self, bucket, average, loss_scale):
+        if self.state.masters is None:
+            return 0
+        return super().average_bucket(bucket, average, loss_scale)
+
+
+def norms(world, kind, flat):
+    """Returns the norm that a rank finds of its own gradients, one of them flat[rank]."""
+    reducer = kind(nn.Linear(1, 1, bias=False), world)
+    reducer.flats[0].fill_(flat[world.rank])
+    return reducer.norm()
+
+
+def test_norms_of_ranks_that_keep_their_gradients():
+    found = on_threads(norms, 2, synchronised.LocalReducer, [3.0, 4.0])
+    assert found == [2.5, 2.5], "root mean square over sqrt(2)"
+    assert on_threads(norms, 2, local_steps.WeightReducer, [3.0, 4.0]) == [3, 4], "their own"
+    for kind in synchronised.LocalReducer, local_steps.WeightReducer:
+        found = on_threads(norms, 2, kind, [3.0, math.inf])
+        assert not any(map(math.isfinite, found)), f"one rank alone skips: {found}"
+
+
+# ----- Compressors -----
+
+SHAPES = {"a": (7, 33), "b": (5,), "c": (40, 33)}
+
+
+def repeated_means(world):
+    """Returns what the mean of the same tensors is each time, and bytes; after 30 it forgets."""
+    masters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    mean = onebit_adam.CompressedMean(masters, list(masters.values()), world)
+    generator = torch.Generator().manual_seed(world.rank)
+    given = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    found = []
+    for call in range(31):
+        if call == 30:
+            mean.forget()
+        tensors = [tensor.clone() for tensor in given]
+        sent = mean(tensors)
+        found.append(tensors)
+    return given, found, sent
+
+
+def test_the_compressed_mean_is_the_mean_in_the_long_run():
+    ranks = on_threads(repeated_means, 3)
+    for _, found, sent in ranks:
+        assert sent == 2 * 2 * 2 * (512 // 8 + 4), "two blocks of signs, to two others, twice"
+        for number, shape in enumerate(SHAPES.values()):
+            assert torch.equal(found[30][number], found[0][number]), "it has not forgotten"
+            exact = sum(given[number] for given, *_ in ranks) / 3
+            mean = sum(tensors[number] for tensors in found[:30]) / 30
+            errors = [float((x - exact).norm() / exact.norm()) for x in (found[0][number], mean)]
+            assert errors[1] < 0.3 < errors[0], f"{shape}: one call and 30 are {errors} off"
+
+
+def test_powersgd_is_its_algorithm(monkeypatch):
+    monkeypatch.setattr(powersgd, "RANK", 2)
+    on_threads(powersgd_in_float64, 2)
+
+
+def exchanged(world, compressor):
+    """Returns (value before, what is left, mean, bytes, the mean where rank 1 has an inf)."""
+    generator = torch.Generator().manual_seed(world.rank)
+    before = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
+    value = before.clone()
+    state = {"shapes": [(64, 48), (37,)]}
+    mean, _, sent = compressor(world, value, state)
+    assert state == {"shapes": [(64, 48), (37,)]}, "the state of a skipped step is lost"
+    broken = before.clone()
+    broken[5] = torch.inf if world.rank else 0.0
+    return before, value, mean, sent, compressor(world, broken, state)[0]
+
+
+@pytest.mark.parametrize("compressor", [powersgd.powersgd, topk.topk, gradientflow.chunk])
+def test_nothing_is_lost_and_an_inf_reaches_all_ranks(compressor):
+    ranks = on_threads(exchanged, 2, compressor)
+    taken_out = sum(before - rest for before, rest, *_ in ranks) / 2
+    for rank, (_, _, mean, _, broken) in enumerate(ranks):
+        torch.testing.assert_close(mean, taken_out, rtol=0, atol=1e-5, msg="something is lost")
+        assert torch.equal(mean, ranks[0][2]), "the ranks have other means"
+        assert not broken.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
+
+
+def test_topk_sends_the_largest():
+    for before, rest, _, sent, _ in on_threads(exchanged, 2, topk.topk):
+        largest = before.abs().argsort()[-31:]             # a hundredth
+        assert torch.equal(rest, before.index_fill(0, largest, 0)), "others are sent"
+        assert sent == 8 * 31
+
+
+def test_gradientflow_sends_the_chunk_that_is_largest_on_average():
+    ranks = on_threads(exchanged, 2, gradientflow.chunk)
+    norms = sum(torch.stack([part.abs().sum() for part in before.split(1024)])
+                for before, *_ in ranks)
+    for before, rest, _, sent, _ in ranks:
+        for number, part in enumerate(before.split(1024)):
+            expected = 0 * part if number == norms.argmax() else part
+            assert torch.equal(rest.split(1024)[number], expected), f"chunk {number} of four"
+        assert sent == 4 * (4 + 1024), "the norms, then a chunk"
+
+
+# ----- The ring, on one to four ranks -----
+
+def around(world):
+    """Sums around the ring of each World that this rank has, this rank alone as well."""
+    sent = []
+    pass_on = ring.pass_on
+    ring.pass_on = lambda outgoing, *given: sent.append(len(outgoing)) or pass_on(outgoing, *given)
+    for each in [dist.World(), world, *(world.levels or [])]:
+        for shape in (1,), (5,), (1000,), (10, 100), ():
+            tensor = torch.randn(shape, generator=torch.Generator().manual_seed(each.rank))
+            expected = each.all_gather(tensor).double().sum(0)
+            sent.clear()
+            ring.all_reduce(each, tensor)
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
+            for other in each.all_gather(tensor):
+                assert torch.equal(tensor, other), f"ranks have other bits of a sum of {shape}"
+            most = 2 * (each.size - 1) * math.ceil(tensor.numel() / each.size)
+            assert len(sent) == 2 * (each.size - 1) and sum(sent) <= most, (
+                f"{each.size} ranks send {sent} elements of {shape}, at most {most} in all")
+
+
+def alone(world):
+    """Rank 1 dies, rank 0 sums."""
+    if world.rank == 1:
+        os._exit(1)
+    ring.all_reduce(world, torch.ones(1000))
+
+
+# ----- The slow network -----
+
+# What is waited for, times the tensor given, of four ranks; of two, two of them in turns
+SHARES = {4: {"all_reduce": 1.5, "all_to_all": 0.75, "all_gather": 3, "reduce": 1, "broadcast": 1},
+          2: {"all_reduce": 1, "all_to_all": 2 * 0.5, "all_gather": 1.4, "reduce": 1,
+              "broadcast": 1}}
+
+
+def called(world, name, tensor):
+    """Returns what a collective returns or makes of a copy of the tensor."""
+    tensor = tensor.clone().view(world.size, -1)           # a row for each rank, for all_to_all
+    result = getattr(world, name)(tensor)
+    return tensor if result is None else result
+
+
+def waits(world):
+    """Compares the results and the seconds of collectives with those of a fast network, over all
+    four ranks and across the two nodes; within a node nothing is waited for."""
+    within, across = world.levels
+    tensor = torch.randn(4, 1000, generator=torch.Generator().manual_seed(world.rank))   # 16 KB
+    calls = [(team, name, share) for team in (world, across)
+             for name, share in SHARES[team.size].items()]
+    fast = [called(team, name, tensor) for team, name, _ in calls]
+    slept = []
+    slow_network.time = SimpleNamespace(sleep=slept.append)
+    os.environ["GBPS"] = "0.01"
+    slow_network.install()
+    called(within, "all_reduce", tensor)
+    called(dist.World(), "all_reduce", tensor)
+    assert not slept, "within a node something is waited for"
+    for (team, name, share), expected in zip(calls, fast):
+        slept.clear()
+        result = called(team, name, tensor)
+        assert slept == pytest.approx([share * 16000 * 8 / 0.01e9]), f"{name} of {team.size} ranks"
+        if name != "reduce" or team.rank == 0:             # elsewhere it is undefined
+            assert torch.equal(result, expected), f"{name} of {team.size} ranks: other bits"
+
+
+def test_ring_and_slow_network(tmp_path):
+    _, [lost, _], _, _ = together(
+        lambda: run_ranks(around, 3, tmp_path),
+        lambda: run_ranks(alone, 2, tmp_path, check=False),
+        lambda: run_ranks(around, 4, tmp_path, local_size=2),
+        lambda: run_ranks(waits, 4, tmp_path, local_size=2))
+    assert isinstance(lost, dist.RankLost), f"a rank died in the ring, and the other one: {lost!r}"
