@@ -89,15 +89,32 @@ class BertConfig:
 
 # ----- The model -----
 
+def embedding(rows, width):
+    """Returns an nn.Embedding with initial values."""
+    table = nn.Embedding(rows, width)
+    # Small at every width: larger ones cost the demo 0.1 nats.
+    nn.init.normal_(table.weight, std=0.02)
+    return table
+
+
+def linear(inputs, outputs, std):
+    """Returns an nn.Linear: its matrix begins with values of this standard deviation, its bias at
+    0."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Embeddings(nn.Module):
     """The sum of a token's, its position's and its segment's embedding, normalised."""
 
     def __init__(self, config):
         super().__init__()
         width = config.width
-        self.tokens = nn.Embedding(config.vocab_size, width)
-        self.positions = nn.Embedding(config.max_positions, width)
-        self.segments = nn.Embedding(2, width)
+        self.tokens = embedding(config.vocab_size, width)
+        self.positions = embedding(config.max_positions, width)
+        self.segments = embedding(2, width)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -191,12 +208,13 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         width = config.width
+        std = config.init_std
         self.heads = config.heads
-        self.qkv = nn.Linear(width, 3 * width)                   # one matrix product for Q, K, V
-        self.attention_out = nn.Linear(width, width)
+        self.qkv = linear(width, 3 * width, std)                 # one matrix product for Q, K, V
+        self.attention_out = linear(width, width, std)
         self.attention_norm = nn.LayerNorm(width, config.layer_norm_eps)
-        self.up = nn.Linear(width, config.feed_forward)
-        self.down = nn.Linear(config.feed_forward, width)
+        self.up = linear(width, config.feed_forward, std)
+        self.down = linear(config.feed_forward, width, std)
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -230,21 +248,13 @@ class BertForPreTraining(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
         # BERT's name for the layer between the hidden state of [CLS] and the NSP head is "pooler".
-        self.pooler = nn.Linear(width, width)
-        self.nsp = nn.Linear(width, 2)
+        self.pooler = linear(width, width, config.init_std)
+        self.nsp = linear(width, 2, config.init_std)
 
         # There is no output matrix here: `mlm_logits` uses the token embeddings.
-        self.mlm_transform = nn.Linear(width, width)
+        self.mlm_transform = linear(width, width, config.init_std)
         self.mlm_norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Embeddings begin small at every width: larger ones cost the demo 0.1 nats.
-                std = 0.02 if "embeddings" in name else config.init_std
-                nn.init.normal_(parameter, std=std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
         """Returns the last hidden states (R, D) of the rows (R,). The other arguments are fields of
@@ -313,15 +323,24 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 def huggingface_names(name):
     """Returns the Hugging Face names (a list) of one of our parameters: three for Q, K and V, else
-    one."""
+    one; where Hugging Face's BERT has no such parameter, our name."""
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
     module, _, kind = name.rpartition(".")                   # "nsp.weight" -> "nsp", "weight"
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
-    # The others are in a block: "blocks.3.qkv.weight", say.
-    _, layer, inner = module.split(".")
-    return [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in BLOCK_NAMES[inner].split()]
+    # Others are in a block: "blocks.3.qkv.weight", say.
+    block = re.fullmatch(r"blocks\.(\d+)\.(\w+)", module)
+    if block and block[2] in BLOCK_NAMES:
+        parts = BLOCK_NAMES[block[2]].split()
+        return [f"bert.encoder.layer.{block[1]}.{part}.{kind}" for part in parts]
+    return [name]
+
+
+def unlike_huggingface(model):
+    """Returns the names (a list) of a model's tensors that Hugging Face's BERT has not. (What it
+    computes with the others cannot be told by names.)"""
+    return [name for name in model.state_dict() if huggingface_names(name) == [name]]
 
 
 # ----- Hugging Face folders: save -----
@@ -409,16 +428,18 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     be read or written.
     """
     weights = {}
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict().items():
         names = huggingface_names(name)
         # Three parts for Q, K and V, else one.
-        parts = parameter.detach().float().cpu().chunk(len(names))
+        parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
     weights_file = io.BytesIO()
     torch.save(weights, weights_file)
 
-    config = {"architectures": ["BertForPreTraining"], "model_type": "bert", "pad_token_id": PAD,
-              "attention_probs_dropout_prob": model.config.dropout}
+    # Under an unknown type transformers refuse what they would compute otherwise.
+    model_type = "thriftbert" if unlike_huggingface(model) else "bert"
+    config = {"architectures": ["BertForPreTraining"], "model_type": model_type,
+              "pad_token_id": PAD, "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():
         config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()

@@ -47,8 +47,8 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy passes over this label
 SHORT_FRACTION = 0.10       # so many examples have a random length, so that some are short
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1, see PretrainingData
-FORMAT = 1                  # goes into a folder's digest. Raise it when the files, or the examples
-                            # made of them, change: then old folders and checkpoints are refused
+FORMAT = 1                  # goes into a folder's digest. Raise it when files get another meaning:
+                            # then old folders are refused
 
 
 class DataError(ValueError):
@@ -329,7 +329,11 @@ class PretrainingData:
         return rows, labels
 
     def batch(self, indices):
-        """Returns the Batch of a list of examples, the shortest first, as arrays."""
+        """Returns the Batch of a list of examples, the shortest first, as arrays.
+
+        Whoever makes batches otherwise keeps one rule: what example i is follows from i alone. The
+        ranks are given different numbers i, and a resume goes on with the next. A batch that does
+        not look at `indices` gives all ranks the same texts."""
         examples = sorted(self.spans(indices), key=self.length)
         parts = []                                                     # of the tokens, arrays
         for spans in examples:

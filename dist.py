@@ -318,7 +318,9 @@ class Reducer:
 
     def norm(self):
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
-        is. After `finish` it is that of the averaged gradients, the same on every rank."""
+        is. After `finish` it is that of the averaged gradients, the same on every rank. Before, it
+        is of no use: averaging runs. A rank's own gradients are whole only when `Bucket.average`
+        begins, in the communication thread. (A sum in fp32: it can be too small by some 1e-4.)"""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
@@ -649,6 +651,8 @@ def init(timeout=600.0, init_method="env://"):
         world.levels = two_levels(world, limit)
         return world
     except (RuntimeError, ValueError) as error:
+        if "memory" in str(error):                   # see `World._run`
+            raise
         raise RankLost(f"rank {world.rank} of {world.size} could not meet others: {error!r:.200}")
 
 

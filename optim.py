@@ -197,7 +197,8 @@ class LossScaler:
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
-    max_norm. norm: their global norm before this, so still times `scale`."""
+    max_norm. norm: their global norm before this, so still times `scale`. (What is measured of
+    gradients after it is of clipped ones. And all losses of a step share this one norm.)"""
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
@@ -217,15 +218,17 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 
 class Optimizer(torch.optim.Optimizer):
     """What our optimizers share. Each of them only adds `_update`, which changes the tensors of the
-    lists w, m and v in place. It can go through them one by one, which is slower on a GPU:
+    lists w, m and v in place. One that keeps other moments names them in MOMENTS. `_update` can go
+    through the lists one by one, which is slower on a GPU:
 
         def _update(self, group, w_list, g_list, m_list, v_list):
             for w, g, m, v in zip(w_list, g_list, m_list, v_list):
                 w.sub_(g, alpha=group["lr"])
 
-    Parameters are fp32, all with a gradient. m and v are made at once, not in the first step, so
+    Parameters are fp32, all with a gradient. Moments are made at once, not in the first step, so
     that a checkpoint can be copied into them.
     """
+    MOMENTS = "exp_avg", "exp_avg_sq"  # m and v
     DEFAULTS = {
         "lr": 1e-3,                    # train.py sets it in every step
         "betas": (0.9, 0.999),
@@ -240,10 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {
-                    "exp_avg": torch.zeros_like(p),              # m
-                    "exp_avg_sq": torch.zeros_like(p),           # v
-                }
+                self.state[p] = {moment: torch.zeros_like(p) for moment in self.MOMENTS}
 
     @torch.no_grad()
     def step(self):
@@ -252,9 +252,8 @@ class Optimizer(torch.optim.Optimizer):
             group["step"] += 1
             for w in lists_of(group["params"]):
                 g = [p.grad for p in w]
-                m = [self.state[p]["exp_avg"] for p in w]
-                v = [self.state[p]["exp_avg_sq"] for p in w]
-                self._update(group, w, g, m, v)
+                moments = [[self.state[p][moment] for p in w] for moment in self.MOMENTS]
+                self._update(group, w, g, *moments)
 
 
 def lists_of(tensors):

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -178,14 +177,22 @@ def run_settings(args, manifest):
     """Returns the flags that the results of a run depend on, and which shards, {name: text}. A run
     resumes only from a checkpoint with the same ones.
 
-    The phases are left out, since they follow from the recipe and these flags. What changes results
-    a little is left out, too: the number of ranks and micro_tokens (how sums are rounded, which
-    activations dropout drops); bucket_mb and, with int8 and onebit, the steps of checkpoints (what
-    is not sent yet is dropped there).
+    What changes results a little is left out: the number of ranks and micro_tokens (how sums are
+    rounded, which activations dropout drops); bucket_mb and, with int8 and onebit, the steps of
+    checkpoints (what is not sent yet is dropped there).
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
+    for number, phase in enumerate(args.phases, 1):
+        settings[f"phase {number}"] = str(phase)
     return settings | {"shards": manifest["sha256"][:16]}
+
+
+def code_digests():
+    """Returns the digests of the five files and of the program that was started, which may be a
+    variant, {file name: text}. A run may resume with other code: then it says so."""
+    paths = [*Path(__file__).parent.glob("*.py"), Path(sys.argv[0])]
+    return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
 
 
 def micro_tokens_of(memory, precision):
@@ -247,6 +254,7 @@ def prepare_run(args, world):
 
 STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_norm:5.2f}  "
              "scale {loss_scale:g}  {examples_per_second:.0f} examples/s  "
+             "{tokens_per_second:.0f} tokens/s  "
              "{minutes_left:.0f} min left")
 
 
@@ -315,22 +323,26 @@ def log_start(args, world, log, state):
         return
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
-    commit = subprocess.getoutput(
-        f'git -C "{Path(__file__).parent}" describe --always --dirty 2>/dev/null')
-    log.metric("run", command=sys.argv, flags=args.settings,
-               phases=[vars(phase) for phase in args.phases], commit=commit, python=sys.version,
+    log.metric("run", command=sys.argv, flags=args.settings, code=code_digests(),
+               phases=[vars(phase) for phase in args.phases], python=sys.version,
                torch=torch.__version__, ranks=world.size, device=world.device.type,
                parameters=parameters)
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}\n"
-            f"{args.precision}, optimizer {args.optimizer}, {args.micro_tokens:,} tokens at once, "
-            f"compression {args.compression}, buckets of {args.bucket_mb:g} MB")
+            f"{args.precision}, optimizer {args.optimizer} (the recipe's rates are for "
+            f"{optim.RECIPES[args.recipe]['optimizer']})\n"
+            f"{args.micro_tokens:,} tokens at once, compression {args.compression}, buckets of "
+            f"{args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens a step, lr {phase.lr:g}")
+    unlike = bert.unlike_huggingface(state.model)
+    if unlike:
+        log.say(f"Hugging Face's BERT has no {', '.join(unlike)}: only bert.py will load the "
+                "model's folder")
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
 
@@ -372,9 +384,13 @@ def set_bias_to_frequencies(model, shards):
 
 def build_model(args, world):
     """Returns the fp32 model before the first step, on this rank's device. --init is read on rank 0
-    alone, whose weights dist.Reducer sends to all."""
+    alone, whose weights dist.Reducer sends to all. Raises ConfigError if a phase is too long."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
+    longest = max(phase.seq_len for phase in args.phases)
+    if longest > config.max_positions:
+        raise ConfigError(f"a phase has {longest} tokens, and the model {config.max_positions} "
+                          "positions, see bert.BertConfig")
     model = bert.BertForPreTraining(config)
     # Without pairs the gradients of the pooler and of the NSP head are 0, and weight decay alone
     # would wear them away.
@@ -409,13 +425,21 @@ def build(args, world):
 
 def tensors_of(state):
     """Returns the tensors that steps change, {name: tensor}: master weights and the optimizer's
-    moments m and v. The names and shapes are the same on every rank, before the first step as well.
+    moments. The names and shapes are the same on every rank, before the first step as well. Raises
+    ValueError if the optimizer does not step all masters.
     """
     tensors = dict(state.masters)
     for name, master in state.masters.items():
+        if master not in state.optimizer.state:
+            raise ValueError(f"{name} is not among the optimizer's parameters")
         for moment, tensor in state.optimizer.state[master].items():
             tensors[f"{moment} of {name}"] = tensor
     return tensors
+
+
+def shapes_of(tensors):
+    """Returns the shapes of tensors, {name: list}."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def numbers_of(state):
@@ -460,7 +484,8 @@ def save(args, world, log, state):
     if world.rank > 0:
         return
     step = state.counters.step
-    checkpoint = {"settings": args.settings, "tensors": tensors_of(state), **numbers_of(state)}
+    checkpoint = {"settings": args.settings, "code": code_digests(), "tensors": tensors_of(state),
+                  **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     try:
@@ -494,17 +519,19 @@ def read_checkpoint(path):
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def newest_checkpoint(args, log):
+def newest_checkpoint(args, log, tensors):
     """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
     anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
-    Raises ConfigError if there are some and none is whole, or if it is of another run. If the disk
-    or the memory fails, raises that error: then the file may be whole."""
+    Raises ConfigError if there are some and none is whole, or if it is of another run: has other
+    settings, or not the names and shapes of `tensors`. If the disk or the memory fails, raises that
+    error: then the file may be whole."""
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
         try:
             checkpoint = read_checkpoint(path)
-            differ = dist.differences(checkpoint["settings"], args.settings)
+            differ = (dist.differences(checkpoint["settings"], args.settings)
+                      or dist.differences(shapes_of(checkpoint["tensors"]), shapes_of(tensors)))
         except Exception as error:
             if explain(error):
                 log.say(f"{path} cannot be read now (if the disk has lost it, remove it)")
@@ -514,8 +541,8 @@ def newest_checkpoint(args, log):
                 path.rename(f"{path}.damaged")
             continue
         if differ:
-            raise ConfigError(f"{path} is of another run: {differ}; give the flags of before, or "
-                              "take another --out")
+            raise ConfigError(f"{path} is of another run: {differ:.500}; give the flags of before, "
+                              "or take another --out")
         return checkpoint
     if found:
         raise ConfigError(f"no checkpoint in {args.out} is whole; now they are called *.damaged, "
@@ -539,16 +566,20 @@ def restore(args, world, log, state):
 
     numbers = None
     saved = {}
+    tensors = tensors_of(state)
     if world.rank == 0:
-        numbers = newest_checkpoint(args, log)
+        numbers = newest_checkpoint(args, log, tensors)
     if numbers:
         saved = numbers.pop("tensors")
+        changed = dist.differences(code_digests(), numbers["code"])
+        if changed:
+            log.say(f"warning: the code has changed since the checkpoint: {changed}")
     numbers = world.all_gather_object(numbers)[0]    # all take those of rank 0
     if numbers is None:
         return
 
     # Every rank has tensors of the same names and shapes: what rank 0 has read goes into them.
-    for name, tensor in tensors_of(state).items():
+    for name, tensor in tensors.items():
         if saved:
             tensor.copy_(saved[name])
         world.broadcast(tensor)
@@ -611,10 +642,11 @@ def copy_positions(args, state):
     positions.
     """
     phase_index = state.counters.phase
-    if state.counters.step and not args.init:
-        trained = max(phase.seq_len for phase in args.phases[:phase_index])
+    # (max_positions, width); None if they are not trained
+    positions = state.masters.get("embeddings.positions.weight")
+    if state.counters.step and not args.init and positions is not None:
+        trained = max(phase.seq_len for phase in args.phases[:phase_index] if phase.steps)
         new = torch.arange(args.phases[phase_index].seq_len)[trained:]
-        positions = state.masters["embeddings.positions.weight"]         # (max_positions, width)
         positions[new] = positions[new % trained]
         optim.copy_to_model(state.masters, state.model)
 
@@ -658,6 +690,7 @@ def step_figures(args, state, counts, total, began):
     """Returns the log's fields (dict) that follow from the State, from what `count_labels` says of
     the step, from its sums over all ranks, `total`, and from the time when it began."""
     counters = state.counters
+    seconds = time.perf_counter() - began
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
     left = max(0, planned_tokens(args) - finished)
@@ -668,7 +701,9 @@ def step_figures(args, state, counts, total, began):
         **losses,
         "skipped": state.scaler.skipped,
         "seconds": counters.seconds,
-        "examples_per_second": batch / (time.perf_counter() - began),
+        "examples_per_second": batch / seconds,
+        "tokens_per_second": total["tokens"] / seconds,
+        "masked_fraction": counts["mlm"] / total["tokens"],
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
         "minutes_left": left / finished * counters.seconds / 60}        # at the speed until now
@@ -694,7 +729,8 @@ def evaluate(args, world, log, state):
     losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
-    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. unigram_loss is the
+    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. (A PretrainingData that
+    masks otherwise is evaluated so: compare its losses with no others.) unigram_loss is the
     loss on the same tokens of a predictor that knows only how often the training text has each
     token: the loss to beat. Of 1,024 examples the NSP accuracy's standard error is about
     sqrt(0.5 * 0.5 / 1024), 1.6 %.
@@ -797,8 +833,9 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        total = world.sum(**sums, seconds=time.monotonic() - clock_start, signals=len(signals),
-                          orphans=dist.torchrun_died())
+        tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
+        total = world.sum(**sums, tokens=tokens, seconds=time.monotonic() - clock_start,
+                          signals=len(signals), orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size

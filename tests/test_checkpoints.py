@@ -127,11 +127,13 @@ def damage(path, how):
         torch.save({"weights": torch.zeros(3)}, path)        # whole, but not of train.py
 
 
-def newest(folder, settings):
-    """Returns the newest checkpoint of a folder that is whole, and what is said of others."""
+def newest(folder, like):
+    """Returns the newest checkpoint of a folder that is whole, and what is said of others. like: a
+    checkpoint of the same run."""
     said = []
-    args = SimpleNamespace(out=folder, settings=settings)
-    return train.newest_checkpoint(args, SimpleNamespace(say=said.append)), said
+    args = SimpleNamespace(out=folder, settings=like["settings"])
+    log = SimpleNamespace(say=said.append)
+    return train.newest_checkpoint(args, log, like["tensors"]), said
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -140,11 +142,11 @@ def test_a_damaged_checkpoint_is_passed_over(
     (finished / "step-00000012-backup.pt").write_bytes(b"not ours")
     path = finished / "step-00000014.pt"
     content = path.read_bytes()
-    settings = last_state(finished)["settings"]
+    expected = last_state(finished)
     for how in "flip", "empty", "evil", "foreign", "cut":
         path.write_bytes(content)
         damage(path, how)
-        checkpoint, (said,) = newest(finished, settings)
+        checkpoint, (said,) = newest(finished, expected)
         assert checkpoint["counters"]["step"] == 12 and "step-00000014.pt is damaged" in said, how
     assert not Path("evil").exists()
     path.with_suffix(".pt.damaged").rename(path)
@@ -165,7 +167,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
         flipped = bytearray(content)
         flipped[position] ^= 16
         path.write_bytes(flipped)
-        checkpoint, _ = newest(finished, expected["settings"])
+        checkpoint, _ = newest(finished, expected)
         found.append(checkpoint["counters"]["step"] == 12)
         if not found[-1]:
             assert_same(checkpoint, expected)
@@ -178,7 +180,7 @@ def test_a_checkpoint_that_the_disk_does_not_give_keeps_its_name(finished, monke
 
     monkeypatch.setattr(train.Path, "read_bytes", lost)
     with pytest.raises(OSError, match="lost"):
-        newest(finished, {})
+        newest(finished, {"settings": {}, "tensors": {}})
     assert steps_kept(finished)[-1] == 14
 
 

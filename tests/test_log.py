@@ -24,7 +24,7 @@ from tests.training import SHORT, args_of, column, metrics, run
 # ----- A whole program -----
 
 FIELDS = {
-    "run": "command flags phases commit python torch ranks device parameters",
+    "run": "command flags phases code python torch ranks device parameters",
     "train": "step phase mlm_loss nsp_loss lr grad_norm loss_scale skipped seconds "
              "examples_per_second data_share wait_seconds bytes_sent minutes_left",
     "eval": "step phase mlm_loss mlm_accuracy unigram_loss nsp_loss nsp_accuracy"}
@@ -40,8 +40,8 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     assert "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.008" in first.stdout
     line = train.step_line(metrics(out)[0])          # printed after ten seconds
     assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm", line)
-    assert re.search(r"step +1  held out, 15% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)"
-                     r"  nsp 0\.\d+ \(", first.stdout)
+    assert re.search(r"step +1  held out, 15% masked: unigram \d\.\d+  "
+                     r"mlm \d\.\d+ \(\d+\.\d% right\)  nsp 0\.\d+ \(", first.stdout)
     for sentence in train.DEMO_SENTENCES:
         answer = first.stdout.partition(f"\n{sentence}\n    ")[2].partition("\n")[0]
         assert answer.count("%") == 3

@@ -69,8 +69,8 @@ class Block(bert.Block):
         super().__init__(config)
         inner = 64 * max(1, round(config.feed_forward / 96))
         del self.up
-        self.up_and_gate = nn.Linear(config.width, 2 * inner)
-        self.down = nn.Linear(inner, config.width)
+        self.up_and_gate = bert.linear(config.width, 2 * inner, config.init_std)
+        self.down = bert.linear(inner, config.width, config.init_std)
 
     def forward(self, x, turns, bounds, lengths, rows=None):
         """Returns the next hidden states; turns: of `cos_sin`, all else as in bert.Block."""
@@ -98,9 +98,6 @@ class Modern(Bert):
         for name, module in self.named_modules():
             if hasattr(module, "bias") and name not in ("pooler", "nsp"):
                 module.bias = None
-        for parameter in self.blocks.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=config.init_std)
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
         """Returns the last hidden states (R, D) of the rows (R,), as BERT's does; nothing reads
@@ -119,7 +116,6 @@ def install():
         raise bert.ModelError("a BERT has other blocks: leave out --init")
 
     bert.BertForPreTraining = Modern
-    train.copy_positions = lambda args, state: None          # it has no embeddings of positions
     bert.init_from = refuse
     bert.huggingface_names = modern_export.huggingface_names
     bert.save_huggingface = functools.partial(modern_export.save, theta=THETA)
