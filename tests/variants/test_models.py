@@ -263,9 +263,15 @@ def test_balance_deals_every_example_by_length(shards):
         assert lengths[-1] == sorted(lengths[-1]), f"rank {rank} does not end with its longest"
     assert sorted(sum(lengths, [])) == sorted(plain.lengths[:-1].tolist()), (
         "other examples than those of the step")
-    # In snake order no rank has more than another by over one difference of lengths
-    totals = [sum(mine[-5:]) for mine in lengths]          # where a rank has six, one is short
-    assert max(totals) - min(totals) <= np.ptp(plain.lengths[:-1])
+
+
+def test_balance_deals_in_snake_order():
+    owners = [None] * 8                                    # from the longest on
+    for rank in range(3):
+        [share] = balance.shares(0, 8, 9, rank, 3)
+        for place in share.places:
+            owners[7 - place] = rank
+    assert owners == [0, 1, 2, 2, 1, 0, 0, 1]
 
 
 def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):

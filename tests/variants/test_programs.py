@@ -1,4 +1,5 @@
 """Each variant as a program: train.py as it changes it, from its flags to a resumed run."""
+import functools
 import runpy
 import shutil
 from types import SimpleNamespace
@@ -13,9 +14,9 @@ import dist
 import optim
 import train
 from tests.local_ranks import on_threads
-from tests.ranks import run_ranks, run_script, together
+from tests.ranks import run_ranks, run_script
 from tests.training import args_of, assert_same, column, last_state
-from tests.variants import (albert, common, local_steps, modern, onebit_adam, onebit_lamb, ring,
+from tests.variants import (albert, common, local_steps, modern, onebit_adam, onebit_lamb,
                             slow_momentum, zero1, zeroone_adam)
 from tests.variants.equations import FOLDER, installed, module_of, train_as, variant_names
 
@@ -30,69 +31,70 @@ SAME_RUNS = {*AS_TRAIN, "one_by_one"}
 
 # ----- All of them, trained and resumed -----
 
-def train_all(world, shards, folder):
-    """Trains through two phases, at once and in two parts, by train.py and each variant. In bf16 on
-    two ranks: there a model that is not copied from averaged masters shows."""
+def train_twice(world, shards, folder, name):
+    """Trains through two phases, at once and in two parts. In bf16 on two ranks: there a model that
+    is not copied from averaged masters shows."""
     for module in local_steps, slow_momentum:
         module.PERIOD = 4
+    install = list if name == "train" else module_of(name).install
+    steps = (2, 3, 2, 2) if name == "stacking" else (5, 4)
     precision = "bf16" if world.size > 1 else "fp32"
-    for name in ["train", *NAMES]:
-        if (name in ALONE) != (world.size == 1):
-            continue
-        install = list if name == "train" else module_of(name).install
-        steps = (2, 3, 2, 2) if name == "stacking" else (5, 4)
-        out = folder / name
-        for run in "whole", "parts":
-            train_as(install, world, shards, out / run, "--batch", 4, "--lr-scale", 0.1,
-                     "--precision", precision, "--save-every", 7, "--steps", *steps)
-            if world.rank == 0 and run == "whole":             # the part to step 7
-                shutil.copytree(out / "whole", out / "parts")
-                (out / "parts" / "step-00000009.pt").unlink()
-            world.barrier()
+    for run in "whole", "parts":
+        train_as(install, world, shards, folder / run, "--batch", 4, "--lr-scale", 0.1,
+                 "--precision", precision, "--save-every", 7, "--steps", *steps)
+        if world.rank == 0 and run == "whole":             # the part to step 7
+            shutil.copytree(folder / "whole", folder / "parts")
+            (folder / "parts" / "step-00000009.pt").unlink()
+        world.barrier()
 
 
 @pytest.fixture(scope="module")
-def runs(shards, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    together(lambda: run_ranks(train_all, 2, folder, shards, folder, timeout=120),
-             lambda: run_ranks(train_all, 1, folder, shards, folder, timeout=120))
-    return folder
+def run_of(shards, tmp_path_factory):
+    """Returns a function: of a program's name the folder of its two runs."""
+    @functools.cache
+    def run_of(name):
+        folder = tmp_path_factory.mktemp(name)
+        run_ranks(train_twice, 1 if name in ALONE else 2, folder, shards, folder, name)
+        return folder
+
+    return run_of
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_resumes_bit_for_bit(runs, name):
-    out = runs / name
-    assert_same(last_state(out / "whole"), last_state(out / "parts"), "what was resumed")
-    losses = column(out / "whole", "mlm_loss")
-    assert losses == column(out / "parts", "mlm_loss") and len(losses) == 9
+def test_it_resumes_bit_for_bit(name, run_of):
+    whole, parts = run_of(name) / "whole", run_of(name) / "parts"
+    assert_same(last_state(whole), last_state(parts), "what was resumed")
+    losses = column(whole, "mlm_loss")
+    assert losses == column(parts, "mlm_loss") and len(losses) == 9
 
 
 @pytest.mark.parametrize("name", AS_TRAIN)
-def test_its_bits_are_those_of_train(runs, name):
+def test_its_bits_are_those_of_train(name, run_of):
     """So is its checkpoint: each takes up runs of the other."""
-    assert_same(last_state(runs / "train" / "whole"), last_state(runs / name / "whole"))
-    for kind in "mlm_loss", "nsp_loss", "grad_norm":
-        assert column(runs / "train" / "whole", kind) == column(runs / name / "whole", kind), kind
+    plain, ours = run_of("train") / "whole", run_of(name) / "whole"
+    assert_same(last_state(plain), last_state(ours))
+    for field in "mlm_loss", "nsp_loss", "grad_norm":
+        assert column(plain, field) == column(ours, field), f"other {field}"
 
 
-def test_one_by_one_is_train_but_for_rounding(runs):
-    ours, theirs = (column(runs / name / "whole", "mlm_loss", "nsp_loss")
+def test_one_by_one_is_train_but_for_rounding(run_of):
+    ours, theirs = (column(run_of(name) / "whole", "mlm_loss", "nsp_loss")
                     for name in ("one_by_one", "train"))
     assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def test_what_one_bit_variants_send(runs):
+def test_what_one_bit_variants_send(run_of):
     # The second stages of 1-bit LAMB are the steps 2 to 5 and 7 to 9
-    sent = column(runs / "onebit_lamb" / "whole", "bytes_sent")
+    sent = column(run_of("onebit_lamb") / "whole", "bytes_sent")
     assert sent[0] == sent[5] and 0 < max(sent[1:5] + sent[6:]) < sent[0] / 25, sent
     # 0/1 Adam sends nothing in the steps 4 and 9, but agrees before the save after step 5, which
     # compares the ranks' weights
-    sent = column(runs / "zeroone_adam" / "whole", "bytes_sent")
+    sent = column(run_of("zeroone_adam") / "whole", "bytes_sent")
     assert sent[3] == sent[8] == 0 and 0 < sent[4] < sent[0] / 25, sent
 
 
-def test_the_folder_of_an_albert_is_a_plain_bert(runs):
-    model = bert.load_huggingface(runs / "albert" / "whole" / "model")
+def test_the_folder_of_an_albert_is_a_plain_bert(run_of):
+    model = bert.load_huggingface(run_of("albert") / "whole" / "model")
     assert isinstance(model, bert.BertForPreTraining) and len(model.blocks) == 2
 
 
