@@ -77,49 +77,42 @@ def test_each_bucket_is_clipped_before_it_is_averaged(factor, scale):
         torch.testing.assert_close(bucket.flat / scale, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("period, due", [
-    (1, [[0, 1, 2, 3, 4]] * 2), (3, [[0, 1], [2, 3], [4], [0, 1]]), (5, [[0], [1], [2]])])
-def test_local_steps_average_the_weights_that_are_due(period, due, monkeypatch):
-    """What a step begins with; gradients stay each rank's own."""
-    monkeypatch.setattr(local_steps, "PERIOD", period)
-    model = tower()
+def local_step(world, tower, number):
+    """Returns a step of local steps, with masters that differ by 1, and what its begin has made of
+    them and of the model's weights: the differences to rank 0's."""
+    def reducer_with_state(module, world, masters, **options):
+        reducer = local_steps.WeightReducer(module, world, masters=masters, **options)
+        reducer.state = SimpleNamespace(
+            counters=train.Counters(step=number), masters=masters, model=module)
+        return reducer
 
-    def stepped(world, number):
-        def drift(step):
-            counters = train.Counters(step=number)
-            step.reducer.state = SimpleNamespace(
-                counters=counters, masters=step.masters, model=step.model)
-            for w in step.masters.values():
-                w += world.rank                            # the mean of 0 and 1 is 1/2
+    def drift(step):
+        for w in step.masters.values():
+            w += world.rank
 
-        step = one_step(world, model, StartedReducer, torch.bfloat16, before=drift)
-        drifted = []
-        for name, w in step.masters.items():
-            torch.testing.assert_close(w.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
-                                       msg=f"{name} has another rank's gradient")
-            for tensor in w, step.model.get_parameter(name):
-                drifted.append(float((tensor - model[0].get_parameter(name)).mean()))
-        return step, drifted
+    step = one_step(world, tower, reducer_with_state, torch.bfloat16, before=drift)
+    drifted = []
+    for name, w in tower[0].named_parameters():
+        for ours in step.masters[name], step.model.get_parameter(name):
+            drifted.append(float((ours - w).detach().mean()))
+    return step, drifted
 
-    for number, numbers in enumerate(due):
-        for rank, (step, drifted) in enumerate(on_threads(stepped, 2, number)):
-            # The last layer is in the first bucket
-            expected = []                                  # of masters and of the model's weights
+
+def test_local_steps_average_the_weights_that_are_due(monkeypatch):
+    """And no gradients."""
+    monkeypatch.setattr(local_steps, "PERIOD", 3)
+    # Buckets, of which the first has the last layer
+    for number, due in enumerate([[0, 1], [2, 3], [4], [0, 1]]):
+        for rank, (step, drifted) in enumerate(on_threads(local_step, 2, tower(), number)):
+            expected = []
             for layer in range(5):
-                expected += 2 * ([0.5, 0.5] if 4 - layer in numbers else [rank, 0])
+                expected += 2 * ([0.5, 0.5] if 4 - layer in due else [rank, 0])
             assert drifted == pytest.approx(expected, abs=0.01), (
                 f"rank {rank} in step {number}: weight by weight, it has drifted otherwise")
-            assert step.reducer.bytes_sent == 4 * ELEMENTS * len(numbers)
-
-
-class StartedReducer(local_steps.WeightReducer):
-    """Has a state from the start; no weights are due then."""
-    state = SimpleNamespace(counters=SimpleNamespace(step=-1), masters=None, model=None)
-
-    def average_bucket(self, bucket, average, loss_scale):
-        if self.state.masters is None:
-            return 0
-        return super().average_bucket(bucket, average, loss_scale)
+            assert step.reducer.bytes_sent == 4 * ELEMENTS * len(due)
+            for name, w in step.masters.items():
+                torch.testing.assert_close(w.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
+                                           msg=f"{name} has another rank's gradient")
 
 
 def norms(world, kind, flat):
@@ -189,32 +182,36 @@ def exchanged(world, compressor):
     return before, value, mean, sent, compressor(world, broken, state)[0]
 
 
-@pytest.mark.parametrize("compressor", [powersgd.powersgd, topk.topk, gradientflow.chunk])
-def test_nothing_is_lost_and_an_inf_reaches_all_ranks(compressor):
+def largest_elements(values, rank):
+    """Returns which elements a rank sends by topk.py: a hundredth."""
+    return torch.isin(torch.arange(3109), values[rank].abs().argsort()[-31:])
+
+
+def largest_chunk(values, rank):
+    """The same by gradientflow.py: one chunk of four, the largest on average."""
+    norms = [sum(value[start:start + 1024].abs().sum() for value in values)
+             for start in range(0, 3109, 1024)]
+    return torch.arange(3109) // 1024 == torch.stack(norms).argmax()
+
+
+@pytest.mark.parametrize("compressor, chosen, sent", [
+    (topk.topk, largest_elements, 31 * 8), (gradientflow.chunk, largest_chunk, (4 + 1024) * 4)])
+def test_what_is_largest_is_sent_and_the_rest_is_left(compressor, chosen, sent):
     ranks = on_threads(exchanged, 2, compressor)
-    taken_out = sum(before - rest for before, rest, *_ in ranks) / 2
+    values = [before for before, *_ in ranks]
+    mean = sum(value * chosen(values, rank) for rank, value in enumerate(values)) / 2
+    for rank, (before, rest, found, bytes_sent, _) in enumerate(ranks):
+        assert torch.equal(rest, before * ~chosen(values, rank)), "something else is left"
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-6, msg="the mean is another")
+        assert bytes_sent == sent
+
+
+@pytest.mark.parametrize("compressor", [powersgd.powersgd, topk.topk, gradientflow.chunk])
+def test_means_are_the_same_on_all_ranks_an_inf_too(compressor):
+    ranks = on_threads(exchanged, 2, compressor)
     for rank, (_, _, mean, _, broken) in enumerate(ranks):
-        torch.testing.assert_close(mean, taken_out, rtol=0, atol=1e-5, msg="something is lost")
         assert torch.equal(mean, ranks[0][2]), "the ranks have other means"
         assert not broken.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
-
-
-def test_topk_sends_the_largest():
-    for before, rest, _, sent, _ in on_threads(exchanged, 2, topk.topk):
-        largest = before.abs().argsort()[-31:]             # a hundredth
-        assert torch.equal(rest, before.index_fill(0, largest, 0)), "others are sent"
-        assert sent == 8 * 31
-
-
-def test_gradientflow_sends_the_chunk_that_is_largest_on_average():
-    ranks = on_threads(exchanged, 2, gradientflow.chunk)
-    norms = sum(torch.stack([part.abs().sum() for part in before.split(1024)])
-                for before, *_ in ranks)
-    for before, rest, _, sent, _ in ranks:
-        for number, part in enumerate(before.split(1024)):
-            expected = 0 * part if number == norms.argmax() else part
-            assert torch.equal(rest.split(1024)[number], expected), f"chunk {number} of four"
-        assert sent == 4 * (4 + 1024), "the norms, then a chunk"
 
 
 # ----- The ring, on one to four ranks -----

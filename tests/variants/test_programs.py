@@ -270,30 +270,23 @@ def test_zero_is_train_on_any_number_of_ranks(shards, tmp_path):
     assert column(tmp_path / "zero1_on_two", "step") == [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize("size", [1, 3, 50])
 def test_each_rank_has_a_part_of_the_moments(size):
-    config = bert.BertConfig(2, 64, heads=1, feed_forward=256, vocab_size=320)
-
     def divided(world):
-        masters = optim.cast_with_masters(bert.BertForPreTraining(config), torch.float32)
+        masters = {str(n): torch.zeros(n, 5) for n in range(40)}
         optimizer = optim.make_optimizer("lamb", masters, (0.9, 0.98))
-        state = SimpleNamespace(masters=masters, optimizer=optimizer)
         said = []
-        shapes = {name: tensor.shape for name, tensor in train.tensors_of(state).items()}
-        zero1.divide(world, SimpleNamespace(say=said.append), state)
-        after = {name: tensor.shape for name, tensor in train.tensors_of(state).items()}
-        assert after == shapes, "a checkpoint has other tensors"
-        sizes = [p.numel() for p in masters.values()]
+        zero1.divide(world, SimpleNamespace(say=said.append),
+                     SimpleNamespace(masters=masters, optimizer=optimizer))
         stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        return sizes, stepped, zero1.megabytes_of_moments(state), said
+        return stepped, zero1.megabytes_of_moments(optimizer), said
 
     ranks = on_threads(divided, size)
-    sizes = ranks[0][0]
-    elements = sum(sizes)
-    assert sum(stepped for _, stepped, *_ in ranks) == elements, "not each master has one owner"
-    largest = max(*sizes, elements / size)
-    for _, stepped, megabytes, said in ranks:
-        assert stepped <= 1.02 * largest, f"a rank steps {stepped} of {elements} elements"
-        assert 8e-6 * stepped <= megabytes < 8e-6 * stepped + 0.001, "moments of others are kept"
-        plain = 8e-6 * elements
-        assert said == [f"moments of {megabytes:.1f} MB on this rank; in train.py {plain:.1f} MB"]
+    elements = 5 * 780
+    stepped = [own for own, *_ in ranks]
+    assert sum(stepped) == elements, "not each master has one owner"
+    assert max(stepped) <= 1.02 * max(5 * 39, elements / size), f"unequal parts: {stepped}"
+    for own, megabytes, said in ranks:
+        # One element stands for a tensor of others
+        assert 8e-6 * own <= megabytes <= 8e-6 * (own + 40), "a rank keeps moments of others"
+        assert said == [f"moments of {megabytes:.1f} MB on this rank; in train.py 0.0 MB"]

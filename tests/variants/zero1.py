@@ -58,21 +58,14 @@ def broadcast(world, tensor, owner):
     world._run(distributed.broadcast, tensor, group_src=owner)
 
 
-def moments_of_others(world, state, owners):
-    """Yields (a master's owner, its moments {name: tensor}, the name of one), of those masters that
-    other ranks than this one own."""
-    for name, master in state.masters.items():
-        if owners[name] != world.rank:
-            moments = state.optimizer.state[master]
-            for moment in moments:
-                yield owners[name], moments, moment
-
-
 def drop_moments(world, state, owners):
     """Replaces the moments of other ranks by tensors of their shapes that take no memory: of one
-    element, 0. (train.tensors_of wants the same names on every rank.)"""
-    for _, moments, moment in moments_of_others(world, state, owners):
-        moments[moment] = moments[moment].new_zeros(()).expand(moments[moment].shape)
+    element, 0. (train.tensors_of wants the same names and shapes on every rank.)"""
+    for name, master in state.masters.items():
+        moments = state.optimizer.state[master]
+        for moment, tensor in moments.items():
+            if owners[name] != world.rank:
+                moments[moment] = tensor.new_zeros(()).expand(tensor.shape)
 
 
 def gather_moments(world, state, owners):
@@ -102,24 +95,24 @@ def step_and_share(step, world, state, owners):
     state.reducer.bytes_sent += (world.size - 1) * all_bytes // world.size
 
 
-def megabytes_of_moments(state):
+def megabytes_of_moments(optimizer):
     """Returns the memory of this rank's moments, MB."""
-    each = [tensor for moments in state.optimizer.state.values() for tensor in moments.values()]
+    each = [tensor for moments in optimizer.state.values() for tensor in moments.values()]
     return 1e-6 * sum(tensor.untyped_storage().nbytes() for tensor in each)
 
 
 def divide(world, log, state):
     """Divides the optimizer of a State among the ranks; returns the owners, {name: rank}."""
+    optimizer = state.optimizer
     owners = deal_out(state.masters, world.size)
-    plain = megabytes_of_moments(state)
+    in_train_py = megabytes_of_moments(optimizer)
     drop_moments(world, state, owners)
-    log.say(f"moments of {megabytes_of_moments(state):.1f} MB on this rank; in train.py "
-            f"{plain:.1f} MB")
+    log.say(f"moments of {megabytes_of_moments(optimizer):.1f} MB on this rank; in train.py "
+            f"{in_train_py:.1f} MB")
     own = {master for name, master in state.masters.items() if owners[name] == world.rank}
-    for group in state.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group["params"] = [master for master in group["params"] if master in own]
-    state.optimizer.step = functools.partial(
-        step_and_share, state.optimizer.step, world, state, owners)
+    optimizer.step = functools.partial(step_and_share, optimizer.step, world, state, owners)
     return owners
 
 
