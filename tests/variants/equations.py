@@ -29,22 +29,25 @@ FOLDER = Path(__file__).parent
 # is its state: w, m and v of the same shape, decay, t, and whatever the function adds. So a mean
 # over the ranks is the mean over the first axis, and it is exact.
 
-LR, B1, B2, EPS = 0.02, 0.9, 0.99, 1e-6
+LR, B1, B2, EPS = 0.02, 0.9, 0.8, 1e-6
 
 
 def problem(ranks, steps):
     """Returns (values, decays, gradients of each step and tensor, on all ranks): parameters of
     every kind: a small matrix with a row and a column of zeros, a zero tensor, a vector without
-    decay, a tensor whose gradient stays zero."""
+    decay, a tensor whose gradient stays zero. Gradients grow and shrink a hundredfold: so what is
+    bounded comes to its bounds."""
     rng = np.random.default_rng(0)
     shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,)]
     values = [rng.normal(size=shape) for shape in shapes]
     values[0] *= 0.1                             # so that LAMB's ratio is below its bound
     values[0][2] = values[0][:, 1] = 0
     values[1] *= 0
-    grads = [[3 * rng.normal(size=(ranks, *shape)) for shape in shapes] for _ in range(steps)]
-    for step in grads:
-        step[3] *= 0
+    grads = []
+    for t in range(steps):
+        size = 10 ** np.sin(t / 5)
+        grads.append([size * rng.normal(size=(ranks, *shape)) for shape in shapes])
+        grads[t][3] *= 0
     return values, [0.05, 0.05, 0.0, 0.05, 0.0], grads
 
 
