@@ -48,7 +48,7 @@ def problem(ranks, steps):
         size = 10 ** np.sin(t / 5)
         grads.append([size * rng.normal(size=(ranks, *shape)) for shape in shapes])
         grads[t][3] *= 0
-    return values, [0.05, 0.05, 0.0, 0.05, 0.0], grads
+    return values, [0.5, 0.5, 0.0, 0.5, 0.0], grads
 
 
 def ratio(a, b):
@@ -61,7 +61,7 @@ def trained(world, make, values, decays, grads, frozen):
     """Returns (weights, bytes sent until now) of a rank after each step; see `check_equations`."""
     params = [torch.tensor(value, requires_grad=True) for value in values]
     groups = []
-    for decay in 0.05, 0.0:
+    for decay in {*decays}:
         chosen = [p for p, its_decay in zip(params, decays) if its_decay == decay]
         groups.append({"params": chosen, "weight_decay": decay})
     reducer = SimpleNamespace(bytes_sent=0)

@@ -13,9 +13,9 @@ import train
 from tests.local_ranks import on_threads
 from tests.ranks import run_ranks, together
 from tests.training import assert_same
-from tests.variants import (bucket_clipping, buckets_after, gradientflow, local_steps, one_by_one,
+from tests.variants import (bucket_clipping, buckets_after, common, gradientflow, local_steps, one_by_one,
                             onebit_adam, powersgd, ring, slow_network, synchronised, topk)
-from tests.variants.equations import one_step, powersgd_in_float64, tower
+from tests.variants.equations import installed, one_step, powersgd_in_float64, tower
 
 ELEMENTS = 72                # of each of the five layers, and of each bucket
 
@@ -212,6 +212,26 @@ def test_means_are_the_same_on_all_ranks_an_inf_too(compressor):
     for rank, (_, _, mean, _, broken) in enumerate(ranks):
         assert torch.equal(mean, ranks[0][2]), "the ranks have other means"
         assert not broken.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
+
+
+def test_a_compressor_is_told_shapes_and_what_it_kept():
+    told = []
+
+    def mean(world, value, state):
+        told.append(state)
+        return value.clone(), {"kept": len(told)}, 0
+
+    def install():
+        common.use_compression("spy", mean)
+        common.tell_shapes()
+
+    with installed(install):
+        bucket = dist.Bucket({"a": (2, 3), "b": (4,)}, dist.World(), "spy")
+        for _ in range(2):
+            bucket.average(1.0)
+            bucket.wire.commit(True)
+    shapes = {"shapes": [(2, 3), (4,)]}
+    assert told == [shapes, shapes | {"kept": 1}]
 
 
 # ----- The ring, on one to four ranks -----
