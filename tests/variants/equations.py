@@ -35,20 +35,21 @@ LR, B1, B2, EPS = 0.02, 0.9, 0.8, 1e-6
 def problem(ranks, steps):
     """Returns (values, decays, gradients of each step and tensor, on all ranks): parameters of
     every kind: a small matrix with a row and a column of zeros, a zero tensor, a vector without
-    decay, a tensor whose gradient stays zero. Gradients grow and shrink a hundredfold: so what is
+    decay, a tensor whose gradient stays zero, a large one. Gradients grow and shrink a hundredfold: so what is
     bounded comes to its bounds."""
     rng = np.random.default_rng(0)
-    shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,)]
+    shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,), (4, 2)]
     values = [rng.normal(size=shape) for shape in shapes]
     values[0] *= 0.1                             # so that LAMB's ratio is below its bound
     values[0][2] = values[0][:, 1] = 0
     values[1] *= 0
+    values[5] *= 10                              # its decay is larger than its update
     grads = []
     for t in range(steps):
         size = 10 ** np.sin(t / 5)
         grads.append([size * rng.normal(size=(ranks, *shape)) for shape in shapes])
         grads[t][3] *= 0
-    return values, [0.5, 0.5, 0.0, 0.5, 0.0], grads
+    return values, [0.5, 0.5, 0.0, 0.5, 0.0, 0.5], grads
 
 
 def ratio(a, b):

@@ -13,8 +13,9 @@ import train
 from tests.local_ranks import on_threads
 from tests.ranks import run_ranks, together
 from tests.training import assert_same
-from tests.variants import (bucket_clipping, buckets_after, common, gradientflow, local_steps, one_by_one,
-                            onebit_adam, powersgd, ring, slow_network, synchronised, topk)
+from tests.variants import (bucket_clipping, buckets_after, common, gradientflow, local_steps,
+                            one_by_one, onebit_adam, powersgd, ring, slow_network, synchronised,
+                            topk)
 from tests.variants.equations import installed, one_step, powersgd_in_float64, tower
 
 ELEMENTS = 72                # of each of the five layers, and of each bucket
