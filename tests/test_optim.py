@@ -11,7 +11,7 @@ import train
 from tests.training import losses_of, random_batch
 
 
-# ----- A small problem, that test_variants.py uses, too -----
+# ----- A small problem -----
 
 def problem(seed=0, steps=30):
     """Returns (values, decays, gradients of each step) in float64: parameters of every kind: a

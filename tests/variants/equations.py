@@ -35,8 +35,8 @@ LR, B1, B2, EPS = 0.02, 0.9, 0.8, 1e-6
 def problem(ranks, steps):
     """Returns (values, decays, gradients of each step and tensor, on all ranks): parameters of
     every kind: a small matrix with a row and a column of zeros, a zero tensor, a vector without
-    decay, a tensor whose gradient stays zero, a large one. Gradients grow and shrink a hundredfold: so what is
-    bounded comes to its bounds."""
+    decay, a tensor whose gradient stays zero, a large one. Gradients grow and shrink a
+    hundredfold: so what is bounded comes to its bounds."""
     rng = np.random.default_rng(0)
     shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,), (4, 2)]
     values = [rng.normal(size=shape) for shape in shapes]

@@ -19,6 +19,7 @@ has all moments, as in train.py, for a checkpoint to be read into; and rank 0 in
 
 What it costs:
 - W broadcasts after each step: 4 bytes a parameter, also with --compression. Nothing hides them.
+  (GBPS of slow_network.py does not slow them.)
 - Masters are dealt out whole, since LAMB's ratio is of a whole matrix (the paper cuts everywhere).
   So no part is smaller than the largest tensor: the token embedding is a fifth of base.
 - An owner whose memory fails broadcasts wrong weights, which all ranks then share. In train.py
