@@ -150,6 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         assert checkpoint["counters"]["step"] == 12 and "step-00000014.pt is damaged" in said, how
     assert not Path("evil").exists()
     path.with_suffix(".pt.damaged").rename(path)
+    damage(finished / "metrics.jsonl", "flip")               # which a resume does not read
     train_here(finished, *RUNS["bf16"][1])
     said = capsys.readouterr().out
     assert said.count("warning:") == 1 and "step-00000014.pt is damaged" in said
