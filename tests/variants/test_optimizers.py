@@ -12,7 +12,7 @@ from tests.local_ranks import on_threads
 from tests.training import args_of
 from tests.variants import (came, lans, merit, modern, muon, onebit_adam, onebit_lamb,
                             slow_momentum, zeroone_adam)
-from tests.variants.equations import (B1, B2, EPS, LR, check_equations, installed, phase_ends, ratio)
+from tests.variants.equations import B1, B2, EPS, LR, check_equations, installed, ratio
 
 
 def mixed(old, new, b):
@@ -245,7 +245,8 @@ def zero_one_adam_step(s, g):
     if s.t == 1 or s.stage_begins:
         s.since = 0                                        # steps of this stage
         s.agreed = s.w
-        s.k, s.learned, s.j, s.alone = 1, 0, 1, 0          # intervals, and counts since they doubled
+        s.k, s.j = 1, 1                                    # intervals: of v, of agreements
+        s.learned, s.alone = 0, 0                          # updates, steps since they doubled
     if s.stage_begins:
         set_magnitude(s)
     s.since += 1
