@@ -205,27 +205,16 @@ def test_albert_swaps_whole_sentences(shards):
     assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
 
 
-def masked_words(examples):
-    """Returns of each word of 200 examples which of its tokens are masked (booleans)."""
-    batch = examples.batch(list(range(200)))
-    labels = batch.labels["mlm"][batch.labels["mlm"] != data.IGNORED]
-    rows = batch.masked_rows[:len(labels)]
-    tokens = batch.tokens.copy()
-    tokens[rows] = labels                                  # what stood there
-    special = np.isin(tokens, [data.PAD, data.CLS, data.SEP])
-    begins = examples.begins_word[tokens] | special | np.roll(special, 1)
-    masked = np.isin(np.arange(len(tokens)), rows)
-    words = np.split(masked, np.flatnonzero(begins))
-    return [word for word, is_special in zip(words[1:], special[begins]) if not is_special]
-
-
 def test_whole_words_are_masked(shards):
-    words = masked_words(whole_words.WholeWords(shards, 64, mask_fraction=0.3))
-    parted = [word for word in words if len({*word[:whole_words.LONGEST_WORD]}) > 1]
-    assert not parted, f"words are masked in part: {parted}"
-    assert np.concatenate(words).mean() == pytest.approx(0.3, rel=0.05)
-    held_out = masked_words(whole_words.WholeWords(shards, 64, held_out=True))
-    assert any(0 < word.sum() < len(word) for word in held_out), "held-out words are masked whole"
+    tokens = np.random.default_rng(0).integers(5, 320, 10_000)
+    whole = []
+    for held_out in False, True:
+        examples = whole_words.WholeWords(shards, 64, mask_fraction=0.3, held_out=held_out)
+        rows, _ = examples.mask(tokens.copy(), np.arange(10_000))
+        masked = np.isin(np.arange(10_000), rows)
+        assert masked.mean() == pytest.approx(0.3, rel=0.05), f"{masked.mean():.1%} are masked"
+        whole.append(np.array_equal(masked, masked[examples.word_starts(tokens)]))
+    assert whole == [True, False], "whole words are masked in training, tokens in held-out text"
 
 
 def test_where_a_word_begins(shards):
