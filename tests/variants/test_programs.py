@@ -14,7 +14,7 @@ import optim
 import train
 from tests.local_ranks import on_threads
 from tests.ranks import run_ranks, run_script
-from tests.training import args_of, assert_same, column, last_state
+from tests.training import args_of, assert_same, column, last_state, metrics
 from tests.variants import (albert, common, local_steps, modern, onebit_adam, onebit_lamb,
                             slow_momentum, zero1, zeroone_adam)
 from tests.variants.equations import FOLDER, installed, module_of, train_as, variant_names
@@ -91,6 +91,13 @@ def test_what_one_bit_variants_send(run_of):
     # compares the ranks' weights
     sent = column(run_of("zeroone_adam") / "whole", "bytes_sent")
     assert sent[3] == sent[8] == 0 and 0 < sent[4] < sent[0] / 25, sent
+
+
+def test_what_is_sent_before_a_save_is_counted_in_the_next_step(run_of):
+    whole = run_of("local_steps") / "whole"
+    everything = sum(tensor.nbytes for tensor in last_state(whole)["tensors"].values())
+    found = [line["step"] for line in metrics(whole) if line["bytes_sent"] >= everything]
+    assert found == [6, 8], "the saves are after the steps 5, 7 and 9"
 
 
 def test_the_folder_of_an_albert_is_a_plain_bert(run_of):
