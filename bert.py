@@ -257,8 +257,8 @@ class BertForPreTraining(nn.Module):
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,). The other arguments are fields of
-        data.Batch. tokens, segments and positions are numbers (N,): a token's id, 0 or 1 for A or
+        """Returns the last hidden states (R, D) of the rows (R,), all that heads read, here and in
+        `fill_mask`. The other arguments are fields of data.Batch. tokens, segments and positions are numbers (N,): a token's id, 0 or 1 for A or
         B, and its position in its example. bounds, lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
@@ -282,7 +282,8 @@ class BertForPreTraining(nn.Module):
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
 
-        pooled = torch.tanh(self.pooler(hidden[:examples]))      # (B, D)
+        # (B, D). (Without pairs the pooler is not trained, see train.build_model.)
+        pooled = torch.tanh(self.pooler(hidden[:examples]))
         return {"mlm": self.mlm_logits(hidden[examples:]), "nsp": self.nsp(pooled)}
 
 

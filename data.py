@@ -99,16 +99,16 @@ class Batch:
     def to(self, device):
         """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
         """
-        def move(array):
+        def move(value):
+            if isinstance(value, dict):
+                return {name: move(part) for name, part in value.items()}
             # non_blocking: a GPU copies after all that it was given before, and the CPU goes on.
             # (For arrays of up to 64 KB; the CPU waits for longer ones.)
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            return torch.from_numpy(value).to(device, non_blocking=True)
 
-        fields = dict(vars(self))
-        lengths = torch.from_numpy(fields.pop("lengths"))
-        labels = {task: move(array) for task, array in fields.pop("labels").items()}
-        moved = {name: move(array) for name, array in fields.items()}
-        return Batch(**moved, labels=labels, lengths=lengths)
+        moved = Batch(**move(vars(self)))
+        moved.lengths = torch.from_numpy(self.lengths)
+        return moved
 
 
 class Shard(NamedTuple):

@@ -162,10 +162,11 @@ class LossScaler:
         overflow:   skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
-    bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1).
-    It, too, skips steps that are not finite, and its scale counts them: each halves it, and
-    growth_interval good steps double it again, up to 1. After 15 halvings it is below `smallest`,
-    and the training stops. (Gradients times such a scale, a power of two, lose no bits.)
+    bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1,
+    growth_interval=100). It, too, skips steps that are not finite, and its scale counts them: each
+    halves it, and 100 good steps double it again, up to 1. After 15 halvings it is below
+    `smallest`, and the training stops; so a bad step now and then is forgiven. (Gradients times
+    such a scale, a power of two, lose no bits.)
     """
     scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000
@@ -190,8 +191,8 @@ class LossScaler:
         self.skipped += 1
         self.scale /= 2
         if self.scale < self.smallest:
-            raise TrainingStopped(f"step {step}: the gradients are not finite at any loss scale; "
-                                  "start anew at a lower --lr-scale")
+            raise TrainingStopped(f"step {step}: the gradients of {self.skipped} steps were not "
+                                  "finite, too many; start anew at a lower --lr-scale")
         return False
 
 

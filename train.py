@@ -417,7 +417,7 @@ def build(args, world):
     scaler = optim.LossScaler()
     if "fp16" not in (args.precision, args.compression):
         # Neither the model nor what is sent is in fp16, so no loss has to be scaled.
-        scaler = optim.LossScaler(scale=1.0, largest=1.0)
+        scaler = optim.LossScaler(scale=1.0, largest=1.0, growth_interval=100)
     return State(model, masters, reducer, optimizer, scaler, Counters())
 
 

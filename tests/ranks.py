@@ -2,15 +2,18 @@
 
 And a program in such a process, which has torch already: to import it takes 3 to 5 seconds.
 """
-
 import contextlib
+import faulthandler
 import gc
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
+import resource
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,16 +31,32 @@ from tqdm import tqdm
 import dist
 
 ROOT = Path(__file__).parent.parent
+# pytest shows what is logged in a test that fails
+LOG = logging.getLogger("ranks")
+LOG.setLevel(logging.INFO)
+# Processes are forked from a server. Whoever needs the first one starts it, with this
 CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preload"])
+STARTING = threading.Lock()
 # Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning
 tqdm.set_lock(threading.RLock())
 
 
 def start_server():
-    """Starts the server that ranks are forked from, before a DataLoader starts it with less."""
-    # torch._dynamo is what every optimizer imports when it is first made: a second for each rank
-    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
-    multiprocessing.forkserver.ensure_running()
+    """Starts the server that ranks are forked from, unless it runs."""
+    with STARTING, contextlib.chdir(ROOT):           # where it finds tests.preload
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def no_room(room=0):
+    """Within it no file of this process grows beyond `room` bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def doze(seconds):
@@ -45,22 +64,20 @@ def doze(seconds):
     time.sleep(seconds / 2 if seconds >= 1 else seconds / 10)
 
 
-def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
+def _begin(environment, stdout, stderr):
+    """Gives a fork of the server the environment of a test, and files for what it prints."""
     gc.freeze()  # else each collection, and the one at exit, goes through all of torch: 0.15 s
-    local_size = local_size or size
-    if not gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Gloo also where there is a GPU
-    elif torch.cuda.device_count() < size:
-        # NCCL refuses two ranks of one host on one GPU; those of two hosts meet over sockets
-        os.environ["NCCL_HOSTID"] = str(rank)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank % local_size),
-        LOCAL_WORLD_SIZE=str(local_size),
-    )
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate([stdout, stderr], 1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+
+
+def _main(function, arguments, rank, store, timeout, environment, path):
+    _begin(environment, f"{path}.said", f"{path}.said")
+    sys.stdout = sys.stderr = open(f"{path}.said", "a", buffering=1)
+    faulthandler.register(signal.SIGURG, sys.stderr)        # prints where its threads stand
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # what a rank says is dropped
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
     try:
@@ -69,11 +86,13 @@ def _main(function, rank, size, store, arguments, local_size, gpu, timeout):
         with contextlib.suppress(dist.DistError):  # of a rank that is not there any more
             world.barrier()
     except BaseException as error:
+        traceback.print_exc()
         outcome = error
-        if not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
+        if isinstance(error, AssertionError):
+            outcome = AssertionError(f"on rank {rank}: {error}\n\n{traceback.format_exc()}")
+        elif not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
             outcome = RuntimeError(f"{error!r} on rank {rank}\n{traceback.format_exc()}")
-    with open(f"{store}.{rank}", "wb") as file:
-        pickle.dump(outcome, file)
+    Path(path).write_bytes(pickle.dumps((time.monotonic(), outcome)))
     if isinstance(outcome, BaseException):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
@@ -91,44 +110,82 @@ def together(*calls):
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
+def end_hanging(ranks, timeout):
+    """Waits until the processes have ended. Those that take too long print where they stand, and
+    are killed. Returns their ranks."""
+    for process in ranks:
+        process.join(timeout)
+        if process.is_alive():
+            break
+    hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in hanging:
+        with contextlib.suppress(ProcessLookupError):          # it has just ended
+            os.kill(ranks[rank].pid, signal.SIGURG)
+        ranks[rank].join(0.5)
+        ranks[rank].kill()
+        ranks[rank].join()
+    return hanging
+
+
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,
               timeout=60, store=None):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
-    the outcome of a rank that was killed. store: a file in tmp_path that ranks met in before.
+    the outcome of a rank that was killed. Of several exceptions the cause is raised: the first that
+    is not of a rank which has lost another one. What ranks print is logged, and in a test that
+    fails it is shown. store: a file in tmp_path that ranks met in before.
     """
+    __tracebackhide__ = True                 # pytest shows the call, not these lines
+    start_server()
     store = tmp_path / (store or f"store-{uuid.uuid4().hex}")
-    ranks = [CONTEXT.Process(target=_main, args=(function, rank, size, store, arguments, local_size,
-                                                 gpu, timeout)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(2 * timeout)
-        if process.is_alive():
-            for other in ranks:
-                other.kill()
-            raise TimeoutError("a rank hangs")
-    outcomes = []
-    for rank in range(size):
-        path = Path(f"{store}.{rank}")
-        assert path.exists() or not check, f"rank {rank} ended without an outcome"
-        outcomes.append(pickle.loads(path.read_bytes()) if path.exists() else None)
-        path.unlink(missing_ok=True)
-        if check and isinstance(outcomes[-1], BaseException):
-            raise outcomes[-1]
-    return outcomes
+    local_size = local_size or size
+    environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""      # Gloo also where there is a GPU
+    one_gpu = gpu and torch.cuda.device_count() < size
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(size):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size)}
+            if one_gpu:
+                # NCCL refuses two ranks of one host on one GPU; those of two meet over sockets
+                own["NCCL_HOSTID"] = str(rank)
+            path = f"{folder}/{rank}"
+            Path(f"{path}.said").touch()
+            ranks.append(CONTEXT.Process(target=_main, args=(
+                function, arguments, rank, store, timeout, environment | own, path)))
+            ranks[rank].start()
+        hanging = end_hanging(ranks, 2 * timeout + 10)
+
+        outcomes = []
+        failures = []                        # (how far from the cause, when, the error)
+        for rank, process in enumerate(ranks):
+            fate = f"ended with exit code {process.exitcode}"
+            if rank in hanging:
+                fate = f"hangs, as ranks {hanging} do,"
+            said = Path(folder, f"{rank}.said").read_text(errors="replace")[-5000:]
+            LOG.info(text := f"rank {rank} {fate} and has printed:\n{said}")
+            try:
+                moment, outcome = pickle.loads(Path(folder, str(rank)).read_bytes())
+            except FileNotFoundError:
+                outcome = None
+                failures.append((1, 0, RuntimeError(text)))
+            if isinstance(outcome, BaseException):
+                lost = isinstance(outcome, dist.RankLost)
+                failures.append((2 if lost else 0, moment, outcome))
+            outcomes.append(outcome)
+        if failures and (check or hanging):
+            raise min(failures, key=lambda failure: failure[:2])[2]
+        return outcomes
 
 
 def _script(arguments, cwd, environment, folder):
-    gc.freeze()
+    _begin(environment | {"CUDA_VISIBLE_DEVICES": ""}, f"{folder}/stdout", f"{folder}/stderr")
     os.setsid()  # a group that tests can send signals to
     # Else pytest's, at its end, prints the semaphores that a killed program has left
     multiprocessing.resource_tracker._resource_tracker._fd = None
     os.chdir(cwd)
-    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
-    for number, name in enumerate(["stdout", "stderr"], 1):
-        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 
@@ -136,6 +193,7 @@ def _script(arguments, cwd, environment, folder):
 def start_script(folder, *arguments, cwd=ROOT):
     """Returns a process, in a fork of the server and a session of its own, of a Python file and its
     arguments; what it prints is in the files stdout and stderr of the folder."""
+    start_server()
     process = CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
                                                     folder), daemon=True)
     process.start()
@@ -147,6 +205,6 @@ def run_script(*arguments, cwd=ROOT):
     with tempfile.TemporaryDirectory() as folder:
         process = start_script(folder, *arguments, cwd=cwd)
         process.join(240)
-        assert process.exitcode is not None, "hangs"
         stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
+        assert process.exitcode is not None, f"{arguments} hangs; it has printed:\n{stdout}{stderr}"
         return subprocess.CompletedProcess(process.name, process.exitcode, stdout, stderr)

@@ -1,5 +1,7 @@
-"""optim.py against its equations in float64 NumPy and against torch. Rates, masters, loss scale and
-clipping: course/test_graders.py."""
+"""The updates of optim.py, and what they ask of a GPU. Rates, masters, loss scale and clipping:
+course/test_graders.py."""
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,119 +9,87 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bert
 import optim
-import train
 from tests.training import losses_of, random_batch
 
-
-# ----- A small problem, that test_variants.py uses, too -----
-
-def problem(seed=0, steps=30):
-    """Returns (values, decays, gradients of each step) in float64: parameters of every kind: a
-    small matrix, a zero tensor, a vector without decay, a tensor whose gradient stays zero."""
-    rng = np.random.default_rng(seed)
-    shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,)]
-    values = [rng.normal(size=shape) for shape in shapes]
-    values[0] *= 0.1                             # so that LAMB's ratio is below its bound
-    values[1] = np.zeros(shapes[1])
-    grads = [[3 * rng.normal(size=shape) for shape in shapes] for _ in range(steps)]
-    for step in grads:
-        step[3] = np.zeros(shapes[3])
-    return values, [0.05, 0.05, 0.0, 0.05, 0.0], grads
+LR, BETAS, EPS, DECAY = 0.02, (0.9, 0.98), 1e-6, 0.01
 
 
-def parameters(values, decays):
-    """Returns tensors of the values, and the optimizer's groups of them."""
-    params = [torch.tensor(value, requires_grad=True) for value in values]
-    groups = []
-    for decay in 0.05, 0.0:
-        chosen = [p for p, its_decay in zip(params, decays) if its_decay == decay]
-        groups.append({"params": chosen, "weight_decay": decay})
-    return params, groups
+# ----- An update in float64 -----
+
+KINDS = {                                        # (shape, size of the weights, of the gradients)
+    "matrix": ((4, 5), 1, 3),
+    "small matrix": ((5, 7), 0.1, 3),            # LAMB's ratio is below its bound
+    "matrix of zeros": ((3, 4), 0, 3),
+    "matrix without a gradient": ((2, 3), 1, 0),
+    "vector": ((6,), 1, 3)}
 
 
-def apply(optimizer, params, grads):
-    """One step on the given gradients."""
-    for p, g in zip(params, grads):
-        p.grad = torch.tensor(g)
-    optimizer.step()
+@pytest.fixture
+def problem():
+    """Returns ({kind: array}, their gradients in each of 30 steps)."""
+    rng = np.random.default_rng(0)
+
+    def draw(size):
+        return {name: kind[size] * rng.normal(size=kind[0]) for name, kind in KINDS.items()}
+
+    return draw(1), [draw(2) for _ in range(30)]
 
 
-def assert_equal(params, expected, tolerance, where=""):
-    """Compares tensors or arrays with arrays, by the norm of their difference."""
-    for number, (p, value) in enumerate(zip(params, expected)):
-        ours = p if isinstance(p, np.ndarray) else p.detach().numpy()
-        error = np.linalg.norm(ours - value)
-        assert error <= tolerance * np.linalg.norm(value), f"tensor {number} {where}"
+def stepped(make, weights, gradients):
+    """Returns the weights after all steps of the optimizer that make(weights) returns."""
+    weights = {name: torch.tensor(w) for name, w in weights.items()}
+    optimizer = make(weights)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    for step in gradients:
+        for name, w in weights.items():
+            w.grad = torch.tensor(step[name])
+        optimizer.step()
+    return {name: w.numpy() for name, w in weights.items()}
 
 
-# ----- LAMB: one tensor and one operation at a time, as in the paper -----
-
-def ratio(a, b):
-    norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
-    return norm_a / norm_b if norm_a > 0 and norm_b > 0 else 1.0
-
-
-def from_equations(equations, values, decays, grads, lr=0.02, b1=0.9, b2=0.999, eps=1e-6):
-    """Returns the weights after all steps; equations(w, g, m, v, t, decay, b1, b2, eps, lr) returns
-    those of one tensor, and its m and v."""
-    w = [value.copy() for value in values]
-    m = [np.zeros_like(value) for value in values]
-    v = [np.zeros_like(value) for value in values]
-    for t, step in enumerate(grads, 1):
-        for i, g in enumerate(step):
-            w[i], m[i], v[i] = equations(w[i], g, m[i], v[i], t, decays[i], b1, b2, eps, lr)
-    return w
+def assert_near(ours, exact):
+    for name, w in exact.items():
+        error = np.linalg.norm(ours[name] - w) / np.linalg.norm(w)
+        assert error < 1e-10, f"the {name} is {error:.2g} of its norm away from the exact one"
 
 
-def numpy_lamb(w, g, m, v, t, decay, b1, b2, eps, lr):
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * g ** 2
-    u = (m / (1 - b1 ** t)) / (np.sqrt(v / (1 - b2 ** t)) + eps) + decay * w
-    return w - lr * (min(ratio(w, u), 0.3) if decay else 1.0) * u, m, v
+def test_adamw_is_torchs(problem):
+    def torchs(weights):
+        groups = [{"params": [w], "weight_decay": DECAY * (w.dim() > 1)} for w in weights.values()]
+        return torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
+
+    ours = stepped(lambda weights: optim.make_optimizer("adamw", weights, BETAS), *problem)
+    assert_near(ours, stepped(torchs, *problem))
 
 
-@pytest.mark.parametrize("max_norm", [np.inf, 1.0])
-def test_lamb_is_its_equations(max_norm):
-    values, decays, grads = problem()
-    params, groups = parameters(values, decays)
-    optimizer = optim.LAMB(groups, lr=0.02)
-    clipped = []
-    for step in grads:                 # clipping by train.py is NVIDIA's pre-normalisation
-        scaled = [torch.tensor(8 * g) for g in step]
-        norm = float(torch.nn.utils.get_total_norm(scaled))
-        optim.unscale_and_clip_(scaled, norm, 8.0, max_norm)
-        apply(optimizer, params, [g.numpy() for g in scaled])
-        clipped.append([g / max(1.0, norm / 8 / max_norm) for g in step])
-    assert_equal(params, from_equations(numpy_lamb, values, decays, clipped), 1e-9)
+def test_lamb_is_its_equations(problem):
+    weights, gradients = problem
+    ours = stepped(lambda weights: optim.make_optimizer("lamb", weights, BETAS), *problem)
+    b1, b2 = BETAS
+    for name, w in weights.items():
+        m = v = np.zeros_like(w)
+        for t, step in enumerate(gradients, 1):
+            m = b1 * m + (1 - b1) * step[name]
+            v = b2 * v + (1 - b2) * step[name] ** 2
+            u = m / (1 - b1 ** t) / (np.sqrt(v / (1 - b2 ** t)) + EPS)
+            ratio = 1.0
+            if w.ndim > 1:
+                u += DECAY * w
+                ratio = 0.3
+                if w.any() and u.any():
+                    ratio = min(ratio, np.linalg.norm(w) / np.linalg.norm(u))
+            w = w - LR * ratio * u
+        assert_near(ours, {name: w})
 
 
-def test_adamw_is_torchs():
-    values, decays, grads = problem(4)
-    ours, our_groups = parameters(values, decays)
-    theirs, their_groups = parameters(values, decays)
-    adamw = optim.AdamW(our_groups, lr=0.01, betas=(0.9, 0.98))
-    torchs = torch.optim.AdamW(their_groups, lr=0.01, betas=(0.9, 0.98), eps=1e-6)
-    for step in grads:
-        apply(adamw, ours, step)
-        apply(torchs, theirs, step)
-    assert_equal(ours, [p.detach().numpy() for p in theirs], 1e-12)
+def test_what_is_no_matrix_and_does_not_decay_are_biases_and_layer_norms():
+    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
+    for name, p in model.named_parameters():
+        assert (p.dim() <= 1) == (name.endswith("bias") or "norm" in name), f"{name}: {p.shape}"
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_no_step_waits_for_a_gpu(name):
-    """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
-    asks twice in a step, for the norm before these updates and for the losses after them."""
-    with torch.device("meta"):
-        model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 192))
-    masters = optim.cast_with_masters(model, torch.bfloat16)
-    batch = random_batch(192, device="meta")
-    sum(losses_of(model(batch), batch).values()).backward()
-    for name_of, master in masters.items():
-        master.grad = model.get_parameter(name_of).grad.float()
-    optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
-    optim.make_optimizer(name, masters, (0.9, 0.98)).step()
-    optim.copy_to_model(masters, model)
-
+# ----- What a step asks of a GPU -----
 
 class Calls(TorchDispatchMode):
     """Counts what torch is asked to compute."""
@@ -130,43 +100,37 @@ class Calls(TorchDispatchMode):
         return function(*arguments, **options or {})
 
 
+def calls_of_an_update(name, layers):
+    """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
+    asks twice in a step, for the norm before these updates and for the losses after them."""
+    config = dataclasses.replace(bert.BertConfig.preset("tiny", 192), layers=layers)
+    with torch.device("meta"):
+        model = bert.BertForPreTraining(config)
+    masters = optim.cast_with_masters(model, torch.bfloat16)
+    batch = random_batch(192, device="meta")
+    sum(losses_of(model(batch), batch).values()).backward()
+    for key, master in masters.items():
+        master.grad = model.get_parameter(key).grad.float()
+    optimizer = optim.make_optimizer(name, masters, BETAS)
+    with Calls() as calls:
+        optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
+        optimizer.step()
+        optim.copy_to_model(masters, model)
+    return calls.count
+
+
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_an_update_starts_as_many_calls_for_many_tensors_as_for_few(name):
-    counts = []
-    for layers in 2, 12:
-        with torch.device("meta"):
-            config = bert.BertConfig(layers, 64, heads=1, feed_forward=256, vocab_size=64)
-            model = bert.BertForPreTraining(config)
-        masters = optim.cast_with_masters(model, torch.bfloat16)
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
-        optimizer = optim.make_optimizer(name, masters, (0.9, 0.98))
-        with Calls() as calls:
-            optimizer.step()
-            optim.unscale_and_clip_([master.grad for master in masters.values()], 3.0, 2.0, 1.0)
-            optim.copy_to_model(masters, model)
-        counts.append(calls.count)
-    few, many = counts
+def test_an_update_waits_for_no_gpu_and_has_no_more_calls_for_more_tensors(name):
+    few, many = calls_of_an_update(name, 2), calls_of_an_update(name, 12)
     # A ratio of LAMB's is a tensor of its own, but a view: a GPU has nothing to do for it.
     assert many - few <= 1 and many < 40, f"{few} calls for 2 layers, {many} for 12"
 
 
-def test_lists_are_large_but_not_too_large():
-    tensors = [torch.empty(250_000 * mb) for mb in (3, 4, 3, 9, 1, 7, 1)]
-    lists = optim.lists_of(tensors)
-    sizes = [[len(tensor) // 250_000 for tensor in each] for each in lists]
-    assert sizes == [[3, 4], [3], [9], [1, 7], [1]], f"lists of at most 8 MB on a CPU: {sizes}"
-    assert [id(tensor) for each in lists for tensor in each] == [*map(id, tensors)]
-
-
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_every_bias_and_layer_norm_is_without_decay(name):
-    model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
-    names = {p: its_name for its_name, p in model.named_parameters()}
-    optimizer = optim.make_optimizer(name, dict(model.named_parameters()), (0.9, 0.98))
-    decays = {}
-    for group in optimizer.param_groups:
-        assert group["betas"] == (0.9, 0.98) and group["eps"] == 1e-6
-        decays |= {names[p]: group["weight_decay"] for p in group["params"]}
-    assert decays == {its_name: 0.0 if its_name.endswith("bias") or "norm" in its_name else 0.01
-                      for its_name in names.values()}
+@pytest.mark.parametrize("device, factor", [("cpu", 1), ("meta", 8)])
+def test_lists_are_large_but_not_too_large(device, factor):
+    """At most 8 MB on a CPU, 64 MB elsewhere."""
+    tensors = [torch.empty(250_000 * factor * size, device=device)
+               for size in (3, 4, 3, 9, 1, 7, 1)]
+    sizes = [[len(tensor) // factor // 250_000 for tensor in each]
+             for each in optim.lists_of(tensors)]
+    assert sizes == [[3, 4], [3], [9], [1, 7], [1]], f"{factor} MB times {sizes} on {device}"

@@ -1,4 +1,5 @@
 """How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
+import contextlib
 import json
 import os
 import re
@@ -26,23 +27,20 @@ def steps(out):
     return [json.loads(line)["step"] for line in lines if '"kind": "train"' in line]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 100
+def wait_for(condition, what):
+    deadline = time.monotonic() + 200
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"in 200 s {what}"
         time.sleep(0.05)
 
 
-def processes(words):
-    """Returns the ids of the processes whose command line has these words."""
-    found = []
+def alive(words):
+    """Returns the command lines of processes that have these words."""
+    lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if words in path.read_bytes().replace(b"\0", b" ").decode():
-                found.append(int(path.parent.name))
-        except OSError:
-            pass                                               # it has just ended
-    return found
+        with contextlib.suppress(OSError):                     # it has just ended
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in lines if words in line]
 
 
 # ----- Asked to stop -----
@@ -57,18 +55,19 @@ def handlers():
         signal.signal(signal.Signals[name], handler)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("torchrun, before, asks", [
     (None, print, True), (None, signal.SIG_IGN, False), (1, signal.SIG_IGN, True)])
+@pytest.mark.parametrize("name", SIGNALS)
 def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
         monkeypatch, handlers, torchrun, before, asks, name):
     monkeypatch.setattr(dist, "TORCHRUN", torchrun)
     signal.signal(signal.Signals[name], before)
     requests = dist.listen_to_signals()
-    assert dist.listen_to_signals() is requests == []
+    assert requests == [], "before any signal there are requests"
     signal.raise_signal(signal.Signals[name])
     assert requests == [name] * asks
-    assert not asks or signal.getsignal(signal.SIGINT) == signal.SIG_DFL     # the next one ends
+    if asks:
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the next Ctrl-C does not end it"
 
 
 def test_signals_stop_with_a_checkpoint(shards, tmp_path):
@@ -79,23 +78,21 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
         out.mkdir()
         runs[name] = start_script(out, "train.py", "--data", shards, "--out", out, *LONG)
     for name, signals in cases.items():
-        wait_for(lambda: steps(tmp_path / name))
+        wait_for(lambda: steps(tmp_path / name), f"{name} takes no step")
         for number in signals:
             os.killpg(runs[name].pid, number)
             time.sleep(0.1)
     for name, process in runs.items():
         process.join(60)
+    assert runs.pop("twice").exitcode == -signal.SIGINT, "a second Ctrl-C does not end a run"
+    for name, process in runs.items():
         out = tmp_path / name
-        if name == "twice":
-            assert process.exitcode == -signal.SIGINT
-            continue
         last = steps(out)[-1]
+        stdout, stderr = ((out / file).read_text() for file in ("stdout", "stderr"))
         assert process.exitcode == 1, "whoever waits for the run shall know that it is not done"
-        assert f"stopped after step {last}; the same command resumes" in (
-            out / "stderr").read_text()
-        assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists()
-        # No evaluation, for which there may be no time
-        assert not re.search("held out|Done", (out / "stdout").read_text())
+        assert f"stopped after step {last}; the same command resumes" in stderr, stderr
+        assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists(), os.listdir(out)
+        assert not re.search("held out|Done", stdout), "there may be no time for an evaluation"
 
 
 # ----- Under torchrun -----
@@ -158,24 +155,24 @@ def ended(torchrun):
 def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
     process, folder = torchruns["dies"]
     out = folder / "out"
-    wait_for(lambda: steps(out))
+    wait_for(lambda: steps(out), "no step is taken")
     process.kill()
-    wait_for(lambda: not processes(f"--out {out}"))
+    wait_for(lambda: not alive(f"--out {out}"), "ranks train on")
     *_, (said,) = ended(torchruns["dies"])
     last = steps(out)[-1]
     assert f"stopped after step {last}; the same command resumes" in said
-    assert (out / f"step-{last:08d}.pt").exists()
+    assert (out / f"step-{last:08d}.pt").exists(), "ranks without torchrun do not save"
 
 
 def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
     status, stdout, stderr, (said,) = ended(torchruns["fails"])
     assert status == 0, stderr
-    assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr
-    assert stdout.count("2 rank(s) on 1 node(s)") == 2
-    assert stdout.count("Done after step 4") == 1
+    assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
+    assert stdout.count("2 rank(s) on 1 node(s)") == 2, stdout
+    assert stdout.count("Done after step 4") == 1, stdout
     out = torchruns["fails"][1] / "out"
     assert set(steps(out)) == {1, 2, 3, 4}
-    assert not processes(f"--out {out}")
+    assert not alive(f"--out {out}"), "ranks are left"
 
 
 @pytest.mark.parametrize("name, reason", [

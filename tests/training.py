@@ -2,12 +2,14 @@
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 import bert
 import data
+import dist
 import optim
 import train
 from tests.ranks import run_ranks
@@ -126,3 +128,44 @@ def assert_same(a, b, where="the checkpoint"):
         assert torch.equal(a, b), f"{where} has other bits"
     else:
         assert a == b, f"{where} is {b}, not {a}"
+
+
+# ----- Sabotage: patches of a rank's process, see `training` -----
+
+def on_own_disk(world):
+    """Each rank is a node with a disk of its own."""
+    parse = train.parse_arguments
+    train.parse_arguments = lambda argv: parse([*argv, "--out", f"{argv[3]}{world.rank}"])
+
+
+def spoil(world, rank, part, value):
+    """After an update, one weight or moment of one rank has another value."""
+    step = optim.LAMB.step
+
+    def patched(self):
+        step(self)
+        if world.rank == rank:
+            p, state = next(iter(self.state.items()))
+            ({"weight": p} | state)[part].view(-1)[0] = value
+
+    optim.LAMB.step = patched
+
+
+def fake_clock(world, seconds_of_step, patch=setattr):
+    """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    finish = dist.Reducer.finish
+    build = train.build
+
+    def build_noted(args, world):
+        clock.state = build(args, world)
+        return clock.state
+
+    def finish_slowly(self):
+        finish(self)
+        clock.now += seconds_of_step(clock.state.counters.step, world.rank)
+
+    patch(train, "build", build_noted)
+    patch(dist.Reducer, "finish", finish_slowly)
+    patch(train, "STARTED", 0.0)
+    patch(train, "time", clock)

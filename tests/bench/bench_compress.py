@@ -21,9 +21,9 @@ def once(args):
     figures = {}
     world = dist.init(60)
     for mb in args.mb:
-        module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
-        x = torch.randn(len(module.weight[0]))
         for name in args.compressions:
+            module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
+            x = torch.randn(len(module.weight[0]))
             reducer = dist.Reducer(module, world, compression=name, bucket_mb=2 * mb)
             seconds = []
             for _ in range(args.steps + 3):              # three warm up
@@ -37,8 +37,6 @@ def once(args):
                 seconds.append(time.perf_counter() - began)
             figures[f"{name}, {mb:g} MB, ms"] = 1e3 * statistics.median(seconds[3:])
             figures[f"{name}, {mb:g} MB, MB sent"] = 1e-6 * reducer.bytes_sent
-            # The next Reducer hooks into parameters of its own.
-            module = torch.nn.Linear(int(mb * 250_000), 1, bias=False)
     return figures if world.rank == 0 else None
 
 

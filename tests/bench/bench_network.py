@@ -40,9 +40,11 @@ from tests.training import random_batch
 from tests.variants import buckets_after, one_by_one, ring, slow_network
 
 DDP = ["ddp", "ddp-fp16", "ddp-powersgd"]
-RUNGS = {"one-by-one": one_by_one.OneByOne, "buckets-after": buckets_after.BucketsAfter}
 METHODS = [*DDP, *dist.COMPRESSORS]
-MORE = [*RUNGS, "ring"]      # not among the defaults
+REDUCERS = {                 # not among the defaults
+    "one-by-one": one_by_one.OneByOne,
+    "buckets-after": buckets_after.BucketsAfter,
+    "ring": lambda model, world: dist.Reducer(model, over_ring(world))}
 VOCABULARY = 8192
 
 
@@ -85,10 +87,8 @@ class Method:
         self.loss = Loss(model)
         self.reducer = None
         self.optimizer = optim.LAMB(model.parameters())
-        if name in MORE:
-            if name == "ring":
-                world = over_ring(world)
-            self.reducer = RUNGS.get(name, dist.Reducer)(model, world)
+        if name in REDUCERS:
+            self.reducer = REDUCERS[name](model, world)
             return
         if name not in DDP:
             self.reducer = dist.Reducer(model, world, compression=name)
@@ -114,13 +114,11 @@ class Method:
 
 def sent_by_interface():
     """Returns the bytes that have left this host over the link."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        if line.strip().startswith("link"):
-            return int(line.split(":")[1].split()[8])
+    return int(Path("/sys/class/net/link0/statistics/tx_bytes").read_text())
 
 
 def rank_main(args):
-    """Runs as one rank; rank 0 prints the rows as JSON."""
+    """Runs as one rank; returns the rows on rank 0, which beside.py prints as JSON."""
     torch.set_num_threads(1)
     beside.keep_freed_memory()
     world = dist.init(300)
@@ -157,8 +155,7 @@ def rank_main(args):
             peer = statistics.median(seconds[rate, "ddp"])
             figures[f"{rate}, {name}, of ddp"] = statistics.median(found) / peer
         figures[f"{rate}, {name}, MB"] = 1e-6 * sent[rate, name]
-    if world.rank == 0:
-        print(json.dumps(figures), flush=True)
+    return figures if world.rank == 0 else None
 
 
 # ----- The two hosts -----
@@ -188,7 +185,7 @@ def once(args):
 def flags(add):
     add("--rates", nargs="+", default=["none", "1gbit", "100mbit"],
         help="as tc spells them, or gbps=N")
-    add("--methods", nargs="+", default=METHODS, choices=METHODS + MORE)
+    add("--methods", nargs="+", default=METHODS, choices=[*METHODS, *REDUCERS])
     add("--ranks", type=int, default=1, help="in each of the two hosts")
     add("--steps", type=int, default=9)
 

@@ -11,7 +11,6 @@ freed memory goes back at once; ms are with what train.py does about it.
 """
 import functools
 import statistics
-import time
 from pathlib import Path
 
 import beside
@@ -41,16 +40,15 @@ def forget_peak():
 
 
 def once(args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = bert.BertForPreTraining(bert.BertConfig.preset(args.model, 30522)).to(device)
+    model = bert.BertForPreTraining(bert.BertConfig.preset(args.model, 30522)).to(beside.DEVICE)
     groups = {0.01: [], 0.0: []}
     for p in model.parameters():
         p.grad = 1e-3 * torch.randn_like(p)
         groups[0.01 if p.dim() > 1 else 0.0].append(p)
     size = sum(p.nbytes for p in model.parameters())
 
-    form = "foreach" if device.type == "cuda" else "one by one"
+    form = "foreach" if beside.DEVICE.type == "cuda" else "one by one"
     fused = functools.partial(torch.optim.AdamW, fused=True)
     makers = {"LAMB": optim.LAMB, "AdamW": optim.AdamW,
               f"torch's AdamW, {form}": torch.optim.AdamW, "torch's AdamW, fused": fused}
@@ -67,11 +65,7 @@ def once(args):
         for name, optimizer in optimizers.items():
             forget_peak()
             before = memory("VmRSS")
-            began = time.perf_counter()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(beside.seconds_of(optimizer.step))
             if step == 1:
                 figures[f"{name}, peak"] = (memory("VmHWM") - before) / size
     for name in makers:

@@ -13,7 +13,6 @@ ours are made.
 """
 import statistics
 import tempfile
-import time
 from types import SimpleNamespace
 
 import beside
@@ -78,28 +77,25 @@ def of_huggingface(args, model, vocab_size, loader, steps):
     """Returns steps a second of Hugging Face's model."""
     import transformers
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = bert.BertConfig.preset(model, vocab_size, dropout=0.0)
     peer = transformers.BertForPreTraining(transformers.BertConfig(
         vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
         num_attention_heads=config.heads, intermediate_size=config.feed_forward,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).to(device).train()
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).to(beside.DEVICE).train()
     optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
-    dtype = optim.PRECISIONS[optim.choose_precision(args.precision, device)]
-    seconds = []
-    for _ in range(steps):
-        began = time.perf_counter()
+    dtype = optim.PRECISIONS[optim.choose_precision(args.precision, beside.DEVICE)]
+
+    def step():
         [batch] = next(loader)
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, dtype, dtype != torch.float32):
+        inputs = {name: tensor.to(beside.DEVICE) for name, tensor in batch.items()}
+        with torch.autocast(beside.DEVICE.type, dtype, dtype != torch.float32):
             loss = peer(**inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+
+    seconds = [beside.seconds_of(step) for _ in range(steps)]
     return 1 / statistics.median(seconds[len(seconds) // 4:])
 
 

@@ -15,52 +15,53 @@ bits. What follows -- are flags of train.py for all runs.
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import beside
 import torch
 
-RUNS = {         # name: (its baseline, program, flags)
-    "lamb": ("lamb", "train.py", ""),
-    "adamw": ("adamw", "train.py", "--optimizer adamw --lr-scale 0.5"),
-    "lans": ("lamb", "lans", ""),
-    "fp32": ("fp32", "train.py", "--precision fp32"),
-    "bf16": ("fp32", "train.py", "--precision bf16"),
-    "fp16": ("fp32", "train.py", "--precision fp16"),
-    "int8": ("lamb", "train.py", "--compression int8"),
-    "onebit": ("lamb", "train.py", "--compression onebit"),
-    "came": ("adamw", "came", "--lr-scale 0.125"),
-    "merit": ("lamb", "merit", ""),
-    "muon": ("lamb", "muon", "--lr-scale 0.6"),
-    "modern": ("lamb", "modern", ""),
-    "modern_muon": ("lamb", "modern_muon", "--lr-scale 0.6"),
-    "albert": ("lamb", "albert", ""),
-    "stacking": ("lamb", "stacking", ""),
-    "whole_words": ("lamb", "whole_words", ""),
-    "balance": ("lamb", "balance", ""),
-    "local_steps": ("lamb", "local_steps", ""),
-    "slow_momentum": ("adamw", "slow_momentum", "--lr-scale 0.25"),
-    "bucket_clipping": ("lamb", "bucket_clipping", ""),
-    "gradientflow": ("lamb", "gradientflow", ""),
-    "powersgd": ("lamb", "powersgd", ""),
-    "topk": ("lamb", "topk", ""),
-    "onebit_adam": ("adamw", "onebit_adam", "--lr-scale 0.125"),
-    "onebit_lamb": ("lamb", "onebit_lamb", ""),
-    "zeroone_adam": ("adamw", "zeroone_adam", "--lr-scale 0.125"),
+from tests.training import last_state
+
+TRAIN = {        # runs of train.py, name: (its baseline, flags)
+    "lamb": ("lamb", ""),
+    "adamw": ("adamw", "--optimizer adamw --lr-scale 0.5"),
+    "fp32": ("fp32", "--precision fp32"),
+    "bf16": ("fp32", "--precision bf16"),
+    "fp16": ("fp32", "--precision fp16"),
+    "int8": ("lamb", "--compression int8"),
+    "onebit": ("lamb", "--compression onebit"),
 }
+VARIANTS = {     # of a file of tests/variants
+    "lans": ("lamb", ""),
+    "came": ("adamw", "--lr-scale 0.125"),
+    "merit": ("lamb", ""),
+    "muon": ("lamb", "--lr-scale 0.6"),
+    "modern": ("lamb", ""),
+    "modern_muon": ("lamb", "--lr-scale 0.6"),
+    "albert": ("lamb", ""),
+    "stacking": ("lamb", ""),
+    "whole_words": ("lamb", ""),
+    "balance": ("lamb", ""),
+    "local_steps": ("lamb", ""),
+    "slow_momentum": ("adamw", "--lr-scale 0.25"),
+    "bucket_clipping": ("lamb", ""),
+    "gradientflow": ("lamb", ""),
+    "powersgd": ("lamb", ""),
+    "topk": ("lamb", ""),
+    "onebit_adam": ("adamw", "--lr-scale 0.125"),
+    "onebit_lamb": ("lamb", ""),
+    "zeroone_adam": ("adamw", "--lr-scale 0.125"),
+}
+RUNS = TRAIN | VARIANTS
 COLUMNS = ("run", "baseline", "loss", "spread", "steps", "MB sent", "of base", "ms", "of base",
            "state MB")
 
 
 def train(args, name, out, *more):
-    """Runs a program to its end or as far as the flags `more` say; returns its newest checkpoint.
-    """
-    _, program, flags = RUNS[name]
-    if program != "train.py":
-        program = f"tests/variants/{program}.py"
+    """Runs a program to its end or as far as the flags `more` say."""
+    _, flags = RUNS[name]
+    program = f"tests/variants/{name}.py" if name in VARIANTS else "train.py"
     steps = [args.steps, 0]
     if name == "stacking":                           # the same examples, in three phases
         part = round(0.4 * args.steps)
@@ -68,37 +69,27 @@ def train(args, name, out, *more):
     length = ["--steps", *steps]
     if args.minutes:
         length += ["--hours", args.minutes / 60]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc_per_node={args.ranks}", program, "--data", args.data, "--out", out,
-               *length, "--save-every", args.stop or 10 ** 6, *flags.split(), *args.flags, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], cwd=beside.ROOT, env=environment,
-                          capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{command} failed:\n{done.stderr}")
-    return torch.load(max(Path(out).glob("step-*.pt")), weights_only=True)
-
-
-def differ(a, b):
-    """Returns the names of the tensors of two checkpoints that have other bits."""
-    names = a["tensors"].keys() | b["tensors"].keys()
-    return [name for name in names if not torch.equal(a["tensors"][name], b["tensors"][name])]
+    beside.program("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}",
+                   program, "--data", args.data, "--out", out, *length, "--save-every",
+                   args.stop or 10 ** 6, *flags.split(), *args.flags, *more)
 
 
 def run(args, name, seed):
     """Returns a dict of what a run came to."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = f"{folder}/whole"
-        state = train(args, name, whole, "--seed", seed)
+        whole = Path(folder, "whole")
+        parts = Path(folder, "parts")
+        train(args, name, whole, "--seed", seed)
+        tensors = last_state(whole)["tensors"]
         if args.stop:
-            train(args, name, f"{folder}/two", "--seed", seed, "--max-steps", args.stop)
-            resumed = train(args, name, f"{folder}/two", "--seed", seed)
+            train(args, name, parts, "--seed", seed, "--max-steps", args.stop)
+            train(args, name, parts, "--seed", seed)
             print(f"{name}, stopped after step {args.stop} and resumed:",
-                  differ(state, resumed) or "the same bits", flush=True)
+                  beside.other_bits(whole, parts) or "the same bits", flush=True)
         steps = beside.lines_of(whole, "train")
         loss = beside.lines_of(whole, "eval")[-1]["mlm_loss"]
     ends = [line["seconds"] for line in steps]
-    moments = [tensor.nbytes for key, tensor in state["tensors"].items() if " of " in key]
+    moments = [tensor.nbytes for key, tensor in tensors.items() if " of " in key]
     return {"loss": loss, "steps": len(steps), "state": 1e-6 * sum(moments),
             "ms": 1e3 * statistics.median(b - a for a, b in zip(ends[4:], ends[5:])),
             "sent": 1e-6 * sum(line["bytes_sent"] for line in steps)}
@@ -135,8 +126,8 @@ def main():
     add("--stop", type=int, metavar="N", help="compare with runs that stop after step N and resume")
     add("flags", nargs="*", help="more flags of train.py, after --")
     args = parser.parse_args()
-    args.data = args.data or beside.shards_of()
-    args.data = args.data.absolute()
+    os.environ["OMP_NUM_THREADS"] = "1"              # of each rank
+    args.data = (args.data or beside.shards_of()).absolute()
     results = {name: [] for name in args.runs}
     for seed in args.seeds:
         for name in args.runs:

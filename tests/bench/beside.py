@@ -9,24 +9,31 @@ the least and the largest.
 Import it first: `import bert` and the like then find the five files that are to be measured.
 """
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 CODE = Path(os.environ.get("BENCH_CODE", ROOT))      # where these five files are
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 sys.path[:0] = [str(CODE), str(ROOT)]
 
 
-def program(*words):
-    """Runs one of the five files; ends the bench if it fails."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=CODE, capture_output=True,
+def program(*words, cwd=CODE):
+    """Runs Python with these words, as one of the five files and its flags. Returns what it prints;
+    ends the bench if it fails."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True,
                           text=True)
     if done.returncode:
-        sys.exit(f"{words} failed in {CODE}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+        sys.exit(f"{words} failed in {cwd}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def keep_freed_memory():
@@ -37,10 +44,35 @@ def keep_freed_memory():
         train.keep_freed_memory()
 
 
+def seconds_of(function):
+    """Returns how long a call takes, until a GPU has done its part."""
+    began = time.perf_counter()
+    function()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def lines_of(out, kind):
-    """Returns the lines of a kind of a run's metrics.jsonl."""
-    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    """Returns the lines of a kind of a run's metrics.jsonl, as far as it is written."""
+    path = Path(out, "metrics.jsonl")
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):        # a line that is half written
+            lines.append(json.loads(text))
     return [line for line in lines if line["kind"] == kind]
+
+
+def other_bits(out, other):
+    """Returns what differs between the newest checkpoints of two runs, a list of one text or none.
+    """
+    from tests.training import assert_same, last_state
+
+    try:
+        assert_same(last_state(out), last_state(other))
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def documentation():
@@ -49,17 +81,16 @@ def documentation():
     if not text.exists():
         text.parent.mkdir(exist_ok=True)
         script = r"import data; print(*data.machine_documentation(), sep='\n\n')"
-        words = [sys.executable, "-c", script]
-        text.write_bytes(subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+        text.write_text(program("-c", script, cwd=ROOT))
     return text
 
 
-def shards_of():
+def shards_of(vocab_size=8192):
     """Returns a folder with the shards that these five files make of `documentation`. It is kept:
     remove it when data.py has changed."""
-    folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}"
+    folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}-{vocab_size}"
     if not folder.exists():
-        program("data.py", documentation(), "--out", folder)
+        program("data.py", documentation(), "--out", folder, "--vocab-size", vocab_size)
     return folder
 
 

@@ -10,8 +10,8 @@ processes of a run by a mark in their environment, so it needs Linux.
 """
 import contextlib
 import functools
-import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,77 +21,39 @@ import uuid
 from collections import namedtuple
 from pathlib import Path
 
+import beside
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-import train  # noqa: E402
+import train
 
 
-# ----- Inside: the fault. An act gets its argument, then what the patched function gets -----
+# ----- Inside: the fault -----
 
-def raise_error(*_):
+def raise_error():
     raise RuntimeError("an injected error")
 
 
-def kill(*_):
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def pause(seconds, *_):
+def pause(seconds):
     time.sleep(float(seconds))
 
 
-def add_flags(flags, *_):
+def add_flags(flags):
     sys.argv.extend(flags.split())
 
 
-def limit_memory(megabytes, *_):
+def limit_memory(megabytes):
     """Lets this process have so many MB more than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     room = pages * os.sysconf("SC_PAGE_SIZE") + int(megabytes) * 1000000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 
 
-def fill_disk(path, *_):
-    """Leaves no byte free on the disk of `path`, which becomes a large file."""
-    with open(path, "wb", buffering=0) as file:
-        for size in 1 << 20, 1 << 12, 1:
-            with contextlib.suppress(OSError):
-                while file.write(b"x" * size):
-                    pass
-
-
-def jump_clock(*_):
-    """The time of day goes forwards and backwards by 11 days."""
-    real = time.time
-    sign = [1]
-
-    def jumping():
-        sign[0] *= -1
-        return real() + sign[0] * 1e6
-    time.time = jumping
-
-
-def change_weight(difference, masters, _):
-    next(iter(masters.values())).view(-1)[0] += float(difference)
-
-
-def spoil_gradient(factor, model, _):
-    """Multiplies a gradient of the backward passes to come; NaN only once."""
-    left = [float(factor)]
-
-    def hook(gradient):
-        spoilt = gradient * left[0]
-        if factor == "nan":
-            left[0] = 1.0
-        return spoilt
-    model.get_parameter("mlm_bias").register_hook(hook)
-
-
 ACTS = {"raise": raise_error, "kill": kill, "pause": pause, "flags": add_flags,
-        "memory": limit_memory, "fill": fill_disk, "clock": jump_clock, "weight": change_weight,
-        "gradient": spoil_gradient}
+        "memory": limit_memory}
 
 
 def inject(text):
@@ -110,7 +72,7 @@ def inject(text):
             calls.append(1)
             if len(calls) == int(number):
                 Path(os.environ["FAULT_MARK"]).touch()
-                ACTS[what](*argument or [""], *arguments)
+                ACTS[what](*argument)
         return function(*arguments, **options)
 
     setattr(owner, name, patched)
@@ -119,55 +81,32 @@ def inject(text):
 # ----- Outside: a run, all its processes and what it has said -----
 
 Process = namedtuple("Process", "pid kind rank")
-
-
-def lines_of(out, kind="train"):
-    """Returns the lines of a kind of a run's metrics.jsonl, if there is one, without those damaged.
-    """
-    lines = []
-    if (out / "metrics.jsonl").exists():
-        for text in (out / "metrics.jsonl").read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                if line.get("kind") == kind:
-                    lines.append(line)
-    return lines
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_RANKS = [[*TORCHRUN, "--standalone", "--nproc_per_node=2"]]
 
 
 class Run:
     """A started train.py with everything that it starts.
 
-    out: the folder of results. arguments: the flags. ranks: under torchrun; 0: without it. options:
-    torchrun's. hosts: for nodes of one rank each, their (prefix of the command, folder to run in,
-    options that torchrun finds the others with). gpus: how many cards the ranks need.
+    out: the folder of results. flags: the others. launchers: for each node the words before the
+    program: python's, or torchrun's. gpus: how many cards the ranks need.
     """
 
-    def __init__(self, out, arguments, ranks=2, fault="", options=(), hosts=(), gpus=0):
-        self.out = Path(out)
-        self.ranks = ranks
-        self.made_of = {"out": out, "arguments": arguments, "ranks": ranks, "options": options,
-                        "hosts": hosts, "gpus": gpus}
+    def __init__(self, out, flags, launchers=TWO_RANKS, gpus=0, fault=""):
+        self.out = out
+        self.made_of = out, flags, launchers, gpus
         name = uuid.uuid4().hex
         self.mark = f"FAULTS_RUN={name}".encode()
-        self.said = self.out.with_name(f"said-{name}")
-        self.fault_mark = self.out.with_name(f"struck-{name}")
+        self.said = out.with_name(f"said-{name}")
+        self.fault_mark = out.with_name(f"struck-{name}")
         self.environment = os.environ | {
             "FAULTS_RUN": name, "FAULT": fault, "FAULT_MARK": str(self.fault_mark),
             "OMP_NUM_THREADS": "1"}
         if not gpus:
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
-
-        script = ROOT / "train.py"
-        if fault:
-            script = Path(__file__)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-        self.commands = [([*torchrun, "--standalone", f"--nproc_per_node={ranks}"], ROOT)]
-        if not ranks:
-            self.commands = [([sys.executable], ROOT)]
-        if hosts:
-            self.commands = [([*prefix, *torchrun, f"--nnodes={len(hosts)}", "--nproc_per_node=1",
-                               *meeting], folder) for prefix, folder, meeting in hosts]
-        self.program = [script, *arguments]
+        script = __file__ if fault else train.__file__
+        self.commands = [[*launcher, script, "--out", out, *flags] for launcher in launchers]
+        self.began = time.monotonic()
         self.roots = []
         for command in self.commands:
             self.start(command)
@@ -176,16 +115,15 @@ class Run:
         """Starts the program, or the torchrun of a node."""
         with open(self.said, "ab") as file:
             self.roots.append(subprocess.Popen(
-                [*map(str, command[0] + self.program)], cwd=command[1], env=self.environment,
+                [*map(str, command)], cwd=beside.ROOT, env=self.environment,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True))
 
-    def again(self, **changes):
+    def again(self):
         """Starts the same without a fault."""
-        return Run(**self.made_of | changes)
+        return Run(*self.made_of)
 
     def processes(self):
         """Returns all that live, a list of Process; kinds: torchrun, rank and other."""
-        roots = [root.pid for root in self.roots]
         processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -196,7 +134,7 @@ class Run:
             if self.mark not in words:
                 continue
             kind = "other"
-            if self.ranks and int(folder.name) in roots:
+            if b"torch.distributed.run" in command:
                 kind = "torchrun"
             elif b"train.py" in command or b"faulty.py" in command:
                 kind = "rank"
@@ -204,22 +142,18 @@ class Run:
             processes.append(Process(int(folder.name), kind, sum(rank)))
         return processes
 
-    def send(self, signum, kind, rank=None):
-        """Sends a signal to the processes of a kind."""
+    def send(self, signum, kind=None, rank=None):
+        """Sends a signal to the processes of a kind and a rank; None: to any."""
         for process in self.processes():
-            if process.kind == kind and rank in (None, process.rank):
+            if kind in (None, process.kind) and rank in (None, process.rank):
                 with contextlib.suppress(ProcessLookupError):        # it was faster
                     os.kill(process.pid, signum)
-
-    def interrupt(self):
-        """Presses Ctrl-C: every process of the terminal's group gets a SIGINT."""
-        os.killpg(self.roots[0].pid, signal.SIGINT)
 
     def text(self):
         return self.said.read_text(errors="replace")
 
     def last_step(self):
-        return max([line["step"] for line in lines_of(self.out)], default=0)
+        return max([line["step"] for line in beside.lines_of(self.out, "train")], default=0)
 
     def ended(self):
         """Returns whether no process is left."""
@@ -228,6 +162,10 @@ class Run:
     def codes(self):
         """Returns the exit statuses; 0 is a good end."""
         return [root.returncode for root in self.roots]
+
+    def done(self):
+        """Returns whether it has ended, with its last step and well."""
+        return "Done after step" in self.text() and not any(self.codes())
 
     def wait(self, condition, seconds):
         """Waits until condition() is true or the run is over; returns whether it became true."""
@@ -238,18 +176,24 @@ class Run:
 
     def wait_for_end(self, seconds):
         """Waits until no process is left, at most so long. Then ends what is left, and returns what
-        that was."""
+        is wrong, a list of texts: what was left, an abort."""
         try:
             self.wait(lambda: False, seconds)
             left = self.processes()
         finally:
             self.kill()
-        return [f"left: {process.kind} {process.rank}" for process in left]
+        wrong = [f"left: {process.kind} {process.rank}" for process in left]
+        if "terminate called" in self.text():
+            wrong.append("aborted")
+        return wrong
+
+    def has_traceback(self):
+        """Returns whether it has printed a traceback of one of the five files."""
+        return bool(re.search(r'File ".*/(train|dist|data|bert|optim)\.py"', self.text()))
 
     def kill(self):
-        while left := self.processes():
-            for kind in {process.kind for process in left}:
-                self.send(signal.SIGKILL, kind)
+        while self.processes():
+            self.send(signal.SIGKILL)
             time.sleep(0.05)
         for root in self.roots:
             root.wait()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import beside
@@ -30,8 +31,7 @@ import dist
 import optim
 import train
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
+CUDA = beside.DEVICE.type == "cuda"
 
 
 def say(args, text):
@@ -43,13 +43,7 @@ def say(args, text):
 
 def milliseconds(function):
     """Returns the median of 20 calls, after five that do not count."""
-    seconds = []
-    for _ in range(25):
-        began = time.perf_counter()
-        function()
-        if CUDA:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    seconds = [beside.seconds_of(function) for _ in range(25)]
     return 1e3 * statistics.median(seconds[5:])
 
 
@@ -101,9 +95,9 @@ def attention(args):
     """ms of forward and backward of base's attention, 64 examples."""
     lengths = [*range(64, 128, 2), *[128] * 32]
     lengths = torch.tensor([*lengths, -sum(lengths) % 64])
-    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(DEVICE)
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(beside.DEVICE)
     for dtype in torch.float32, torch.float16:
-        qkv = torch.randn(int(lengths.sum()), 3, 12, 64, device=DEVICE, dtype=dtype,
+        qkv = torch.randn(int(lengths.sum()), 3, 12, 64, device=beside.DEVICE, dtype=dtype,
                           requires_grad=True)
         forms = {"by length": functools.partial(bert.attention_by_length, qkv, lengths, 0.1),
                  "as a GPU has it": functools.partial(bert.attention, qkv, bounds, lengths, 0.1)}
@@ -117,7 +111,8 @@ def loop(args):
     micro_tokens = 1024
     if CUDA:
         memory = torch.cuda.get_device_properties(0).total_memory
-        micro_tokens = train.micro_tokens_of(memory, optim.choose_precision(args.precision, DEVICE))
+        precision = optim.choose_precision(args.precision, beside.DEVICE)
+        micro_tokens = train.micro_tokens_of(memory, precision)
     for model in args.models:
         for seq_len in 128, 512:
             examples = 3 * (micro_tokens // seq_len)
@@ -135,17 +130,16 @@ def tests(args):
 
 def resume(args):
     """A run that is stopped and resumed, beside one that is not: the same bits?"""
-    states = []
     with tempfile.TemporaryDirectory() as place:
-        for name, stops in ("whole", [12]), ("parts", [5, 12]):
-            for stop in stops:
-                beside.program("train.py", "--data", args.shards, "--out", f"{place}/{name}",
-                               "--model", args.small, "--steps", 8, 4, "--dropout", 0.1,
-                               "--precision", args.precision, "--max-steps", stop)
-            states.append(torch.load(f"{place}/{name}/step-00000012.pt")["tensors"])
-    same = all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        whole = Path(place, "whole")
+        parts = Path(place, "parts")
+        for out, stop in (whole, 12), (parts, 5), (parts, 12):
+            beside.program("train.py", "--data", args.shards, "--out", out, "--model", args.small,
+                           "--steps", 8, 4, "--dropout", 0.1, "--precision", args.precision,
+                           "--max-steps", stop)
+        differs = beside.other_bits(whole, parts)
     say(args, f"{args.small}, 12 steps, stopped after 5 and resumed: "
-              f"{'the same bits' if same else 'OTHER BITS'}")
+              f"{differs or 'the same bits'}")
 
 
 def demo(args):
@@ -177,14 +171,11 @@ def main():
     args.models = {"base": [128, 256, 1024], "large": [128, 512]}
     args.small = "mini"
     args.demo_steps = 2300, 400
-    args.shards = beside.ROOT / "shards" / "gpu"
+    args.shards = beside.shards_of(30522)
     if args.tiny:
         args.models = {"tiny": [4, 8]}
         args.small = "tiny"
         args.demo_steps = 20, 10
-    if not args.shards.exists():
-        beside.program("data.py", beside.documentation(), "--out", args.shards, "--vocab-size",
-                       30522)
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     say(args, f"{device}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     began = time.monotonic()

@@ -14,10 +14,11 @@ import re
 import signal
 import time
 
-import torch
+import beside
+import hosts
+from faulty import Run
 
-from tests.bench import hosts
-from tests.bench.faulty import Run, fill_disk, lines_of
+from tests.training import steps_kept
 
 STEPS = 200
 ARGV = (f"--steps {STEPS} 0 --batch 32 --micro-tokens 512 --precision fp32 --save-every 10 "
@@ -39,11 +40,16 @@ SIGNALS = {                      # name: (signal, kind of process, rank)
 
 
 def fill_and_free(run):
-    """Leaves no room on the disk until a save has failed."""
+    """Leaves no byte free on the disk until a save has failed."""
     failures = run.text().count(FAILED)
-    fill_disk(run.out / "filler")
+    filler = run.out / "filler"
+    with open(filler, "wb", buffering=0) as file:
+        for size in 1 << 20, 1 << 12, 1:
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size):
+                    pass
     run.wait(lambda: run.text().count(FAILED) > failures, 60)
-    (run.out / "filler").unlink()
+    filler.unlink()
 
 
 def disturb(run, what, moment, rng):
@@ -76,12 +82,11 @@ def disturb(run, what, moment, rng):
     seconds = time.monotonic() - began
     if seconds > 20:
         problems.append(f"gone after {seconds:.0f} s")
-    saved = [int(path.stem[5:]) for path in run.out.glob("step-*.pt")]
-    lost = run.last_step() - max(saved, default=0)
+    lost = run.last_step() - max(steps_kept(run.out), default=0)
     asked = signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) and not starting
     if lost > (0 if asked else 10 + 10 * run.text().count(FAILED)):
         problems.append("too many steps lost")
-    if re.search(r'File ".*/(train|dist|data|bert|optim).py"', run.text()):
+    if run.has_traceback():
         problems.append("a traceback")
     said = re.findall(r"^train.py: .*|^Done.*", run.text()[before:], re.MULTILINE)
     if len(said) > 1:
@@ -91,14 +96,7 @@ def disturb(run, what, moment, rng):
 
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
-    wrong = []
-    states = []
-    for folder in whole, out:
-        checkpoint = torch.load(folder / f"step-{STEPS:08d}.pt", weights_only=True)
-        states.append(checkpoint["tensors"])
-    for name, tensor in states[0].items():
-        if not torch.equal(tensor, states[1][name]):
-            wrong.append(f"other bits: {name}")
+    wrong = beside.other_bits(whole, out)
     models = [(folder / "model/pytorch_model.bin").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
         wrong.append("another pytorch_model.bin")
@@ -106,7 +104,7 @@ def compare(whole, out):
     logs = []
     for folder in whole, out:
         logs.append({(line["step"], line["mlm_loss"], line["nsp_loss"])
-                     for line in lines_of(folder)})
+                     for line in beside.lines_of(folder, "train")})
     if logs[0] != logs[1]:
         wrong.append(f"the logs differ in {sorted(logs[0] ^ logs[1])}")
     return wrong
@@ -118,7 +116,8 @@ def main(seed, folder, shards):
     began = time.monotonic()
     whole = folder / "whole"
     out = folder / "out"
-    wrong = Run(whole, [*ARGV, "--data", shards, "--out", whole]).wait_for_end(300)
+    flags = [*ARGV, "--data", shards]
+    wrong = Run(whole, flags).wait_for_end(300)
     out.mkdir()
     names = list(SIGNALS)
     with contextlib.ExitStack() as stack:
@@ -129,17 +128,15 @@ def main(seed, folder, shards):
         names = (names * 3)[:DISTURBANCES]                   # each of them twice
         rng.shuffle(names)
         moments = sorted(rng.sample(range(STEPS - 30), DISTURBANCES))
-        run = Run(out, [*ARGV, "--data", shards, "--out", out], options=["--shutdown-timeout=5"])
+        run = Run(out, flags)
         stack.callback(run.kill)
         for what, moment in zip(names, moments):
-            if run.ended():
-                run = run.again()
-                stack.callback(run.kill)
             seen, problems = disturb(run, what, moment, rng)
             wrong += problems
             print(f"{what}: {seen}", *problems, sep="  WRONG: ", flush=True)
-        if run.ended():
-            run = run.again()
+            if run.ended():
+                run = run.again()
+                stack.callback(run.kill)
         wrong += run.wait_for_end(300)
         wrong += [str(path) for path in out.rglob("unfinished")]
         if "Done after" in run.text():

@@ -24,11 +24,10 @@ import train
 from tests.conftest import SEED
 from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
-from tests.test_checkpoints import on_own_disk
-from tests.test_compressor_variants import powersgd_in_float64
-from tests.test_train_loop import spoil
-from tests.training import SHORT, assert_same, column, last_state, random_batch, run, steps_kept
+from tests.training import (SHORT, assert_same, column, last_state, on_own_disk, random_batch, run,
+                            spoil, steps_kept)
 from tests.variants import powersgd
+from tests.variants.equations import powersgd_in_float64
 
 
 @pytest.fixture(autouse=True)

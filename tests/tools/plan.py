@@ -10,8 +10,8 @@ example, which are printed here, over 1,000. With --hours it says how many steps
 
 Not counted: the time to compress, what happens inside a node, the optimizer, loading, evaluation
 and saving; and that some examples are shorter than the phase's length, which makes a real run
-faster. Compressions of tests/variants are not known here. tests/test_plan.py compares the seconds
-with those that NVIDIA published and with steps that were measured between two hosts.
+faster. Compressions of tests/variants are not known here. tests/tools/test_plan.py compares the
+seconds with those that NVIDIA published and with steps that were measured between two hosts.
 """
 import math
 import sys

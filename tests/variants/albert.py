@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import data  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 E = 128                      # the paper's, of widths from 768 on; at most half the width
@@ -125,4 +124,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -32,7 +32,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import data  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 
@@ -83,4 +82,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -27,7 +27,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 
@@ -78,4 +77,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -19,7 +19,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 
@@ -41,4 +40,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 CHUNK = 1024                 # elements
@@ -56,4 +55,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

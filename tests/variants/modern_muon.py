@@ -10,8 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import train  # noqa: E402
-from tests.variants import modern, muon  # noqa: E402
+from tests.variants import common, modern, muon  # noqa: E402
 
 
 def install():
@@ -22,4 +21,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -231,4 +231,4 @@ def install(name="onebit-adam", optimizer=OneBitAdam):
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -31,7 +31,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import optim  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common, onebit_adam  # noqa: E402
 
 
@@ -87,4 +86,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -22,7 +22,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 from tests.variants.common import mean_of_each, split  # noqa: E402
 
@@ -85,4 +84,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

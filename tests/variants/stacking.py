@@ -148,4 +148,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -23,7 +23,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 FRACTION = 0.01              # of the elements is sent
@@ -58,4 +57,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

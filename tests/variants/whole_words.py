@@ -19,7 +19,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import data  # noqa: E402
-import train  # noqa: E402
 from tests.variants import common  # noqa: E402
 
 LONGEST_WORD = 8             # tokens; longer words are masked in parts: some scripts have no spaces
@@ -67,4 +66,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train  # noqa: E402
-from tests.variants import onebit_adam  # noqa: E402
+from tests.variants import common, onebit_adam  # noqa: E402
 from tests.variants.synchronised import agree_before_save  # noqa: E402
 
 VARIANCE_UPDATES = 16        # after so many updates k doubles
@@ -135,4 +135,4 @@ def install():
 
 if __name__ == "__main__":
     install()
-    train.main()
+    common.main()

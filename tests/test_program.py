@@ -1,0 +1,282 @@
+"""What a user of train.py sees: a run's lines and files, what follows from its flags, what is
+refused in one line, the README's words."""
+import dataclasses
+import errno
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import dist
+import optim
+import train
+from tests.conftest import ROOT
+from tests.course import race
+from tests.ranks import no_room, run_ranks, run_script
+from tests.training import SHORT, args_of, column, metrics, run
+
+# ----- A whole program -----
+
+def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "demo").symlink_to(shards)
+    out = tmp_path / "runs" / "demo"
+    argv = ROOT / "train.py", "--steps", 1, "--batch", 8, "--precision", "fp32"
+    first, again = [run_script(*argv, cwd=tmp_path) for _ in range(2)]         # the same command
+    assert (first.returncode, first.stderr, again.returncode) == (0, "", 0)
+    for pattern in [
+            "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.008",
+            r"step +1  held out, 15% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)  nsp",
+            *(rf"\n{re.escape(sentence)}\n    (.*%){{3}}" for sentence in train.DEMO_SENTENCES),
+            "Done after step 2; another --out starts over"]:
+        assert re.search(pattern, first.stdout), f"{pattern} is not in:\n{first.stdout}"
+    assert "resuming from the checkpoint of step 2" in again.stdout, again.stdout
+
+    for line, evaluation in zip(metrics(out), metrics(out, "eval"), strict=True):
+        assert line["step"] == evaluation["step"] == line["phase"] == evaluation["phase"]
+        assert line["mlm_loss"] == pytest.approx(evaluation["unigram_loss"], abs=0.3), (
+            "the bias does not begin at the frequencies")
+        assert 0.5 < line["nsp_loss"] < 1 and 0 < line["data_share"] < 1, line
+        assert line["masked_fraction"] == pytest.approx(0.3, abs=0.05)
+        tokens = line["tokens_per_second"] / line["examples_per_second"] / 64 / line["phase"]
+        assert 0.5 < tokens <= 1, f"examples have {tokens:.0%} of the phase's length"
+    # After ten seconds it would be printed. Phase 1 has a third of the tokens.
+    line = metrics(out)[0]
+    assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm",
+                    train.step_line(line))
+    assert column(out, "minutes_left") == pytest.approx([2 * line["seconds"] / 60, 0])
+    assert {path.name for path in out.iterdir()} == {
+        "metrics.jsonl", "model", "step-00000001.pt", "step-00000002.pt"}
+    assert '"model_max_length": 128' in (out / "model" / "tokenizer_config.json").read_text()
+    assert race.read(out).points[-1][2:4] == (16, 128), "examples, tokens of one, in the race"
+
+
+def test_the_readme_quotes_messages_that_the_code_has():
+    table = (ROOT / "README.md").read_text().partition("| you see | do |")[2]
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)                       # messages of two lines
+    code = re.sub(r"\{[^{}]*\}", "", code)                    # numbers and names
+    cells = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.M)
+    quotes = [quote for cell in cells for quote in re.findall("`(.+?)`", cell)]
+    assert len(quotes) > 5, f"the table of messages has only {quotes}"
+    for quote in quotes:
+        for part in re.split(r"\d+|: .*", quote):
+            assert part.strip() in code, quote
+
+
+# ----- What follows from the flags -----
+
+def test_the_published_recipes():
+    nvidia = args_of("--recipe", "nvidia-64k")
+    assert [(phase.seq_len, phase.global_batch, phase.steps, phase.power)
+            for phase in nvidia.phases] == [(128, 65536, 7038, 0.5), (512, 32768, 1563, 0.5)]
+    for phase, highest in zip(nvidia.phases, [6e-3, 4e-3]):
+        assert phase.lr == pytest.approx(highest * (1 - phase.warmup) ** 0.5, rel=1e-4)
+    assert (nvidia.optimizer, nvidia.dropout, nvidia.betas) == ("lamb", 0.1, (0.9, 0.999))
+    assert args_of("--recipe", "day").phases[0].power == 1
+
+
+@pytest.mark.parametrize("found, precision", [("avx512_bf16", "bf16"), ("avx2", "fp32")])
+def test_bf16_on_a_cpu_needs_instructions(monkeypatch, found, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {found: True}, raising=False)
+    assert fitted("cpu") == (precision, 8192)
+    assert fitted("cpu", "--precision", "fp16") == ("fp16", 8192)
+
+
+def fitted(device, *flags):
+    """Returns --precision and --micro-tokens on a device."""
+    args = args_of(*flags)
+    train.fit_to_device(args, torch.device(device))
+    return args.precision, args.micro_tokens
+
+
+# H100, H200, A100, RTX 4090, V100, T4. The last two say that they have bf16, and emulate it slowly.
+@pytest.mark.parametrize("gigabytes, major, precision, tokens", [
+    (84.9, 9, "bf16", 32768), (149.6, 9, "bf16", 32768), (42.4, 8, "bf16", 16384),
+    (25.3, 8, "bf16", 8192), (16.9, 7, "fp16", 4096), (15.8, 7, "fp16", 4096)])
+def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(
+        monkeypatch, gigabytes, major, precision, tokens):
+    properties = SimpleNamespace(total_memory=int(gigabytes * 1e9), major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation=True: including_emulation or major >= 8)
+    assert fitted("cuda") == (precision, tokens)
+    assert fitted("cuda", "--precision", "fp32") == ("fp32", tokens // 2)
+    assert fitted("cuda", "--micro-tokens", 7) == (precision, 7)
+    if precision == "fp16":
+        with pytest.raises(train.ConfigError, match="no bf16; give --precision fp16"):
+            fitted("cuda", "--precision", "bf16")
+
+
+# ----- What is refused in one line, before any training -----
+
+@pytest.fixture
+def refused(train_here, shards, tmp_path, monkeypatch, capsys):
+    """Runs train.py in this process, to be refused; returns (status, its only line on stderr)."""
+    def run_main(*argv):
+        words = "train.py", "--data", shards, "--out", tmp_path / "out", *SHORT, *argv
+        monkeypatch.setattr(sys, "argv", [*map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            train.main()
+        line, = capsys.readouterr().err.splitlines()
+        return end.value.code, line
+
+    return run_main
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--optimizer sgd", r"--optimizer: invalid choice: 'sgd' \(choose from .*lamb"),
+    ("--compression zip", "zip.*none.*fp16.*bf16.*int8.*onebit"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--save-every 0", r"--save-every: must be in .1, 1000000000\)"),
+    ("--seed 1.5", "--seed: invalid .* value: '1.5'"),
+    ("--seed 9223372036854775808", "--seed: must be in .0, 9223372036854775808.*, not 9223"),
+    ("--timeout nan", r"--timeout: must be in .0.001, 1000000.0\), not nan"),
+    ("--dropout 1.5", r"--dropout: must be in .0, 1\), not 1.5"),
+    ("--batch 1 2 3", "--batch take one number, or one for each of 2 phases"),
+    ("--data=", "--data: the path is empty"),
+    ("--out=", "--out: the path is empty"),
+    ("--init=", "--init: the path is empty")])
+def test_wrong_flags_are_one_line(refused, monkeypatch, argv, message):
+    monkeypatch.setenv("RANK", "8")                  # the first of its node says it, too
+    status, line = refused(*argv.split())
+    assert status == 2 and re.search(message, line), f"status {status}: {line}"
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--data /nowhere", "/nowhere/manifest.json is missing"), ("--init /nowhere", "/nowhere"),
+    ("--out /dev/null/out", "/dev/null"), ("--recipe long", "a phase has 1024 tokens, and the m")])
+def test_what_cannot_be_used_is_one_line(refused, monkeypatch, argv, message):
+    demo = optim.RECIPES["demo"]
+    long = [dataclasses.replace(phase, seq_len=1024) for phase in demo["phases"]]
+    monkeypatch.setitem(optim.RECIPES, "long", demo | {"phases": long})
+    status, line = refused(*argv.split())
+    assert status == 1 and message in line, f"status {status}: {line}"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name, change, message", [
+    ("train-00001.tokens", flip, "is damaged on "),
+    ("manifest.json", os.remove, "is missing, damaged or of an older program")])
+def test_shards_that_are_not_whole_are_refused(refused, shards, tmp_path, name, change, message):
+    path = shutil.copytree(shards, tmp_path / "copy") / name
+    change(path)
+    assert f"{path} {message}" in refused("--data", tmp_path / "copy")[1]
+    assert not (tmp_path / "out").exists(), "a run that is refused leaves a folder"
+
+
+def test_two_runs_in_one_folder_are_refused(refused, tmp_path):
+    _locked = train.Log(tmp_path / "out", True)
+    assert refused()[1].startswith(f"train.py: another run writes to {tmp_path}/out")
+
+
+def start_differently(world):
+    if world.rank == 1:
+        parse = train.parse_arguments
+        flags = "--lr-scale 2 --bucket-mb 7 --save-every 2 --max-steps 9".split()
+        train.parse_arguments = lambda argv: parse([*argv, *flags])
+        torch.backends.cpu.get_cpu_capability = lambda: "NEON"
+        torch.__version__ = "0"
+
+
+def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
+    out = tmp_path / "out"
+    for error in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
+        for words in ("rank 1 was started differently:", "processor NEON (not",
+                      "lr_scale 2.0 (not 1.0)", "bucket_mb 7.0 (not 2.0)", "save_every 2 (not 3)",
+                      "max_steps 9 (not inf)", "torch 0 (not"):
+            assert words in str(error)
+    for error in run(shards, out, *SHORT, "--batch", 2, size=3, check=False):
+        assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(error)
+    assert not out.exists(), "a run that is refused leaves a folder"
+
+
+def two_of_three_share_a_gpu(world):
+    gpu = SimpleNamespace(major=8, minor=0, multi_processor_count=108, uuid=world.rank // 2)
+    torch.cuda.get_device_properties = lambda device: gpu
+    world.device = torch.device("cuda")
+    train.check_ranks(args_of(), world)
+
+
+def test_a_gpu_of_two_ranks_is_said_by_all(tmp_path):
+    for error in run_ranks(two_of_three_share_a_gpu, 3, tmp_path, check=False):
+        assert "several ranks have the same GPU; lower --nproc_per_node" in str(error)
+
+
+@pytest.mark.parametrize("error, restart_helps", [
+    (lambda *_: torch.empty(10 ** 15), False), (MemoryError(), False),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried"), False),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), False),
+    (dist.DistError("rank 1 was started differently"), False),
+    (dist.RankLost("rank 1 died"), True), (OSError(errno.ESTALE, "Stale file handle"), True),
+    (ZeroDivisionError("a bug"), True)])
+def test_a_restart_helps_after_bugs_and_lost_ranks_and_disks(
+        train_here, shards, tmp_path, monkeypatch, error, restart_helps):
+    init, leave = Mock(return_value=dist.World()), Mock()
+    monkeypatch.setattr(dist, "init", init)
+    monkeypatch.setattr(dist, "leave", leave)
+    monkeypatch.setattr(train, "build", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "argv", ["-", f"--data={shards}", f"--out={tmp_path}", "--timeout=7"])
+    train.main()
+    assert init.call_args.args == (7,), "the ranks do not meet with --timeout"
+    said, helps, *_ = leave.call_args.args
+    assert helps == restart_helps, f"after {said!r} torchrun starts again: {helps}"
+    assert ("Traceback" in said) == isinstance(error, ZeroDivisionError), said
+    assert "out of memory; lower --micro-tokens" in said or helps or "differently" in said, said
+
+
+# ----- The log -----
+
+def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
+    log = train.Log(tmp_path, True)
+    with no_room():
+        log.metric("train", step=1)
+    assert "warning: metrics.jsonl: File too large" in capsys.readouterr().out
+    log.metric("train", step=2, mlm_loss=math.nan)
+    assert column(tmp_path, "step") == [1, 2]
+    assert metrics(tmp_path)[1]["mlm_loss"] is None, "JSON has no NaN"
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("terminal", [
+    SimpleNamespace(write=full, flush=full), None,          # as `>&-` has it
+    io.TextIOWrapper(io.BytesIO(), "ascii")])
+def test_a_terminal_that_takes_no_more_or_no_utf_8_does_not_end_a_run(
+        tmp_path, monkeypatch, terminal):
+    log = train.Log(tmp_path, True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    log.say("ü")
+
+
+def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(train, "STEP_LINE", "{step}")
+    clock = 0
+    log = train.Log(tmp_path, True)
+    for clock in [*range(1, 30), 70, 110]:
+        log.step({"step": clock})
+    assert column(tmp_path, "step") == [*range(1, 30), 70, 110]
+    assert capsys.readouterr().out.split() == ["11", "22", "70", "110"]
+
+
+def test_the_other_ranks_are_silent(tmp_path, capsys):
+    log = train.Log(tmp_path / "out", False)
+    log.say("a line")
+    log.metric("train", step=1)
+    assert not capsys.readouterr().out and not (tmp_path / "out").exists()

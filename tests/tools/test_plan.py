@@ -1,0 +1,165 @@
+"""plan.py beside what was published and measured, and beside the program; show.py."""
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bert
+import data
+import dist
+from tests.ranks import one_of_two, run_script
+from tests.tools import plan
+
+
+def step(argv, phase=0):
+    """Returns plan.step_seconds of a phase, for plan.py's flags."""
+    args = plan.parse_arguments(argv.split())
+    return plan.step_seconds(args, args.phases[phase])
+
+
+# Sequences a second of BERT-large on nodes of 8 V100, four cards of 100 Gb/s each, fp16, without
+# accumulation (NVIDIA DeepLearningExamples). From that of one node follow the TFLOP/s of a GPU.
+# Theirs averages when backward is over; the plan lets it overlap, so it promises more.
+@pytest.mark.parametrize("phase, examples, rates", [
+    (0, 16, {1: 874, 4: 3090, 16: 12145}), (1, 4, {1: 196, 4: 700, 16: 2746})])
+def test_published_steps_of_up_to_sixteen_nodes(phase, examples, rates):
+    large = ("--model large --recipe nvidia-64k --precision fp16 --compression fp16 --gbps 400 "
+             "--micro-tokens 2048")
+    compute, *_ = step(f"{large} --tflops 1 --batch {8 * examples}", phase)
+    tflops = compute * rates[1] / (8 * examples)
+    for nodes, published in rates.items():
+        batch = 8 * examples * nodes
+        *_, seconds = step(f"{large} --tflops {tflops} --nodes {nodes} --batch {batch}", phase)
+        assert 0.99 < batch / seconds / published < 1.15, f"{nodes} nodes: {batch / seconds:.0f}"
+
+
+# Milliseconds of a step of mini, 8 x 128 on each of two hosts, that tests/bench/bench_network.py
+# has measured. From the first one, over a link without a limit, follow the TFLOP/s.
+@pytest.mark.parametrize("gbps, compression, measured", [
+    (100, "none", 333), (100, "bf16", 342), (1, "none", 420), (1, "bf16", 379),
+    (0.1, "none", 1984), (0.1, "bf16", 1141)])
+def test_measured_steps_of_two_hosts(gbps, compression, measured):
+    mini = ("--nodes 2 --gpus-per-node 1 --model mini --vocab-size 8192 --batch 16 --steps 0 1 "
+            "--micro-tokens 1024 --mask-fraction 0.15 --precision fp32")
+    compute, *_ = step(f"{mini} --tflops 1", phase=1)
+    link = f"--tflops {compute / 0.333} --gbps {gbps} --compression {compression}"
+    *_, seconds = step(f"{mini} {link}", phase=1)
+    assert 0.87 < 1e3 * seconds / measured < 1.01, f"{1e3 * seconds:.0f} ms"
+
+
+def test_the_last_micro_batch_hides_its_part_of_the_exchange():
+    compute, exchange, seconds = step("--model large --recipe nvidia-64k --tflops 50 --nodes 24 "
+                                      "--micro-tokens 8192")
+    # 57 of a rank's 342 examples, and backward is two thirds.
+    assert compute + exchange - seconds == pytest.approx(compute / 9)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("compression", dist.COMPRESSORS)
+def test_the_bytes_are_those_that_a_bucket_sends(nodes, compression):
+    world = one_of_two()                             # which exchanges nothing
+    world.size = nodes
+    sent = dist.Bucket({"matrix": (512, 2048)}, world, compression).average(1.0)
+    assert plan.wire_bytes(compression, 512 * 2048, nodes) == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+def test_activations_are_about_what_autograd_keeps(shards, dropout):
+    argv = "--model mini --vocab-size 320 --recipe nvidia-64k --precision fp32 --tflops 1".split()
+    args = plan.parse_arguments([*argv, "--dropout", dropout])
+    model = bert.BertForPreTraining(args.config)
+    batch = data.PretrainingData(shards, 64).batch(range(8)).to("cpu")
+    kept = {}                                        # storages, else their memory is used again
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        F.cross_entropy(model(batch)["mlm"], batch.labels["mlm"])
+    weights = {p.data_ptr() for p in model.parameters()}
+    found = sum(kept[address].nbytes() for address in kept.keys() - weights)
+    # A CPU keeps a copy of what attention returns as well, made by torch.cat.
+    copies = 4 * args.config.layers * args.config.width
+    expected = (1e9 * plan.token_gigabytes(args) + copies) * len(batch.tokens)
+    assert found == pytest.approx(expected, rel=0.25)
+
+
+# ----- What they print -----
+
+def printed(capsys, argv):
+    """Returns what plan.py prints with these flags."""
+    plan.main(argv.split())
+    return capsys.readouterr().out
+
+
+def test_the_seconds_add_up(capsys):
+    text = printed(capsys, "--nodes 4 --gpus-per-node 2 --gpu v100 --gbps 1 --model large "
+                           "--recipe nvidia-64k --hours 1000")
+    config = bert.BertConfig.preset("large", 30522)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in bert.BertForPreTraining(config).parameters())
+    assert f"large: {parameters:,} parameters" in text
+    found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s (\S+) s of it not hidden\n"
+                       r" +(\S+) steps take (\S+) h", text.replace(",", ""))
+    # By the phases' tokens: (128 x 65,536 x 7,038) / (512 x 32,768 x 1,563) is 2.251
+    for words, expected in zip(found, [1000 * 2.251 / 3.251, 1000 / 3.251], strict=True):
+        compute, exchange, late, steps, hours = map(float, words)
+        assert hours == pytest.approx(expected, rel=0.01)
+        assert hours == pytest.approx(steps * (compute + late) / 3600, rel=0.01)
+        # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter at 1 Gb/s
+        assert exchange == pytest.approx(56e-9 * parameters, rel=0.01)
+        assert 0 < late < exchange, f"{late} of {exchange} s are not hidden"
+    rate = 65536 / 8 / float(found[0][0])
+    assert rate == pytest.approx(164, rel=0.02), "NVIDIA published 164 examples a second of a V100"
+
+
+@pytest.mark.parametrize("flags, bytes_each", [
+    ("", 18), ("--precision fp32", 16), ("--compression onebit", 26)])
+def test_the_memory_adds_up(capsys, flags, bytes_each):
+    text = printed(capsys, "--tflops 10 --model base --recipe nvidia-64k --gpu-memory 8 "
+                           f"--micro-tokens 8192 {flags}")
+
+    def number(pattern):
+        return float(re.search(pattern, text)[1].replace(",", ""))
+
+    parts = re.search("GB of a rank in .. bits: (.*)", text)[1]
+    state = sum(float(part.split()[1]) for part in parts.split(", "))
+    assert state == pytest.approx(1e-9 * bytes_each * number(r"base: (\S+) param"), rel=0.02)
+    fit = number(r"(\S+) tokens fit 8 GB")
+    needed = fit * number(r"8,192 tokens, .*: (\S+)") / 8192
+    assert needed == pytest.approx(0.8 * 8 - state, rel=0.02)
+    assert ("lower --micro-tokens" in text) == (fit < 8192), text
+
+
+def test_the_plan_knows_gpus_and_recipes(capsys):
+    base = "--nodes 1 --gpus-per-node 1 --gpu rtx4090 --model base"
+    text = printed(capsys, f"{base} --recipe day")
+    assert re.search("(?s)69 TFLOP/s.*fit 24 GB.*20,900 steps take 24", text), text
+    assert not re.search("Gb/s|take another --recipe", text), text
+    assert "take another --recipe" in printed(capsys, base), "base with the demo's recipe"
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--gpu v100 --precision fp32", "give --tflops"),
+    ("--gpu v100 --nodes 32", "a batch of 32 is too small for 256 ranks; raise --batch"),
+    ("--gpu v100 --no-such-flag", "unrecognized arguments: --no-such-flag")])
+def test_what_cannot_be_planned_is_one_line(capsys, argv, message):
+    with pytest.raises(SystemExit, match="^2$"):
+        plan.main(argv.split())
+    assert re.fullmatch(f".*{message}.*\n", capsys.readouterr().err)
+
+
+def test_shards_are_shown_as_words(shards):
+    text = run_script("tests/tools/show.py", shards).stdout
+    assert "documents held out" in text
+    answers = re.findall(r"B follows A: (\w+)\n +\[CLS\]", text)
+    assert sorted(answers) == ["False", "False", "True"]
+    # Each token that was chosen is followed by what stood there.
+    labels = data.PretrainingData(shards, 64, held_out=True).batch([2, 3, 4]).labels["mlm"]
+    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    for label in set(labels.tolist()) - {data.IGNORED}:
+        assert f"({tokenizer.id_to_piece(label).replace('▁', ' ')})" in text
+    assert run_script("tests/tools/show.py", "/nowhere").stderr.startswith(
+        "show.py: /nowhere/manifest.json is missing")

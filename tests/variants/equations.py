@@ -1,0 +1,239 @@
+"""What the variants' tests share: an optimizer beside its equations in NumPy, a step of a Reducer
+beside plain autograd, and train.py as a variant has changed it."""
+import contextlib
+import copy
+import importlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+import bert
+import data
+import dist
+import optim
+import train
+from tests.local_ranks import on_threads
+from tests.training import args_of, shrink
+from tests.variants import powersgd
+
+FOLDER = Path(__file__).parent
+
+
+# ----- Optimizers: one tensor at a time in float64, of all ranks at once -----
+#
+# Equations are a function (s, g). g (ranks, *shape) are the gradients of a tensor on all ranks; s
+# is its state: w, m and v of the same shape, decay, t, and whatever the function adds. So a mean
+# over the ranks is the mean over the first axis, and it is exact.
+
+LR, B1, B2, EPS = 0.02, 0.9, 0.8, 1e-6
+
+
+def problem(ranks, steps):
+    """Returns (values, decays, gradients of each step and tensor, on all ranks): parameters of
+    every kind: a small matrix with a row and a column of zeros, a zero tensor, a vector without
+    decay, a tensor whose gradient stays zero, a large one. Gradients grow and shrink a
+    hundredfold: so what is bounded comes to its bounds."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,), (4, 2)]
+    values = [rng.normal(size=shape) for shape in shapes]
+    values[0] *= 0.1                             # so that LAMB's ratio is below its bound
+    values[0][2] = values[0][:, 1] = 0
+    values[1] *= 0
+    values[5] *= 10                              # its decay is larger than its update
+    grads = []
+    for t in range(steps):
+        size = 10 ** np.sin(t / 5)
+        grads.append([size * rng.normal(size=(ranks, *shape)) for shape in shapes])
+        grads[t][3] *= 0
+    return values, [0.5, 0.5, 0.0, 0.5, 0.0, 0.5], grads
+
+
+def ratio(a, b):
+    """Returns the ratio of two norms, 1 where one is 0."""
+    norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
+    return norm_a / norm_b if norm_a > 0 and norm_b > 0 else 1.0
+
+
+def trained(world, make, values, decays, grads, frozen):
+    """Returns (weights, bytes sent until now) of a rank after each step; see `check_equations`."""
+    params = [torch.tensor(value, requires_grad=True) for value in values]
+    groups = []
+    for decay in {*decays}:
+        chosen = [p for p, its_decay in zip(params, decays) if its_decay == decay]
+        groups.append({"params": chosen, "weight_decay": decay})
+    reducer = SimpleNamespace(bytes_sent=0)
+    optimizer = make(groups, world, reducer)
+    history = []
+    for t, step in enumerate(grads):
+        local = True
+        if hasattr(optimizer, "begin_step"):
+            local = optimizer.begin_step(frozen[t])
+            again = optimizer.begin_step(frozen[t])
+            assert again == local, "after a skipped step it answers otherwise"
+        for p, g in zip(params, step):
+            p.grad = torch.tensor(g[world.rank] if local else g.mean(0))
+        optimizer.step()
+        if phase_ends(frozen, t) and hasattr(optimizer, "agree"):
+            optimizer.agree()
+        weights = [p.detach().numpy().copy() for p in params]
+        history.append((weights, reducer.bytes_sent))
+    return history
+
+
+def phase_ends(frozen, t):
+    """Returns whether step t is the last of a phase: the second stage ends there."""
+    return frozen[t] and (t + 1 == len(frozen) or not frozen[t + 1])
+
+
+def check_equations(equations, make, ranks=1, frozen=[False] * 30):
+    """Takes steps of an optimizer, on threads as ranks, and by its equations, and compares weights
+    and bytes after each. make: (groups, world, reducer) -> optimizer. frozen: for each step whether
+    it is in the second stage of its phase (of 1-bit Adam)."""
+    values, decays, grads = problem(ranks, len(frozen))
+    histories = on_threads(trained, ranks, make, values, decays, grads, frozen)
+    states = []
+    for value, decay in zip(values, decays):
+        zeros = np.zeros((ranks, *value.shape))
+        states.append(SimpleNamespace(w=zeros + value, m=zeros, v=zeros, decay=decay, sent=0))
+    for t, step in enumerate(grads):
+        for number, (s, g) in enumerate(zip(states, step)):
+            s.t, s.frozen, s.phase_ends = t + 1, frozen[t], phase_ends(frozen, t)
+            s.stage_begins = frozen[t] != (t > 0 and frozen[t - 1])
+            equations(s, g)
+            for rank, history in enumerate(histories):
+                error = np.linalg.norm(history[t][0][number] - s.w[rank])
+                assert error <= 1e-8 * np.linalg.norm(s.w[rank]), (
+                    f"tensor {number} of shape {g.shape[1:]} is {error:.2g} off its equations "
+                    f"after step {t + 1}, on rank {rank} of {ranks}")
+        expected = sum(s.sent for s in states)
+        sent = [history[t][1] for history in histories]
+        assert sent == [expected] * ranks, f"{sent} bytes until step {t + 1}, not {expected}"
+    return states
+
+
+# ----- One step of a Reducer -----
+
+def tower():
+    """Returns a model of five layers, the input of each of two micro-batches on each of two ranks.
+    With buckets of 256 bytes each layer has its own."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), torch.randn(2, 2, 16, 8)
+
+
+def one_step(world, tower, kind, dtype=torch.float32, factor=1.0, scale=1.0, before=None):
+    """Takes a step of two micro-batches with a Reducer of a kind, on one of two ranks; factor: of
+    the loss. before: called with what is returned, before backward.
+
+    Returns a namespace of model, masters, reducer, and `own`: {name: this rank's own gradient} by
+    plain autograd, unscaled; `early`: of each bucket whether it was launched during backward."""
+    model, inputs = copy.deepcopy(tower)
+    inputs = inputs[world.rank].to(dtype)
+    for p in model.parameters():
+        p.data.add_(world.rank)                  # the Reducer shall send rank 0's weights
+    masters = optim.cast_with_masters(model, dtype)
+    reducer = kind(model, world, bucket_mb=256e-6, masters=masters)
+    step = SimpleNamespace(model=model, masters=masters, reducer=reducer)
+    reducer.zero_grad(scale)
+    model(inputs[0]).sum().backward()            # of a step before: nothing of it may be left
+    reducer.finish()
+    reducer.zero_grad(scale)
+    if before:
+        before(step)
+    plain = copy.deepcopy(model)
+    for number, batch in enumerate(inputs):
+        reducer.last_micro_batch = number == 1
+        (scale * factor * model(batch).square().mean()).backward()
+    backward_ended = time.perf_counter()
+    reducer.finish()
+    step.early = [bucket.launched < backward_ended for bucket in getattr(reducer, "buckets", [])]
+    for p in plain.parameters():
+        p.grad = None
+    for batch in inputs:
+        (factor * plain(batch).square().mean()).backward()
+    step.own = {name: p.grad for name, p in plain.named_parameters()}
+    return step
+
+
+# ----- PowerSGD, also for course/test_graders.py -----
+
+POWERSGD_SHAPES = [torch.Size([64, 48]), torch.Size([37])]
+
+
+def gradient(rank, step, n=64 * 48 + 37):
+    """Returns a random gradient (n,)."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def powersgd_in_float64(world):
+    """Four steps of the compressor beside PowerSGD's algorithm 1 for all ranks, in float64."""
+    powersgd.RANK = 2
+    n = 64 * 48                                            # the vector after it goes dense
+    state = {"shapes": POWERSGD_SHAPES}
+    q = torch.randn(2, 48, generator=torch.Generator().manual_seed(0)).double().T
+    errors = [0.0] * world.size
+    rest = torch.zeros(n + 37)
+    for step in range(4):
+        slopes = [gradient(rank, step) for rank in range(world.size)]
+        value = slopes[world.rank] + rest
+        mean, state, sent = powersgd.powersgd(world, value, state)
+        v = [g[:n].view(64, 48).double() + e for g, e in zip(slopes, errors)]
+        p = torch.linalg.qr(sum(v_r @ q for v_r in v) / world.size).Q
+        q = sum(v_r.T @ p for v_r in v) / world.size
+        errors = [v_r - p @ q.T for v_r in v]
+        rest = value
+        vector = sum(slopes)[n:] / world.size
+        found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
+                 "the mean of the vector, which goes dense,": (mean[n:], vector),
+                 "what is left of the matrix": (rest[:n], errors[world.rank].flatten()),
+                 "what is left of the vector, nothing,": (rest[n:], torch.zeros(37))}
+        for what, (ours, theirs) in found.items():
+            error = (ours - theirs).abs().max()
+            assert error <= 1e-4, f"{what} is up to {error:.2g} off in step {step + 1} of four"
+        expected = 4 * (2 * 64 + 2 * 48 + 37)              # 2 (W - 1) / W is 1 on two ranks
+        assert sent == expected, f"{sent} bytes are sent, not {expected}: P, Q and the vector"
+
+
+# ----- train.py as a variant -----
+
+def variant_names():
+    """Returns the names of all variants: the files that have an install()."""
+    files = sorted(FOLDER.glob("*.py"))
+    return [path.stem for path in files if "\ndef install(" in path.read_text()]
+
+
+def module_of(name):
+    """Returns the module of a variant."""
+    return importlib.import_module(f"tests.variants.{name}")
+
+
+@contextlib.contextmanager
+def installed(install=list):
+    """While inside, train.py is small, and a variant's after its `install`. After it the five files
+    are as they were, classes too: whatever a variant replaces, it replaces there."""
+    places = []
+    for module in bert, data, dist, optim, train:
+        own = [value for value in vars(module).values()
+               if isinstance(value, type) and value.__module__ == module.__name__]
+        places += [module, *own]
+    before = [(place, dict(vars(place))) for place in places]
+    try:
+        shrink()
+        install()
+        yield
+    finally:
+        for place, names in before:
+            for name in vars(place).keys() - names.keys():
+                delattr(place, name)
+            for name, value in names.items():
+                if vars(place)[name] is not value:
+                    setattr(place, name, value)
+
+
+def train_as(install, world, shards, out, *argv):
+    """Trains in this process, by train.py as `install` changes it."""
+    with installed(install):
+        train.train(args_of("--data", shards, "--out", out, *argv), world)

@@ -1,0 +1,310 @@
+"""How the variants average gradients: reducers beside plain autograd, compressors beside their
+definitions, the ring and the slow network beside Gloo."""
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dist
+import train
+from tests.local_ranks import on_threads
+from tests.ranks import run_ranks, together
+from tests.training import assert_same
+from tests.variants import (bucket_clipping, buckets_after, common, gradientflow, local_steps,
+                            one_by_one, onebit_adam, powersgd, ring, slow_network, synchronised,
+                            topk)
+from tests.variants.equations import installed, one_step, powersgd_in_float64, tower
+
+ELEMENTS = 72                # of each of the five layers, and of each bucket
+
+
+# ----- Reducers, on two ranks -----
+
+def counted_step(world, kind, tower):
+    """Returns a step in bf16, and how many all-reduces it took."""
+    calls = []
+    all_reduce = world.all_reduce
+    world.all_reduce = lambda tensor: calls.append(tensor.numel()) or all_reduce(tensor)
+    step = one_step(world, tower, kind, torch.bfloat16, before=lambda _: calls.clear())
+    for name, p in step.model.named_parameters():
+        assert p.grad.data_ptr() == step.masters[name].grad.data_ptr(), (
+            f"{name} and its master have two gradients")
+    return step, len(calls)
+
+
+@pytest.mark.parametrize("kind, calls", [
+    (one_by_one.OneByOne, 10), (buckets_after.BucketsAfter, 5)])
+def test_a_lower_rung_averages_the_same_after_backward(kind, calls):
+    model = tower()
+    for rank in range(2):
+        plain, _ = on_threads(counted_step, 2, dist.Reducer, model)[rank]
+        step, found = on_threads(counted_step, 2, kind, model)[rank]
+        gradients = [{name: w.grad for name, w in each.masters.items()} for each in (plain, step)]
+        assert_same(*gradients, f"the gradient of rank {rank}")
+        assert plain.early == [True] * 5, "train.py averages after backward"
+        assert not any(step.early), "a bucket was launched during backward"
+        assert found == calls, f"{found} all-reduces, not one for each of {calls}"
+        assert step.reducer.bytes_sent == plain.reducer.bytes_sent == 4 * 5 * ELEMENTS
+        assert step.reducer.norm() == pytest.approx(plain.reducer.norm(), rel=1e-5)
+
+
+def test_one_rank_alone_averages_its_buckets_after_backward():
+    model, inputs = tower()
+    reducer = buckets_after.BucketsAfter(model, dist.World(), bucket_mb=256e-6)
+    model(inputs[0, 0]).sum().backward()
+    reducer.finish()
+    assert reducer.norm() > 0
+
+
+def test_tensors_one_by_one_are_sent_in_full():
+    with pytest.raises(train.ConfigError, match="leave out --compression"):
+        one_by_one.OneByOne(nn.Linear(2, 2), dist.World(), "int8")
+
+
+@pytest.mark.parametrize("factor, scale", [(1000, 1), (1000, 1024), (0.001, 1)])
+def test_each_bucket_is_clipped_before_it_is_averaged(factor, scale):
+    steps = on_threads(one_step, 2, tower(), bucket_clipping.ClippingReducer, torch.float32, factor,
+                       scale)
+    bound = train.CLIP / 5 ** 0.5
+    for bucket in steps[0].reducer.buckets:
+        expected = 0
+        for step in steps:
+            own = torch.cat([step.own[name].flatten() for name in bucket.shapes])
+            expected = expected + own * (bound / own.norm()).clamp(max=1) / 2
+            assert (own.norm() > bound) == (factor > 1), "this test clips nothing, or all"
+        torch.testing.assert_close(bucket.flat / scale, expected, rtol=1e-4, atol=1e-7)
+
+
+def local_step(world, tower, number):
+    """Returns a step of local steps, with masters that differ by 1, and what its begin has made of
+    them and of the model's weights: the differences to rank 0's."""
+    def reducer_with_state(module, world, masters, **options):
+        reducer = local_steps.WeightReducer(module, world, masters=masters, **options)
+        reducer.state = SimpleNamespace(
+            counters=train.Counters(step=number), masters=masters, model=module)
+        return reducer
+
+    def drift(step):
+        for w in step.masters.values():
+            w += world.rank
+
+    step = one_step(world, tower, reducer_with_state, torch.bfloat16, before=drift)
+    drifted = []
+    for name, w in tower[0].named_parameters():
+        for ours in step.masters[name], step.model.get_parameter(name):
+            drifted.append(float((ours - w).detach().mean()))
+    return step, drifted
+
+
+def test_local_steps_average_the_weights_that_are_due(monkeypatch):
+    """And no gradients."""
+    monkeypatch.setattr(local_steps, "PERIOD", 3)
+    # Buckets, of which the first has the last layer
+    for number, due in enumerate([[0, 1], [2, 3], [4], [0, 1]]):
+        for rank, (step, drifted) in enumerate(on_threads(local_step, 2, tower(), number)):
+            expected = []
+            for layer in range(5):
+                expected += 2 * ([0.5, 0.5] if 4 - layer in due else [rank, 0])
+            assert drifted == pytest.approx(expected, abs=0.01), (
+                f"rank {rank} in step {number}: weight by weight, it has drifted otherwise")
+            assert step.reducer.bytes_sent == 4 * ELEMENTS * len(due)
+            for name, w in step.masters.items():
+                torch.testing.assert_close(w.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
+                                           msg=f"{name} has another rank's gradient")
+
+
+def norms(world, kind, flat):
+    """Returns the norm that a rank finds of its own gradients, one of them flat[rank]."""
+    reducer = kind(nn.Linear(1, 1, bias=False), world)
+    reducer.flats[0].fill_(flat[world.rank])
+    return reducer.norm()
+
+
+def test_norms_of_ranks_that_keep_their_gradients():
+    found = on_threads(norms, 2, synchronised.LocalReducer, [3.0, 4.0])
+    assert found == [2.5, 2.5], "root mean square over sqrt(2)"
+    assert on_threads(norms, 2, local_steps.WeightReducer, [3.0, 4.0]) == [3, 4], "their own"
+    for kind in synchronised.LocalReducer, local_steps.WeightReducer:
+        found = on_threads(norms, 2, kind, [3.0, math.inf])
+        assert not any(map(math.isfinite, found)), f"one rank alone skips: {found}"
+
+
+# ----- Compressors -----
+
+SHAPES = {"a": (7, 33), "b": (5,), "c": (40, 33)}
+
+
+def repeated_means(world):
+    """Returns what the mean of the same tensors is each time, and bytes; after 30 it forgets."""
+    masters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    mean = onebit_adam.CompressedMean(masters, list(masters.values()), world)
+    generator = torch.Generator().manual_seed(world.rank)
+    given = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    found = []
+    for call in range(31):
+        if call == 30:
+            mean.forget()
+        tensors = [tensor.clone() for tensor in given]
+        sent = mean(tensors)
+        found.append(tensors)
+    return given, found, sent
+
+
+def test_the_compressed_mean_is_the_mean_in_the_long_run():
+    ranks = on_threads(repeated_means, 3)
+    for _, found, sent in ranks:
+        assert sent == 2 * 2 * 2 * (512 // 8 + 4), "two blocks of signs, to two others, twice"
+        for number, shape in enumerate(SHAPES.values()):
+            assert torch.equal(found[30][number], found[0][number]), "it has not forgotten"
+            exact = sum(given[number] for given, *_ in ranks) / 3
+            mean = sum(tensors[number] for tensors in found[:30]) / 30
+            errors = [float((x - exact).norm() / exact.norm()) for x in (found[0][number], mean)]
+            assert errors[1] < 0.3 < errors[0], f"{shape}: one call and 30 are {errors} off"
+
+
+def test_powersgd_is_its_algorithm(monkeypatch):
+    monkeypatch.setattr(powersgd, "RANK", 2)
+    on_threads(powersgd_in_float64, 2)
+
+
+def exchanged(world, compressor):
+    """Returns (value before, what is left, mean, bytes, the mean where rank 1 has an inf)."""
+    generator = torch.Generator().manual_seed(world.rank)
+    before = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
+    value = before.clone()
+    state = {"shapes": [(64, 48), (37,)]}
+    mean, _, sent = compressor(world, value, state)
+    assert state == {"shapes": [(64, 48), (37,)]}, "the state of a skipped step is lost"
+    broken = before.clone()
+    broken[5] = torch.inf if world.rank else 0.0
+    return before, value, mean, sent, compressor(world, broken, state)[0]
+
+
+def largest_elements(values, rank):
+    """Returns which elements a rank sends by topk.py: a hundredth."""
+    return torch.isin(torch.arange(3109), values[rank].abs().argsort()[-31:])
+
+
+def largest_chunk(values, rank):
+    """The same by gradientflow.py: one chunk of four, the largest on average."""
+    norms = [sum(value[start:start + 1024].abs().sum() for value in values)
+             for start in range(0, 3109, 1024)]
+    return torch.arange(3109) // 1024 == torch.stack(norms).argmax()
+
+
+@pytest.mark.parametrize("compressor, chosen, sent", [
+    (topk.topk, largest_elements, 31 * 8), (gradientflow.chunk, largest_chunk, (4 + 1024) * 4)])
+def test_what_is_largest_is_sent_and_the_rest_is_left(compressor, chosen, sent):
+    ranks = on_threads(exchanged, 2, compressor)
+    values = [before for before, *_ in ranks]
+    mean = sum(value * chosen(values, rank) for rank, value in enumerate(values)) / 2
+    for rank, (before, rest, found, bytes_sent, _) in enumerate(ranks):
+        assert torch.equal(rest, before * ~chosen(values, rank)), "something else is left"
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-6, msg="the mean is another")
+        assert bytes_sent == sent
+
+
+@pytest.mark.parametrize("compressor", [powersgd.powersgd, topk.topk, gradientflow.chunk])
+def test_means_are_the_same_on_all_ranks_an_inf_too(compressor):
+    ranks = on_threads(exchanged, 2, compressor)
+    for rank, (_, _, mean, _, broken) in enumerate(ranks):
+        assert torch.equal(mean, ranks[0][2]), "the ranks have other means"
+        assert not broken.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
+
+
+def test_a_compressor_is_told_shapes_and_what_it_kept():
+    told = []
+
+    def mean(world, value, state):
+        told.append(state)
+        return value.clone(), {"kept": len(told)}, 0
+
+    def install():
+        common.use_compression("spy", mean)
+        common.tell_shapes()
+
+    with installed(install):
+        bucket = dist.Bucket({"a": (2, 3), "b": (4,)}, dist.World(), "spy")
+        for _ in range(2):
+            bucket.average(1.0)
+            bucket.wire.commit(True)
+    shapes = {"shapes": [(2, 3), (4,)]}
+    assert told == [shapes, shapes | {"kept": 1}]
+
+
+# ----- The ring, on one to four ranks -----
+
+def around(world):
+    """Sums around the ring of each World that this rank has, this rank alone as well."""
+    sent = []
+    pass_on = ring.pass_on
+    ring.pass_on = lambda outgoing, *given: sent.append(len(outgoing)) or pass_on(outgoing, *given)
+    for each in [dist.World(), world, *(world.levels or [])]:
+        for shape in (1,), (5,), (1000,), (10, 100), ():
+            tensor = torch.randn(shape, generator=torch.Generator().manual_seed(each.rank))
+            expected = each.all_gather(tensor).double().sum(0)
+            sent.clear()
+            ring.all_reduce(each, tensor)
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
+            for other in each.all_gather(tensor):
+                assert torch.equal(tensor, other), f"ranks have other bits of a sum of {shape}"
+            most = 2 * (each.size - 1) * math.ceil(tensor.numel() / each.size)
+            assert len(sent) == 2 * (each.size - 1) and sum(sent) <= most, (
+                f"{each.size} ranks send {sent} elements of {shape}, at most {most} in all")
+
+
+def alone(world):
+    """Rank 1 dies, rank 0 sums."""
+    if world.rank == 1:
+        os._exit(1)
+    ring.all_reduce(world, torch.ones(1000))
+
+
+# ----- The slow network -----
+
+# What is waited for, times the tensor given, of four ranks; of two, two of them in turns
+SHARES = {4: {"all_reduce": 1.5, "all_to_all": 0.75, "all_gather": 3, "reduce": 1, "broadcast": 1},
+          2: {"all_reduce": 1, "all_to_all": 2 * 0.5, "all_gather": 1.4, "reduce": 1,
+              "broadcast": 1}}
+
+
+def called(world, name, tensor):
+    """Returns what a collective returns or makes of a copy of the tensor."""
+    tensor = tensor.clone().view(world.size, -1)           # a row for each rank, for all_to_all
+    result = getattr(world, name)(tensor)
+    return tensor if result is None else result
+
+
+def waits(world):
+    """Compares the results and the seconds of collectives with those of a fast network, over all
+    four ranks and across the two nodes; within a node nothing is waited for."""
+    within, across = world.levels
+    tensor = torch.randn(4, 1000, generator=torch.Generator().manual_seed(world.rank))   # 16 KB
+    calls = [(team, name, share) for team in (world, across)
+             for name, share in SHARES[team.size].items()]
+    fast = [called(team, name, tensor) for team, name, _ in calls]
+    slept = []
+    slow_network.time = SimpleNamespace(sleep=slept.append)
+    os.environ["GBPS"] = "0.01"
+    slow_network.install()
+    called(within, "all_reduce", tensor)
+    called(dist.World(), "all_reduce", tensor)
+    assert not slept, "within a node something is waited for"
+    for (team, name, share), expected in zip(calls, fast):
+        slept.clear()
+        result = called(team, name, tensor)
+        assert slept == pytest.approx([share * 16000 * 8 / 0.01e9]), f"{name} of {team.size} ranks"
+        if name != "reduce" or team.rank == 0:             # elsewhere it is undefined
+            assert torch.equal(result, expected), f"{name} of {team.size} ranks: other bits"
+
+
+def test_ring_and_slow_network(tmp_path):
+    _, [lost, _], _, _ = together(
+        lambda: run_ranks(around, 3, tmp_path),
+        lambda: run_ranks(alone, 2, tmp_path, check=False),
+        lambda: run_ranks(around, 4, tmp_path, local_size=2),
+        lambda: run_ranks(waits, 4, tmp_path, local_size=2))
+    assert isinstance(lost, dist.RankLost), f"a rank died in the ring, and the other one: {lost!r}"
