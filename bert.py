@@ -407,6 +407,9 @@ def tokenizer_json(tokenizer):
         "decoder": spaces}
 
 
+# What a folder of save_pretrained can have besides: copies, and numbers of positions.
+TIED = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
+        "bert.embeddings.position_ids"}
 # safetensors' names of formats (save_pretrained of some versions writes numbers of positions, too).
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
@@ -523,8 +526,11 @@ def load_huggingface(folder):
         weights = {}
         for name in model.state_dict():
             # Q, K and V are the thirds of one matrix.
-            parts = [stored[part] for part in huggingface_names(name)]
+            parts = [stored.pop(part) for part in huggingface_names(name)]
             weights[name] = torch.cat(parts).float()
+        left = stored.keys() - TIED
+        if left:
+            raise ValueError(f"it has {', '.join(sorted(left))}, too")
         model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:
