@@ -257,9 +257,10 @@ class BertForPreTraining(nn.Module):
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,), all that heads read, here and in
-        `fill_mask`. The other arguments are fields of data.Batch. tokens, segments and positions are numbers (N,): a token's id, 0 or 1 for A or
-        B, and its position in its example. bounds, lengths: as in `attention`."""
+        """Returns the last hidden states (R, D) of the rows (R,): all that heads read, here and in
+        `fill_mask`. The other arguments are fields of data.Batch. tokens, segments and positions
+        are numbers (N,): a token's id, 0 or 1 for A or B, and its position in its example. bounds,
+        lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
             x = block(x, bounds, lengths)
