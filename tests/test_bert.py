@@ -156,6 +156,11 @@ def saved(tmp_path, shards):
     return model.float(), folder, shards / "tokenizer.model"
 
 
+def weights_in(folder):
+    """Returns the tensors of a folder's model.safetensors, {Hugging Face's name: tensor}."""
+    return bert.unpack(bytearray((folder / "model.safetensors").read_bytes()))
+
+
 def assert_same_weights(ours, theirs):
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q) and q.requires_grad, f"{name} has changed"
@@ -173,13 +178,11 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 64, "this is not the longest example of training"
 
-    stored = torch.load(folder / "pytorch_model.bin")
+    stored = weights_in(folder)
     thirds = model.blocks[1].qkv.weight.chunk(3)
     for name, third in zip(["query", "key", "value"], thirds):
         weight = stored[f"bert.encoder.layer.1.attention.self.{name}.weight"]
         assert torch.equal(weight, third), f"transformers would find something else for {name}"
-    torch.save({name: part.half() for name, part in stored.items()}, folder / "pytorch_model.bin")
-    assert bert.load_huggingface(folder).mlm_bias.dtype == torch.float32
 
 
 def test_transformers_gives_the_same_logits(saved, shards):
@@ -196,15 +199,12 @@ def test_transformers_gives_the_same_logits(saved, shards):
         torch.testing.assert_close(mlm_logits[mask.bool()][batch.masked_rows], logits["mlm"])
         if more:
             torch.testing.assert_close(more[0], logits["nsp"])
-        torch.save(theirs.state_dict(), folder.parent / kind)
-    (folder.parent / "PreTraining").replace(folder / "pytorch_model.bin")        # and back
-    assert_same_weights(model, bert.load_huggingface(folder))
-    (folder.parent / "MaskedLM").replace(folder / "pytorch_model.bin")           # has no pooler
-    with pytest.raises(bert.ModelError, match="pooler"):
-        bert.load_huggingface(folder)
-    (folder / "tokenizer.model").unlink()                            # which they do not save
+        theirs.save_pretrained(folder.parent / kind)
+    assert_same_weights(model, bert.load_huggingface(folder.parent / "PreTraining"))     # and back
+    with pytest.raises(bert.ModelError, match="pooler"):             # which a MaskedLM has not
+        bert.load_huggingface(folder.parent / "MaskedLM")
     with pytest.raises(bert.ModelError, match="missing or .* copy it from runs"):
-        bert.init_from(folder, model, shards / "tokenizer.model")
+        bert.init_from(folder.parent / "PreTraining", model, shards / "tokenizer.model")
 
 
 def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
@@ -212,7 +212,9 @@ def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
     model.third = nn.Linear(64, 3)
     bert.save_huggingface(model, tokenizer, folder, 64)
     assert bert.unlike_huggingface(model) == ["third.weight", "third.bias"]
-    assert torch.equal(torch.load(folder / "pytorch_model.bin")["third.bias"], model.third.bias)
+    assert torch.equal(weights_in(folder)["third.bias"], model.third.bias)
+    with pytest.raises(bert.ModelError, match="it has third.bias, third.weight, too"):
+        bert.load_huggingface(folder)                                # a model without it
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     assert kind != "bert", "transformers would load it as a BERT, and compute something else"
 
@@ -233,14 +235,12 @@ def test_a_wrong_config_is_one_line(saved, content):
 
 def test_wrong_weights_are_one_line(saved):
     _, folder, _ = saved
-    path = folder / "pytorch_model.bin"
+    path = folder / "model.safetensors"
     content = path.read_bytes()
-    weights = torch.load(path)
+    weights = weights_in(folder)
     name = "bert.encoder.layer.0.output.dense.weight"            # (64, 128)
-    wrong = [content[:-4], content[:5000], b""]
-    for other in {}, [weights], weights | {name: weights[name].T}, weights | {name: "text"}:
-        torch.save(other, path)
-        wrong.append(path.read_bytes())
+    turned = weights | {name: weights[name].T.contiguous()}
+    wrong = [content[:-4], content[:5000], b"", bert.pack({}), bert.pack(turned)]
     for number, content in enumerate(wrong):
         path.write_bytes(content)
         with pytest.raises(bert.ModelError, match=f"^{folder} is no model folder.*$"):
@@ -264,7 +264,7 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
 def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(saved):
     model, folder, tokenizer = saved
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with no_room(100_000), pytest.raises(OSError, match="File too large.*pytorch_model.bin"):
+    with no_room(100_000), pytest.raises(OSError, match="File too large.*model.safetensors"):
         bert.save_huggingface(model, tokenizer, folder, 64)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -202,7 +202,7 @@ def test_a_folder_holds_the_masters_and_init_begins_with_them(shards, tmp_path, 
         assert torch.equal(p, tensors[name]), f"{name} is not the master"
     # And back: on two ranks, no step, the same file
     run(shards, tmp_path / "again", *argv, "--steps", 0, "--init", model, size=2)
-    files = [folder / "pytorch_model.bin" for folder in (model, tmp_path / "again" / "model")]
+    files = [folder / "model.safetensors" for folder in (model, tmp_path / "again" / "model")]
     assert files[0].read_bytes() == files[1].read_bytes(), "--init did not give all weights"
 
 

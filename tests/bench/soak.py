@@ -97,9 +97,9 @@ def disturb(run, what, moment, rng):
 def compare(whole, out):
     """Returns what differs between two finished runs, a list of texts."""
     wrong = beside.other_bits(whole, out)
-    models = [(folder / "model/pytorch_model.bin").read_bytes() for folder in (whole, out)]
+    models = [(folder / "model/model.safetensors").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
-        wrong.append("another pytorch_model.bin")
+        wrong.append("another model.safetensors")
     # Steps that were lost and done again stand in the log twice, and must be equal.
     logs = []
     for folder in whole, out:
