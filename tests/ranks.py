@@ -34,9 +34,10 @@ ROOT = Path(__file__).parent.parent
 # pytest shows what is logged in a test that fails
 LOG = logging.getLogger("ranks")
 LOG.setLevel(logging.INFO)
-# Processes are forked from a server. Whoever needs the first one starts it, with this
+# Processes are forked from a server. Whoever needs the first one starts it, with these modules.
+# torch._dynamo is what every optimizer imports when it is first made: a second for each rank
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.preload"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
 STARTING = threading.Lock()
 # Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning
 tqdm.set_lock(threading.RLock())
@@ -44,7 +45,7 @@ tqdm.set_lock(threading.RLock())
 
 def start_server():
     """Starts the server that ranks are forked from, unless it runs."""
-    with STARTING, contextlib.chdir(ROOT):           # where it finds tests.preload
+    with STARTING, contextlib.chdir(ROOT):           # where it finds train
         multiprocessing.forkserver.ensure_running()
 
 

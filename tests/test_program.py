@@ -3,7 +3,6 @@ refused in one line, the README's words."""
 import dataclasses
 import errno
 import io
-import json
 import math
 import os
 import re

@@ -1,5 +1,4 @@
 """tools/plan.py's count of a model's operations, beside torch's."""
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bert

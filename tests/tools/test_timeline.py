@@ -54,7 +54,8 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path, with_
     assert capsys.readouterr().out == expected
     if with_matplotlib:
         written = re.findall("<!-- (.*) -->", (tmp_path / "x.svg").read_text())     # as curves
-        for label in "long", "short", "rank 1  240 ms", "backward", "bucket complete, not begun":
+        for label in ("long", "short", "rank 1  240 ms", "backward", "waiting in finish",
+                      "bucket complete, not begun", "averaging"):
             assert written.count(label) == 1, f"{label!r} stands {written.count(label)} times"
 
 

@@ -263,22 +263,35 @@ def test_zero_is_train_on_any_number_of_ranks(shards, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
-def test_each_rank_has_a_part_of_the_moments(size):
-    def divided(world):
-        masters = {str(n): torch.zeros(n, 5) for n in range(40)}
-        optimizer = optim.make_optimizer("lamb", masters, (0.9, 0.98))
-        said = []
-        zero1.divide(world, SimpleNamespace(say=said.append),
-                     SimpleNamespace(masters=masters, optimizer=optimizer))
-        stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        return stepped, zero1.megabytes_of_moments(optimizer), said
+def test_each_rank_has_a_part_of_the_moments(size, monkeypatch):
+    """Before and after a save; in it rank 0 has all."""
+    monkeypatch.setattr(train, "restore", lambda *_: None)
+    monkeypatch.setattr(train, "save", lambda args, world, log, state: log.kept.append(
+        zero1.megabytes_of_moments(state.optimizer)))
 
-    ranks = on_threads(divided, size)
-    elements = 5 * 780
-    stepped = [own for own, *_ in ranks]
+    def divided(world):
+        masters = {str(n): torch.zeros(n, 5) for n in range(1, 41)}
+        optimizer = optim.make_optimizer("lamb", masters, (0.9, 0.98))
+        state = SimpleNamespace(masters=masters, optimizer=optimizer)
+        said = []
+        log = SimpleNamespace(said=said, say=said.append, kept=[])
+        train.restore(None, world, log, state)
+        log.kept.append(zero1.megabytes_of_moments(optimizer))
+        train.save(None, world, log, state)
+        log.kept.append(zero1.megabytes_of_moments(optimizer))
+        log.stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        return log
+
+    with installed(zero1.install):
+        ranks = on_threads(divided, size)
+    elements = 5 * 820
+    stepped = [log.stepped for log in ranks]
     assert sum(stepped) == elements, "not each master has one owner"
-    assert max(stepped) <= 1.02 * max(5 * 39, elements / size), f"unequal parts: {stepped}"
-    for own, megabytes, said in ranks:
+    assert max(stepped) <= 1.02 * max(5 * 40, elements / size), f"unequal parts: {stepped}"
+    assert ranks[0].kept[1] == pytest.approx(8e-6 * elements), "rank 0 does not save all moments"
+    for log in ranks:
         # One element stands for a tensor of others
-        assert 8e-6 * own <= megabytes <= 8e-6 * (own + 40), "a rank keeps moments of others"
-        assert said == [f"moments of {megabytes:.1f} MB on this rank; in train.py 0.0 MB"]
+        own, most = 8e-6 * log.stepped, 8e-6 * (log.stepped + 40)
+        assert own <= log.kept[0] <= most, "a rank keeps moments of others"
+        assert own <= log.kept[2] <= most, "a rank keeps moments of others after a save"
+        assert log.said == [f"moments of {log.kept[0]:.1f} MB on this rank; in train.py 0.0 MB"]
