@@ -259,6 +259,8 @@ def test_zero_is_train_on_any_number_of_ranks(shards, tmp_path):
     for plain, divided in ("plain", "zero1"), ("plain_on_two", "zero1_on_two"):
         assert_same(last_state(tmp_path / plain), last_state(tmp_path / divided))
         assert column(tmp_path / plain, "mlm_loss") == column(tmp_path / divided, "mlm_loss")
+    plain, divided = (column(tmp_path / name, "bytes_sent")[0] for name in ("plain", "zero1"))
+    assert divided == pytest.approx(1.5 * plain, abs=3), "2 (W - 1) / W of all, then half as many"
     assert column(tmp_path / "zero1_on_two", "step") == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -272,11 +274,15 @@ def test_each_rank_has_a_part_of_the_moments(size, monkeypatch):
     def divided(world):
         masters = {str(n): torch.zeros(n, 5) for n in range(1, 41)}
         optimizer = optim.make_optimizer("lamb", masters, (0.9, 0.98))
-        state = SimpleNamespace(masters=masters, optimizer=optimizer)
+        for master in masters.values():
+            master.grad = torch.ones_like(master)
+        state = SimpleNamespace(masters=masters, optimizer=optimizer,
+                                reducer=SimpleNamespace(bytes_sent=0))
         said = []
         log = SimpleNamespace(said=said, say=said.append, kept=[])
         train.restore(None, world, log, state)
         log.kept.append(zero1.megabytes_of_moments(optimizer))
+        optimizer.step()
         train.save(None, world, log, state)
         log.kept.append(zero1.megabytes_of_moments(optimizer))
         log.stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -293,5 +299,6 @@ def test_each_rank_has_a_part_of_the_moments(size, monkeypatch):
         # One element stands for a tensor of others
         own, most = 8e-6 * log.stepped, 8e-6 * (log.stepped + 40)
         assert own <= log.kept[0] <= most, "a rank keeps moments of others"
+        assert log.kept[1] <= most or log is ranks[0], "a rank gets moments of others in a save"
         assert own <= log.kept[2] <= most, "a rank keeps moments of others after a save"
         assert log.said == [f"moments of {log.kept[0]:.1f} MB on this rank; in train.py 0.0 MB"]
