@@ -308,12 +308,14 @@ class PretrainingData:
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
-        """Masks `tokens` (n,) in place. Returns which rows were chosen, ascending, and what stood
-        there: two arrays (m,). counters (n,): a number of its own for each token of each example.
+        """Masks `tokens` (n,), those of a batch's examples one after another, in place. Returns
+        which rows were chosen, ascending, and what stood there: two arrays (m,). counters (n,): a
+        number of its own for each token of each example.
 
         A token is chosen if its draw is below mask_fraction. Another draw is its fate: below 0.8
         it becomes [MASK], below 0.9 a random one of all but SPECIALS, else it stays. [CLS] and
-        [SEP] are never chosen; [UNK] is text like any other token.
+        [SEP] are never chosen; [UNK] is text like any other token. What is masked in an example
+        does not depend on its neighbours, which are others on another number of ranks.
         """
         draws = uniform(counters, self.mask_key)
         is_text = (tokens != CLS) & (tokens != SEP)

@@ -20,7 +20,7 @@ class Phase:
     steps: int
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
-    power: float = 0.5       # of the decay, see learning_rate
+    power: float = 0.5       # of the decay, see learning_rate; 0: none
 
     @property
     def step_tokens(self):
@@ -34,7 +34,7 @@ class Phase:
 
 
 # A recipe: the phases, the optimizer's two betas, and what four flags of train.py (--optimizer,
-# --dropout, --mask-fraction, --pairs) are if they are not given.
+# --dropout, --mask-fraction, --pairs) are if they are not given. Each needs all six.
 RECIPES = {
     # A model of 2 layers on 5 MB of text, in minutes. With 30 % of the tokens masked it learned
     # faster than with 20; BERT masks 15 %. (For large models: arXiv 2202.08005.)
@@ -353,7 +353,8 @@ OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}
 
 def make_optimizer(name, masters, betas):
     """Returns the optimizer of this name for master weights, {name: tensor}. Matrices decay;
-    vectors, which are all biases and the weights of LayerNorm, do not."""
+    vectors, which are all biases and the weights of LayerNorm, do not. What stands here goes before
+    the class's DEFAULTS, and what a checkpoint holds before both."""
     matrices = [w for w in masters.values() if w.dim() > 1]
     vectors = [w for w in masters.values() if w.dim() <= 1]
     groups = [

@@ -740,13 +740,14 @@ def evaluate(args, world, log, state):
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    sums = collections.Counter()             # of tensors; each begins at 0
+    sums = collections.Counter()             # of numbers and tensors; each begins at 0
     state.model.eval()
     # Each rank has at least one example, so that all have the same sums.
     for indices in data.micro_batches(0, max(EVAL_EXAMPLES, world.size), micro_size, world.rank,
                                       world.size):
         batch = examples.batch(indices).to(world.device)
         logits = state.model(batch)
+        sums["tokens"] += int(batch.lengths[:-1].sum())
         for task, labels in batch.labels.items():
             sums[f"{task}_loss"] += loss_sum(logits[task], labels).double()
             sums[f"{task}_accuracy"] += (logits[task].argmax(1) == labels).sum()
@@ -759,8 +760,8 @@ def evaluate(args, world, log, state):
     total = world.sum(**sums)
     result = {"step": counters.step, "phase": counters.phase + 1,
               "unigram_loss": total["unigram_loss"] / total["mlm_labels"]}
-    line = (f"step {counters.step:>6}  held out, {examples.mask_fraction:.0%} masked: "
-            f"unigram {result['unigram_loss']:.3f}")
+    line = (f"step {counters.step:>6}  held out, {total['mlm_labels'] / total['tokens']:.0%} "
+            f"masked: unigram {result['unigram_loss']:.3f}")
     for task in batch.labels:
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
         for name in loss, accuracy:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bert  # noqa: E402
 import data  # noqa: E402
+import optim  # noqa: E402
 import train  # noqa: E402
 
 # name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
@@ -112,7 +113,8 @@ def parse_arguments(argv=None):
 
 def state_gigabytes(args):
     """Returns {part: GB} of what a rank holds besides activations."""
-    bytes_each = {"weights": args.itemsize, "gradients": 4, "moments": 8}    # two moments
+    bytes_each = {"weights": args.itemsize, "gradients": 4, 
+                  "moments": 4 * len(optim.OPTIMIZERS[args.optimizer].MOMENTS)}
     if args.itemsize < 4:
         bytes_each["masters"] = 4
     if args.compression in BLOCK_BYTES:
