@@ -43,6 +43,8 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
     run(shards, one, *argv)
     for size, last in (2, 4), (4, 8), (3, 14):           # in phase 1; between the phases
         run(shards, many, *argv, "--max-steps", last, size=size)
+    updates = [last_state(out)["groups"][0]["step"] for out in (one, many)]
+    assert updates == [14, 14], f"t is {updates}: restore gives the optimizer no groups"
     for kind in "train", "eval":
         found = {line["step"]: line for line in metrics(many, kind)}
         for line in metrics(one, kind):
@@ -144,16 +146,19 @@ def test_another_run_in_the_same_folder_is_refused(
         pattern = rf"14.pt is of another run: (.+, )?{name} .+ \(not .+; give the flags of"
         with pytest.raises(train.ConfigError, match=pattern):
             train_here(finished, *ARGV, *flags)
+            pytest.fail(f"a run with another {name} is taken up: neither run_settings nor the "
+                        "shapes in newest_checkpoint tell it")
 
     before = (finished / "metrics.jsonl").read_bytes()
     data.prepare(documents[:300], "other", vocab_size=320, shards=4)
     assert_refused("seed", "--seed", 5)
     assert_refused("shards", "--data", "other")
     assert_refused("init", "--init", "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.RECIPES["demo"]["phases"][0], "power", 1)
+        assert_refused("phase 1")
     monkeypatch.setattr(bert, "PRESETS", bert.PRESETS | {"tiny": (3, 64)})
     assert_refused(r"blocks\.2\.\S+")
-    monkeypatch.setattr(optim.RECIPES["demo"]["phases"][0], "power", 1)
-    assert_refused("phase 1")
     assert (finished / "metrics.jsonl").read_bytes() == before, "a run that is refused has written"
 
 

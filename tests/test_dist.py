@@ -229,7 +229,8 @@ def test_codes_are_as_their_equations_say():
             (dist.encode_int8, dist.decode_int8, (x / scales).round() * scales),
             (dist.encode_onebit, dist.decode_onebit, x.abs().mean(1, keepdim=True).copysign(x))]:
         codes, sent = encode(x)
-        torch.testing.assert_close(sent, exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(sent, exact, rtol=1e-6, atol=0, msg=lambda text: (
+            f"{encode.__name__}: what it sends is not C(x), of one scale a block: {text}"))
         assert torch.equal(decode(codes), sent), f"{decode.__name__} finds other numbers"
 
 
@@ -239,20 +240,30 @@ def collectives(world):
     """Returns what they give."""
     tensor = torch.arange(2) + 10 * world.rank
     gathered = world.all_gather(tensor).tolist()
+    reduced = tensor.clone()
+    world.reduce(reduced)
     world.broadcast(tensor)
     with pytest.raises(dist.DistError) as caught:
         world.check_same({"a": 2, "c": 1} if world.rank == 3 else {"a": 0}, "differs")
     total = world.sum(large=2 ** 50 + 1, rank=world.rank, bad=math.nan if world.rank else 0.0)
-    return gathered, tensor.tolist(), str(total), str(caught.value), (world.nodes, world.local_size)
+    return {"all_gather": gathered, "broadcast": tensor.tolist(), "sum": str(total),
+            "check_same": str(caught.value), "size": (world.nodes, world.local_size),
+            "reduce": reduced.tolist() if world.rank == 0 else "undefined"}
 
 
 def test_small_collectives(tmp_path):
-    expected = ([[0, 1], [10, 11], [20, 21], [30, 31]], [0, 1],
-                str({"large": 2.0 ** 52 + 4, "rank": 6.0, "bad": math.nan}),
-                "rank 3 differs: a 2 (not 0), c 1 (not None)", (2, 2))
-    for outcome in (*run_ranks(collectives, 4, tmp_path, local_size=2),
-                    *on_threads(collectives, 4, local_size=2)):
-        assert outcome == expected
+    expected = {
+        "all_gather": [[0, 1], [10, 11], [20, 21], [30, 31]],
+        "broadcast": [0, 1],
+        "sum": str({"large": 2.0 ** 52 + 4, "rank": 6.0, "bad": math.nan}),
+        "check_same": "rank 3 differs: a 2 (not 0), c 1 (not None)",
+        "size": (2, 2)}
+    for outcomes in (run_ranks(collectives, 4, tmp_path, local_size=2),
+                     on_threads(collectives, 4, local_size=2)):
+        assert outcomes[0].pop("reduce") == [60, 64], "World.reduce: no sum at rank 0"
+        for rank, outcome in enumerate(outcomes):
+            for name, value in expected.items():
+                assert outcome[name] == value, f"rank {rank}, World.{name}: {outcome[name]}"
 
 
 def begins_again(world, sizes, store):
