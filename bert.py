@@ -258,9 +258,9 @@ class BertForPreTraining(nn.Module):
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
         """Returns the last hidden states (R, D) of the rows (R,): all that heads read, here and in
-        `fill_mask`. The other arguments are fields of data.Batch. tokens, segments and positions
-        are numbers (N,): a token's id, 0 or 1 for A or B, and its position in its example. bounds,
-        lengths: as in `attention`."""
+        `fill_mask`, where all segments are A. The other arguments are fields of data.Batch. tokens,
+        segments and positions are numbers (N,): a token's id, 0 or 1 for A or B, and its position
+        in its example. bounds, lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
             x = block(x, bounds, lengths)
@@ -316,6 +316,10 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "dropout": "hidden_dropout_prob",
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
+
+# What config.json says of a model with Hugging Face's names, and of others. A model that computes
+# otherwise wants another type: transformers, and programs without the change, then refuse it.
+MODEL_TYPES = ["bert", "thriftbert"]
 
 # The ids of the special tokens, and the characters that are dropped from all text, such as soft
 # hyphens and marks of direction. Both stand in data.py, too: so neither file imports the other.
@@ -479,8 +483,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
 
-    # Under an unknown type transformers refuse what they would compute otherwise.
-    model_type = "thriftbert" if unlike_huggingface(model) else "bert"
+    model_type = MODEL_TYPES[bool(unlike_huggingface(model))]
     config = {"architectures": ["BertForPreTraining"], "model_type": model_type,
               "pad_token_id": PAD, "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():
@@ -512,11 +515,13 @@ def load_huggingface(folder):
 
     It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
     save_pretrained of transformers' BertForPreTraining does, in any format of 16 bits or more.
-    (What config.json says of an activation other than GELU is not noticed.) Raises ModelError if
+    (Of an activation other than GELU only the type can tell, see MODEL_TYPES.) Raises ModelError if
     one is missing or damaged.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
+        if described["model_type"] not in MODEL_TYPES:
+            raise ValueError(f"its type is {described['model_type']}")
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
         # On the device "meta" tensors have a shape and no memory, so a wrong width cannot fill it.
         # Below, assign=True puts the loaded tensors in their places.

@@ -147,7 +147,7 @@ def cast_with_masters(model, dtype):
 @torch.no_grad()
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, at least one, to the model's parameters, rounded to
-    their type."""
+    their type. (In fp32 they are one memory: to copy other weights in overwrites the masters.)"""
     parameters = dict(model.named_parameters())
     torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
 
@@ -354,7 +354,7 @@ OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}
 def make_optimizer(name, masters, betas):
     """Returns the optimizer of this name for master weights, {name: tensor}. Matrices decay;
     vectors, which are all biases and the weights of LayerNorm, do not. What stands here goes before
-    the class's DEFAULTS, and what a checkpoint holds before both."""
+    the class's DEFAULTS, and what a checkpoint holds before both; `lr` is set in every step."""
     matrices = [w for w in masters.values() if w.dim() > 1]
     vectors = [w for w in masters.values() if w.dim() <= 1]
     groups = [

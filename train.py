@@ -361,7 +361,9 @@ class Counters:
 
 @dataclasses.dataclass
 class State:
-    """All that training changes. A checkpoint holds what the next step depends on, see `save`."""
+    """All that training changes. A checkpoint holds what the next step depends on, see `save`; what
+    else lasts (an average of weights, a running figure of the log) has to stand in `tensors_of` or
+    in Counters, or it begins anew at a resume."""
     model: bert.BertForPreTraining
     masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
     reducer: dist.Reducer            # owns the gradients, and averages them over the ranks
@@ -586,7 +588,7 @@ def restore(args, world, log, state):
     optim.copy_to_model(state.masters, state.model)
     state.counters = Counters(**numbers["counters"])
     state.scaler = optim.LossScaler(**numbers["scaler"])
-    for group, options in zip(state.optimizer.param_groups, numbers["groups"]):
+    for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
         group.update(options)
 
 
@@ -681,7 +683,7 @@ def count_labels(world, micro_batches):
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
     nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
-    of the whole step, over all ranks."""
+    of the whole step, over all ranks. Each task's, in training and in `evaluate`."""
     # The softmax adds up as many exponentials as there are classes: 16 bits would round too much.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
