@@ -344,9 +344,11 @@ def huggingface_names(name):
 
 
 def unlike_huggingface(model):
-    """Returns the names (a list) of a model's tensors that Hugging Face's BERT has not. (What it
-    computes with the others cannot be told by names.)"""
-    return [name for name in model.state_dict() if huggingface_names(name) == [name]]
+    """Returns the names (a list) of tensors that this model has and Hugging Face's BERT has not,
+    or, outside of the blocks, the other way round. (What is computed cannot be told by names.)"""
+    names = model.state_dict().keys()
+    added = [name for name in names if huggingface_names(name) == [name]]
+    return added + sorted({f"{module}.weight" for module in MODULE_NAMES} - names)
 
 
 # ----- Hugging Face folders: save -----

@@ -341,7 +341,7 @@ def log_start(args, world, log, state):
                 f"tokens a step, lr {phase.lr:g}")
     unlike = bert.unlike_huggingface(state.model)
     if unlike:
-        log.say(f"Hugging Face's BERT has no {', '.join(unlike)}: only bert.py will load the "
+        log.say(f"Hugging Face's BERT differs in {', '.join(unlike)}: only bert.py will load the "
                 "model's folder")
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
