@@ -1,0 +1,78 @@
+"""Draws runs: losses, learning rate, norm, speed and waits, from their metrics.jsonl.
+
+    python tests/tools/plot.py runs/demo --picture demo.png
+    python tests/tools/plot.py runs/one runs/two --against hours --picture both.svg
+
+Each run has a colour, each step a dot. "tokens" are those of all steps, as if no example were
+shorter than its phase's length. Where a step stands twice, after a restart, the last line counts.
+Needs matplotlib.
+"""
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import data  # noqa: E402
+
+PANELS = {
+    "mlm_loss": "MLM loss, nats",
+    "held_out": "MLM loss, held out",
+    "nsp_loss": "NSP loss, nats",
+    "lr": "learning rate",
+    "grad_norm": "norm of all gradients",
+    "examples_per_second": "examples a second",
+    "data_share": "waiting for examples, part of a step",
+    "wait_seconds": "waiting for the network, seconds a step"}
+
+
+def read_run(folder):
+    """Returns the steps of a run, {step: fields}; all have hours and tokens, and those after which
+    it was evaluated have held_out. What is no run can raise ValueError, LookupError, OSError."""
+    phases = []
+    steps = {0: {"tokens": 0}}
+    for line in map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] == "run":
+            phases = line["phases"]
+        elif line["kind"] == "train":
+            phase = phases[line["phase"] - 1]
+            line["tokens"] = phase["global_batch"] * phase["seq_len"]
+            line["tokens"] += steps[line["step"] - 1]["tokens"]
+            line["hours"] = line["seconds"] / 3600
+            steps[line["step"]] = line
+        else:
+            steps[line["step"]]["held_out"] = line["mlm_loss"]
+    del steps[0]
+    return steps
+
+
+def draw(runs, against, picture):
+    """Draws {name: what read_run returns} into a file."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    panels = figure.subplots(4, 2).flat
+    for axes, (field, title) in zip(panels, PANELS.items()):
+        axes.set(title=title, xlabel=against)
+        for number, (name, steps) in enumerate(runs.items()):
+            points = [(line[against], line.get(field)) for line in steps.values()]
+            axes.plot(*zip(*points), f".C{number}", label=name)
+    figure.axes[0].legend()
+    figure.savefig(picture)
+
+
+def main():
+    """Runs the program; what cannot be drawn is one line on stderr and status 1, 2 for a flag."""
+    parser = data.Parser(description="Draw the curves of runs.")
+    parser.add_argument("runs", nargs="+", help="folders that train.py has written")
+    parser.add_argument("--against", choices=["step", "tokens", "hours"], default="step")
+    parser.add_argument("--picture", required=True, help="write this file, .png or .svg")
+    args = parser.parse_args()
+    try:
+        draw({folder: read_run(folder) for folder in args.runs}, args.against, args.picture)
+    except (ImportError, OSError, ValueError, LookupError, TypeError) as error:
+        sys.exit(f"plot.py: {type(error).__name__}: {error} (a run is a folder with the "
+                 "metrics.jsonl of train.py)")
+
+
+if __name__ == "__main__":
+    main()
