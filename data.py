@@ -106,9 +106,9 @@ class Batch:
             # (For arrays of up to 64 KB; the CPU waits for longer ones.)
             return torch.from_numpy(value).to(device, non_blocking=True)
 
-        moved = Batch(**move(vars(self)))
-        moved.lengths = torch.from_numpy(self.lengths)
-        return moved
+        fields = dict(vars(self))
+        lengths = torch.from_numpy(fields.pop("lengths"))
+        return Batch(**move(fields), lengths=lengths)
 
 
 class Shard(NamedTuple):

@@ -300,6 +300,16 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     assert re.match(r"step 23: the gradients of 15 steps were not finite.*--lr-scale", str(outcome))
 
 
+def test_a_bad_step_now_and_then_is_forgiven(shards):
+    args = args_of("--data", shards, "--precision", "fp32")
+    args.vocab_size = 320
+    scaler = train.build(args, dist.World()).scaler
+    for step in range(1, 10001):
+        taken = scaler.update(step % 500 == 0, step)     # raises when bad steps are too many
+        assert taken == (step % 500 > 0), f"step {step}: taken is {taken}"
+    assert scaler.scale >= 0.5, f"after one bad step in 500 the scale has sunk to {scaler.scale}"
+
+
 @pytest.mark.parametrize("part, value, kind, message", [
     ("weight", 1e-3, dist.DistError, "rank 1 has other weights after step 3"),
     ("exp_avg", math.nan, optim.TrainingStopped, "step 3: weights or moments are not finite"),
