@@ -232,7 +232,7 @@ def check_ranks(args, world):
 
 def prepare_run(args, world):
     """Makes the demo's shards if they are not there, has every rank check those that it reads, and
-    completes args: what `fit_to_device` does, `vocab_size` and `settings`, see `run_settings`.
+    completes args: what `fit_to_device` does, `vocab_size`, `settings` (`run_settings`), `code`.
     Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
         manifest = data.prepare(data.machine_documentation(), args.data)
@@ -243,6 +243,7 @@ def prepare_run(args, world):
     fit_to_device(args, world.device)
     args.vocab_size = manifest["vocab_size"]
     args.settings = run_settings(args, manifest)
+    args.code = code_digests()           # now: who edits a file meanwhile does not change the run
     check_ranks(args, world)
     smallest = min(phase.global_batch for phase in args.phases)
     if smallest < world.size:
@@ -323,7 +324,7 @@ def log_start(args, world, log, state):
         return
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
-    log.metric("run", command=sys.argv, flags=args.settings, code=code_digests(),
+    log.metric("run", command=sys.argv, flags=args.settings, code=args.code,
                phases=[vars(phase) for phase in args.phases], python=sys.version,
                torch=torch.__version__, ranks=world.size, device=world.device.type,
                parameters=parameters)
@@ -486,7 +487,7 @@ def save(args, world, log, state):
     if world.rank > 0:
         return
     step = state.counters.step
-    checkpoint = {"settings": args.settings, "code": code_digests(), "tensors": tensors_of(state),
+    checkpoint = {"settings": args.settings, "code": args.code, "tensors": tensors_of(state),
                   **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
@@ -573,7 +574,7 @@ def restore(args, world, log, state):
         numbers = newest_checkpoint(args, log, tensors)
     if numbers:
         saved = numbers.pop("tensors")
-        changed = dist.differences(code_digests(), numbers["code"])
+        changed = dist.differences(args.code, numbers["code"])
         if changed:
             log.say(f"warning: the code has changed since the checkpoint: {changed}")
     numbers = world.all_gather_object(numbers)[0]    # all take those of rank 0

@@ -1,6 +1,7 @@
 """Checkpoints of train.py: which one a run takes up, and what it may overwrite; --init; the folder
 that a run leaves. That a killed run ends with the same bits: course/test_graders.py."""
 import io
+import itertools
 import os
 import re
 import resource
@@ -132,6 +133,14 @@ def test_all_flags_but_these_make_another_run():
     args = args_of()
     settings = train.run_settings(args, {"sha256": "0" * 64})
     assert vars(args).keys() - settings.keys() == MAY_CHANGE | {"phases"}
+
+
+def test_a_checkpoint_has_the_code_that_its_run_began_with(train_here, tmp_path, monkeypatch):
+    versions = itertools.count(1)
+    monkeypatch.setattr(train, "code_digests", lambda: {"train.py": str(next(versions))})
+    train_here(tmp_path, "--steps", 2, 0)
+    found = last_state(tmp_path)["code"]["train.py"]
+    assert found == "1", f"a file that is edited during a run is taken for its code: {found}"
 
 
 def test_another_run_in_the_same_folder_is_refused(
