@@ -117,15 +117,11 @@ class Shard(NamedTuple):
     documents: np.ndarray   # where each document begins in `tokens`, and where the last one ends
 
 
-@functools.cache
 def open_shard(path):
-    """Returns the Shard of the files PATH.tokens and PATH.documents, which are opened once."""
-    try:
-        tokens = np.memmap(f"{path}.tokens", np.uint16, "r")
-        documents = np.memmap(f"{path}.documents", np.int64, "r")
-    except OSError as error:
-        raise DataError(f"{path} cannot be mapped into memory ({error}); copy the folder to "
-                        "another disk")
+    """Returns the Shard of the files PATH.tokens and PATH.documents."""
+    # "c" is for reading, too. Some network disks refuse "r" (FUSE).
+    tokens = np.memmap(f"{path}.tokens", np.uint16, "c")
+    documents = np.memmap(f"{path}.documents", np.int64, "c")
     # As plain arrays of the same memory, since an np.memmap takes longer to index.
     return Shard(np.asarray(tokens), np.asarray(documents))
 
@@ -217,6 +213,8 @@ class PretrainingData:
         names = names[:1] if held_out else names[1:]
         self.folder = Path(folder)
         self.paths = [f"{folder}/{name}" for name in names]
+        # Shard s, which is opened when it is first needed.
+        self.shard = functools.cache(lambda s: open_shard(self.paths[s]))
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
         self.pairs = pairs
@@ -234,10 +232,6 @@ class PretrainingData:
         keys = np.random.SeedSequence((seed, phase)).generate_state(5, np.uint64)
         walk_key, self.pair_key, self.mask_key, self.fate_key, self.token_key = keys
         self.walk_start = float(uniform([0], walk_key)[0])
-
-    def shard(self, s):
-        """Returns Shard s, which is opened when it is first needed."""
-        return open_shard(self.paths[s])
 
     def text(self, shard, place, length, cut_draw):
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
@@ -456,18 +450,17 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         documents = checksum = 0
         for block in blocks(corpus):
             documents += len(block)
-            checksum += checksum_of(block)
+            checksum += checksum_of(block)           # all blocks come again, so a sum will do
         if not documents:
             raise DataError("there is no text in the corpus")
         if not tokenizer:
             tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents, checksum)
-        manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+        manifest["files"] = {name: sha256_of(folder / name) for name in file_names(shards)}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        open_shard.cache_clear()         # another folder may have had this name
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -494,7 +487,7 @@ def blocks(corpus, total=None):
 
 
 def checksum_of(block):
-    """Returns a number that is another one, nearly always, when a document of the list is."""
+    """Returns a checksum of a list of documents."""
     return zlib.crc32("\n".join(block).encode())
 
 
@@ -557,9 +550,11 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     # few documents chance could take more, so they are counted below.)
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of the texts that are held out
+    threads = min(usable_cores(), 16)           # more have little to do, and may not be allowed
+    found = 0                                   # the checksum of now
     for block in blocks(corpus, documents):
-        checksum -= checksum_of(block)
-        encoded = tokenizer.encode(block, num_threads=usable_cores())
+        found += checksum_of(block)
+        encoded = tokenizer.encode(block, num_threads=threads)
         for document, tokens in zip(block, encoded):
             crc = zlib.crc32(document.strip().encode())
             if len(tokens) < 2 or crc in held_out:
@@ -575,7 +570,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
             token_files[shard].write(tokens)
             document_files[shard].write(ends[shard])
 
-    if checksum:
+    if found != checksum:
         raise DataError("the text has changed while it was read; wait until it is whole")
     unigrams.tofile(folder / "unigrams")
     # A number has 8 bytes; the first one, 0, ends no document.
@@ -626,7 +621,7 @@ class TextFiles:
         for path in map(Path, paths):
             if path.is_dir():
                 found = []
-                for folder, folders, names in os.walk(path, onerror=refuse):
+                for folder, folders, names in os.walk(path, onerror=raise_error):
                     folders[:] = [name for name in folders if name[0] != "."]   # to go on with
                     found += [Path(folder, name) for name in names if name[0] != "."]
                 self.files += filter(Path.is_file, sorted(found))
@@ -641,8 +636,8 @@ class TextFiles:
             yield from documents_in(path)
 
 
-def refuse(error):
-    """Raises an error: without this os.walk leaves out what it cannot read."""
+def raise_error(error):
+    """Raises an error. (os.walk, if left alone, passes over folders that it cannot read.)"""
     raise error
 
 
@@ -660,14 +655,15 @@ def documents_in(path):
             file.seek(0)
             if MARKUP.match(beginning):
                 raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
-            if not beginning and path.suffix in OPENERS:
-                raise ValueError("nothing is in it")
+            if path.suffix in OPENERS and not path.stat().st_size:
+                raise ValueError("it has 0 bytes")
             # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": an
             # error below.
             is_json = re.match(r'{|\[\s*([{"]|$)', beginning)
             # A text may be a single line, so it is read in parts, of a few MB at most.
             limit = -1 if is_json else 1 << 21
-            for number, line in enumerate(iter(lambda: file.readline(limit), ""), 1):
+            for line in iter(lambda: file.readline(limit), ""):
+                ended = line.endswith("\n")
                 if not line.isascii():
                     line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
                 if "\0\0" in line:
@@ -685,6 +681,7 @@ def documents_in(path):
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""
+                number += ended
         # gzip, bz2, lzma, JSON and UTF-8 have errors of their own.
         except Exception as error:
             raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
@@ -745,6 +742,14 @@ def shard_names(shards):
     return ["heldout"] + [f"train-{s:05d}" for s in range(shards)]
 
 
+def file_names(shards):
+    """Returns the names of the files of a folder of so many shards, but for manifest.json."""
+    names = ["tokenizer.model", "unigrams"]
+    for name in shard_names(shards):
+        names += [f"{name}.tokens", f"{name}.documents"]
+    return names
+
+
 def verify(folder, rank=0, size=1):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
     DataError or OSError that names the first file that is damaged or missing."""
@@ -754,25 +759,22 @@ def verify(folder, rank=0, size=1):
     # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
     elsewhere = set(names) - set(names[rank % stride::stride])
-    expected = ["tokenizer.model", "unigrams"]
-    for name in "heldout", *names:
-        expected += [f"{name}.tokens", f"{name}.documents"]
-    for name in expected:
+    for name in file_names(manifest["shards"]):
         path = Path(folder, name)
         if path.stem in elsewhere:
             continue
         # A pipe or a device in its place could be read for ever.
-        if not path.is_file() or sha256_of(path) != manifest["files"][name]:
+        if not path.is_file() or sha256_of(path) != manifest["files"].get(name):
             raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
                             f"{rank} of {size} reads it; copy it again, or prepare a new folder")
     return manifest
 
 
-def full_examples(folder, seq_len):
-    """Returns the part of the examples of seq_len tokens that are as long, about; the others are of
-    shorter documents. It is the part of the first shard's text that is in documents so long."""
-    sizes = np.diff(open_shard(f"{folder}/{shard_names(1)[1]}").documents)
-    return sizes[sizes >= seq_len].sum() / sizes.sum()
+def part_long_enough(folder, seq_len):
+    """Returns the part of the text that is in documents which fill examples of seq_len tokens. (Of
+    the text of the first training shard, a random one.)"""
+    sizes = np.diff(open_shard(f"{folder}/train-00000").documents)
+    return sizes[sizes >= seq_len - 3].sum() / sizes.sum()       # [CLS] and two [SEP]
 
 
 def sha256_of(path):
@@ -796,7 +798,8 @@ def machine_documentation():
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts
-            if {"site-packages", "test", "tests"}.isdisjoint(folders):
+            # An editor can have left a link to nowhere.
+            if file.is_file() and {"site-packages", "test", "tests"}.isdisjoint(folders):
                 source = file.read_text("utf-8", "ignore")
                 texts += re.findall(r'"""(.*?)"""', source, re.DOTALL)
 
@@ -829,21 +832,22 @@ def english_sentences(text):
 # ----- The program -----
 
 def describe(folder):
-    """Returns a report on prepared shards: what is there, how three documents begin, and a line
-    for each thing that may be wrong."""
+    """Returns a report on prepared shards: what is there, how some documents begin, and a line for
+    each thing that may be wrong."""
     manifest = load_manifest(folder)
     unknown = manifest["unknown"]
     mean = manifest["tokens"] / manifest["documents"]
-    full = full_examples(folder, 128)
+    long_enough = part_long_enough(folder, 128)
+    held_out = manifest["held_out"]
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
-              f"{manifest['shards']} shards, {manifest['held_out']:,} different documents held out"
-              f"\n{full:.0%} of the examples of 128 tokens will be full, of 512 tokens "
-              f"{full_examples(folder, 512):.0%} (the others' documents are shorter)\n"
-              "So three documents begin:")
+              f"{manifest['shards']} shards, {held_out:,} different documents held out\n"
+              f"{long_enough:.0%} of the text is in documents of 128 tokens or more, "
+              f"{part_long_enough(folder, 512):.0%} in those of 512\n"
+              "documents begin so:")
     tokens, documents = open_shard(f"{folder}/heldout")
     tokenizer = load_tokenizer(f"{folder}/tokenizer.model")
-    for number in range(0, manifest["held_out"], math.ceil(manifest["held_out"] / 3)):
+    for number in sorted({0, held_out // 3, 2 * held_out // 3}):
         begin, end = documents[number:number + 2]
         report += f"\n    {tokenizer.decode(tokens[begin:min(begin + 20, end)].tolist())}"
     if unknown > 0.005:
@@ -852,7 +856,7 @@ def describe(folder):
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
-    if full < 0.25:
+    if long_enough < 0.25:
         report += ("\nwarning: documents are short; if blank lines part sentences or paragraphs, "
                    "remove those within a document")
     return report
@@ -860,12 +864,18 @@ def describe(folder):
 
 def say(text):
     """Prints text. A closed terminal, a full disk behind it or one without UTF-8 ends nothing."""
-    if sys.stdout:
-        encoding = sys.stdout.encoding or "ascii"
-        try:
-            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        except (OSError, ValueError):
-            sys.stdout = None                # at Python's end it would be tried again
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def end_terminal():
+    """To be called last: what the terminal does not take is dropped. (Python's own end would try
+    once more, and fail.)"""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        sys.stdout = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -873,7 +883,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         # The ranks of a node have the same command line.
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if (os.environ.get("LOCAL_RANK") or "0") != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -917,9 +927,10 @@ def main():
     try:
         prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards, args.cased,
                 args.tokenizer)
-        say(f"{describe(args.out)}\n{args.out} is ready")
     except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
+    say(f"{describe(args.out)}\n{args.out} is ready")
+    end_terminal()
 
 
 if __name__ == "__main__":

@@ -29,10 +29,13 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import zipfile
 from pathlib import Path
+
+STARTED = time.monotonic()      # the clock of --hours: before the imports below, which take seconds
 
 # The threads of a CPU wait for each other by spinning: while one of them waits for its core, which
 # another program has, the others would use up theirs. So many turns, and then they sleep. And no
@@ -49,15 +52,12 @@ import dist
 import optim
 
 
-# The clock of --hours begins with the process, so before the imports above. What they have taken is
-# about the time that this process has computed until now (a notebook has computed more).
-STARTED = time.monotonic() - min(time.process_time(), 10.0)
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
 LOG_SECONDS = 10             # between two lines on the terminal, at least
+FIRST_SECONDS = 60           # the first one of a start is saved after this time
 LOCK_SECONDS = 120           # how long a run waits for another one in its folder
-PAUSE_SECONDS = 600          # a step of more is a pause, see `Clock`
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
@@ -293,10 +293,6 @@ class Log:
         self.file = open(folder / "metrics.jsonl", "a")      # the lock lasts while it is open
         self.begun_before = self.file.tell() > 0
         self.lock(folder)
-        # Some disks keep a lock on one node only. So the run writes a number, and another one that
-        # begins in this folder writes its own: see `check_folders`.
-        self.number = os.urandom(8).hex()
-        (folder / "run").write_text(self.number)
 
     def lock(self, folder):
         """Locks the folder for this process alone. Waits a while if another one has it: a run that
@@ -315,6 +311,13 @@ class Log:
                 return
         raise ConfigError(f"another run writes to {folder}; wait until it ends, or take another "
                           "--out")
+
+    def claim(self, folder):
+        """Writes the number of this run into its folder, where `save` looks for it: some disks keep
+        a lock on one node only, and a folder can be removed and begun anew."""
+        self.number = os.urandom(8).hex()
+        with contextlib.suppress(OSError):               # a full disk
+            (folder / "run").write_text(self.number)
 
     def say(self, text):
         """Prints a line."""
@@ -347,6 +350,7 @@ def log_start(args, world, log, state):
     """Says what is about to run, and writes it to metrics.jsonl."""
     if not log.active:
         return
+    log.claim(args.out)
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     log.metric("run", command=sys.argv, flags=args.settings, code=args.code,
@@ -364,9 +368,9 @@ def log_start(args, world, log, state):
             f"{args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
-        full = data.full_examples(args.data, phase.seq_len)
+        part = data.part_long_enough(args.data, phase.seq_len)
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
-                f"tokens ({full:.0%} so long) a step, lr {phase.lr:g}")
+                f"tokens ({part:.0%} of the text is long enough) a step, lr {phase.lr:g}")
     unlike = bert.unlike_huggingface(state.model)
     if unlike:
         log.say(f"Hugging Face's BERT differs in {', '.join(unlike)}: only bert.py will load the "
@@ -484,16 +488,6 @@ def numbers_of(state):
     return numbers
 
 
-def check_folders(args, world, log):
-    """Raises ConfigError if another run has begun in args.out, or if the shards in args.data are
-    others than at the start."""
-    with contextlib.suppress(OSError):               # of a disk that is away `save` will tell
-        if world.rank == 0 and (args.out / "run").read_text() != log.number:
-            raise ConfigError(f"another run has begun in {args.out}; start with another --out")
-    if data.load_manifest(args.data)["sha256"][:16] != args.settings["shards"]:
-        raise ConfigError(f"the shards in {args.data} are others than at the start")
-
-
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
     dist.DistError if their weights are not the same bits. Collective."""
@@ -517,12 +511,12 @@ def checkpoints_in(folder):
 
 def save(args, world, log, state):
     """Saves all that the next step depends on, in a file that is whole or not there; removes all
-    others but the one before. Collective; raises what check_folders and check_weights raise.
+    others but the one before. Collective; raises what check_weights raises, and ConfigError if
+    another run has begun in the folder, or if even the first checkpoint cannot be saved.
 
     What int8 and onebit have not sent yet is dropped: so the run that goes on is the run that
     resumes. A full disk is a warning: the older checkpoints are whole.
     """
-    check_folders(args, world, log)
     check_weights(world, state)
     state.reducer.forget()
     if world.rank > 0:
@@ -533,18 +527,18 @@ def save(args, world, log, state):
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     try:
+        if (args.out / "run").read_text() not in (log.number, ""):
+            raise ConfigError(f"another run has begun in {args.out}; start with another --out")
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
-            try:
-                os.fsync(file.fileno())          # returns when it is on the disk
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a network disk that knows no fsync
-                    raise
+            os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{step:08d}.pt")
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if not checkpoints_in(args.out):             # the first one: so it is not the last hour
+            raise ConfigError(f"no checkpoint can be saved in {args.out}: {error!r:.100}")
         log.say(f"warning: no checkpoint of step {step}: {error!r:.100} (is the disk full?); "
                 "older ones stay")
         return
@@ -785,6 +779,8 @@ def evaluate(args, world, log, state):
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
+    if data.load_manifest(args.data)["sha256"][:16] != args.settings["shards"]:
+        raise ConfigError(f"the shards in {args.data} are others than at the start")
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
@@ -823,25 +819,25 @@ def evaluate(args, world, log, state):
 # ----- Training -----
 
 class Clock:
-    """The seconds that a run has taken, in all its starts. `--hours` counts by it."""
+    """Counts the seconds of a run, in all its starts, but not those in which the whole process was
+    suspended. `--hours` goes by it."""
 
     def __init__(self, seconds):
-        self.seconds = seconds               # of earlier starts
-        self.read_at = STARTED
-        self.longest = 0.0                   # step until now, seconds
-        self.pause = math.inf                # a step of more is a pause: the first one is none
+        self.start = STARTED - seconds       # of earlier starts
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self):
+        """In a thread: a second that has taken more than a minute was a pause."""
+        while True:
+            before = time.monotonic()
+            time.sleep(1)
+            passed = time.monotonic() - before
+            if passed > 60:
+                self.start += passed
 
     def read(self):
-        """Returns the seconds, to be called once a step. A step of far longer than all before it
-        is a pause (the job was suspended), which does not count."""
-        now = time.monotonic()
-        step = now - self.read_at
-        self.read_at = now
-        if step < self.pause:
-            self.seconds += step
-            self.longest = max(self.longest, step)
-            self.pause = max(PAUSE_SECONDS, 10 * self.longest)
-        return self.seconds
+        """Returns the seconds until now."""
+        return time.monotonic() - self.start
 
 
 def training_loop(args, world, log, state, signals):
@@ -849,7 +845,7 @@ def training_loop(args, world, log, state, signals):
     says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
     counters = state.counters
     clock = Clock(counters.seconds)                  # a resumed run has its seconds already
-    saved_at = counters.seconds
+    saved_at = counters.seconds + FIRST_SECONDS - SAVE_SECONDS
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
@@ -904,14 +900,15 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
+        tokens = 0
+        for batch in micro_batches:
+            tokens += int(batch.lengths[:-1].sum())
+            counters.longest = max(counters.longest, int(batch.lengths[-2]))    # its last example
         total = world.sum(**sums, tokens=tokens, seconds=clock.read(), signals=len(signals),
                           orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
-        counters.longest = max(counters.longest, *(int(batch.lengths[:-1].max())
-                                                   for batch in micro_batches))
         figures = step_figures(args, state, counts, total, began)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
@@ -920,7 +917,7 @@ def training_loop(args, world, log, state, signals):
             stop = reason_to_stop(counters.step, total)
         phase_ends = phase_index != counters.phase   # also where the run ends
         half_hour = counters.seconds - saved_at > SAVE_SECONDS
-        # The first step is saved, too: so a full disk is known at once.
+        # After the first step, too: so a full disk, or memory that is too small, is known at once.
         due = counters.step == 1 or counters.step % args.save_every == 0
         if phase_ends or stop or half_hour or due:
             save(args, world, log, state)
@@ -937,7 +934,7 @@ def training_loop(args, world, log, state, signals):
 def keep_freed_memory():
     """Lets the C library keep what torch frees on a CPU, for the next tensors: to ask Linux for new
     memory, page by page, takes a tenth of a small model's step."""
-    if sys.platform == "linux":
+    with contextlib.suppress(AttributeError):        # macOS has no mallopt
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)                          # M_MMAP_MAX: no block is mapped by itself
         libc.mallopt(-1, 2 ** 31 - 1)                # M_TRIM_THRESHOLD: the heap does not shrink
@@ -975,11 +972,12 @@ def train(args, world):
         # NSP head, where they are not trained, have no masters and stay rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
-        segments = dict(state.model.named_parameters()).get("embeddings.segments.weight")
-        if args.pairs == "none" and not args.init and segments is not None:
-            segments.data[1] = segments.data[0]      # no text had a B: it was never trained
+        segments = getattr(state.model.embeddings, "segments", None)
+        if segments and args.pairs == "none" and not args.init:
+            # No text had a segment B, so this was never trained.
+            segments.weight.data[1] = segments.weight.data[0]
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
-                              state.counters.longest)
+                              state.counters.longest or args.phases[0].seq_len)
         if not stop:
             report(args, log, state)
     # `stop` is an error, and when a rank ends by one torchrun kills the others. So all wait here
@@ -1009,8 +1007,8 @@ def main():
     try:
         world = dist.init(args.timeout)
         train(args, world)
-        if world.size > 1:
-            os._exit(0)          # Python's own end would abort while torch's groups are open
+        data.end_terminal()
+        dist.end(0)
     except (Exception, KeyboardInterrupt) as error:
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""

@@ -373,7 +373,8 @@ REFUSED = {
     "paper.nxml": (b"\n<article xmlns='x'>\n", "line 1: .*XML"),
     "list.mbox": (b"From ann@x.org Thu Jan  1 00:00:00 2020\nSubject: One\n", "line 1: .*mail"),
     "one.eml": (b"Received: from x.org\nSubject: One\n", "line 1: .*mail"),
-    "empty.txt.gz": (b"", "line 1: .*nothing is in it"),
+    "empty.txt.gz": (b"", "line 1: .*0 bytes"),
+    "long.txt": (b"One.\n" + b"word " * 10**6 + b"\nCaf\xe9.\n", "line 3: UnicodeDecodeError"),
     "dump.xml": (b'\xef\xbb\xbf  <mediawiki xmlns="x">\n', "line 1: .*--json")}
 
 
@@ -444,6 +445,18 @@ def test_a_text_that_changes_while_it_is_read_is_refused(documents, tmp_path, la
     assert not (tmp_path / "out").exists(), "shards of a text that changed stay"
 
 
+def test_files_that_a_desktop_adds_are_no_part_of_the_shards(documents, shards, tmp_path):
+    class Touched(list):
+        def __iter__(self):
+            (tmp_path / "out" / "@eaDir").mkdir(exist_ok=True)
+            (tmp_path / "out" / ".DS_Store").write_text("x")
+            return super().__iter__()
+
+    data.prepare(Touched(documents), tmp_path / "out", tokenizer=shards / "tokenizer.model")
+    (tmp_path / "out" / ".DS_Store").write_text("y")
+    data.verify(tmp_path / "out")
+
+
 ODD = {
     "One.\rTwo.\r\rThree.\r\n": ["One.\nTwo.", "Three."],
     "[1] A t\0ext.\n": ["[1] A text."],
@@ -497,7 +510,7 @@ def test_odd_documents_are_said(warning, documents, tmp_path, program, shards):
         assert (other in said) == (other == warning), f"{other!r} is, or is not, in {said}"
 
 
-def test_a_report_says_how_many_examples_are_full(documents, tmp_path, program, shards):
+def test_a_report_says_how_much_text_is_long_enough(documents, tmp_path, program, shards):
     """Half of the tokens are in documents of 200 tokens, half in those of 20."""
     encode = data.load_tokenizer(shards / "tokenizer.model").encode
     words = sorted({word for text in documents for word in text.split()}, key=len)
@@ -511,7 +524,7 @@ def test_a_report_says_how_many_examples_are_full(documents, tmp_path, program, 
     (tmp_path / "a.txt").write_text("\n\n".join(texts))
     said = program("a.txt", "--out", "out", "--shards", 1, "--tokenizer",
                    shards / "tokenizer.model")
-    full, none = re.search(r"(\d+)% of the examples of 128 .* 512 tokens (\d+)%", said).groups()
+    full, none = re.search(r"\n(\d+)% of the text is .* 128 .* (\d+)% in", said).groups()
     assert 40 < int(full) < 60 and none == "0", said
     begins = re.findall(r"\n    (.+)", said)
     assert len(begins) == 3 and all(begin.strip() in "\n".join(texts).lower() for begin in begins)
@@ -706,6 +719,11 @@ def test_a_pipe_in_place_of_a_file_is_refused(shards, tmp_path):
     path.unlink()
     os.mkfifo(path)                                          # to read it would take for ever
     with pytest.raises(data.DataError, match="unigrams is missing"):
+        data.verify(tmp_path / "copy")
+    manifest = data.load_manifest(shards) | {"files": {}}          # one that checks nothing
+    manifest["sha256"] = data.manifest_digest(manifest)
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(data.DataError, match="tokenizer.model is missing or damaged"):
         data.verify(tmp_path / "copy")
 
 

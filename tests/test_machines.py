@@ -2,6 +2,9 @@
 import errno
 import fcntl
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -9,12 +12,11 @@ import pytest
 import torch
 
 import data
-import dist
 import train
 from tests.conftest import ROOT
 from tests.local_ranks import LocalWorld, on_threads
 from tests.ranks import run_script
-from tests.training import LITTLE, column, fake_clock, last_state, metrics, steps_kept
+from tests.training import LITTLE, column, steps_kept
 
 # ----- The folder of a run -----
 
@@ -50,6 +52,24 @@ def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path,
     assert steps_kept(tmp_path) == [1], "it has saved among the other's checkpoints"
 
 
+def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
+        train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)    # as if of another node
+    step = train.Log.step
+
+    def another_is_refused(log, figures):
+        step(log, figures)
+        if figures["step"] == 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(train.Log, "step", step)
+                with pytest.raises(train.ConfigError, match=r"is of another run: seed 0 \(not 1"):
+                    train_here(tmp_path, *LITTLE, "--seed", 1)
+
+    monkeypatch.setattr(train.Log, "step", another_is_refused)
+    train_here(tmp_path, *LITTLE)
+    assert steps_kept(tmp_path)[-1] == 6
+
+
 def test_a_run_whose_shards_are_replaced_stops(
         documents, shards, train_here, tmp_path, monkeypatch):
     folder = tmp_path / "shards"
@@ -66,7 +86,8 @@ def test_a_run_whose_shards_are_replaced_stops(
     monkeypatch.setattr(train.Log, "step", replace)
     with pytest.raises(train.ConfigError, match="are others than at the start"):
         train_here(tmp_path / "out", *LITTLE, "--data", folder)
-    assert steps_kept(tmp_path / "out") == [1]
+    # The old shards are open still: what was learned until now is of them.
+    assert steps_kept(tmp_path / "out") == [1, 4], "what was right is lost"
 
 
 def test_the_first_step_is_saved_and_what_was_not_is_said(train_here, tmp_path, capsys):
@@ -76,13 +97,17 @@ def test_the_first_step_is_saved_and_what_was_not_is_said(train_here, tmp_path, 
     assert steps_kept(tmp_path) == [1, 2]
 
 
-def test_a_disk_without_fsync_keeps_checkpoints(train_here, tmp_path, monkeypatch):
-    def no_fsync(number):
-        raise OSError(errno.EINVAL, "Invalid argument")
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_cannot_keep_a_checkpoint_is_known_at_once(
+        train_here, tmp_path, monkeypatch, call):
+    """Some network disks know no fsync, some no rename."""
+    def refuse(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(os, "fsync", no_fsync)
-    train_here(tmp_path, *LITTLE)
-    assert steps_kept(tmp_path)[-1] == 6
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(train.ConfigError, match=f"no checkpoint can be saved in {tmp_path}"):
+        train_here(tmp_path, *LITTLE)
+    assert column(tmp_path, "step") == [1], "it has trained on without a checkpoint"
 
 
 def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
@@ -92,15 +117,28 @@ def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
 
 # ----- The clock -----
 
-def test_a_suspended_job_does_not_lose_its_time(train_here, monkeypatch, tmp_path):
-    def seconds(step, rank):
-        return 36000.0 if step == 4 else 80.0        # longer than the whole training
+def test_a_suspended_job_does_not_lose_its_time(monkeypatch):
+    """A clock whose seconds pass as they do, but for a pause of ten hours in the third one."""
+    class Time:
+        now = 100.0
+        left = [1, 1.5, 36000, 20, 1]
 
-    fake_clock(dist.World(), seconds, monkeypatch.setattr)
-    train_here(tmp_path, *"--hours 1 --batch 4 --precision fp32 --save-every 20".split())
-    found = column(tmp_path, "seconds")
-    assert found[3] == found[4] == 320, "the pause has counted"
-    assert found[-1] >= 3564 and metrics(tmp_path)[-1]["phase"] == 2
+        def monotonic(self):
+            return self.now
+
+        def sleep(self, seconds):
+            if not self.left:
+                raise SystemExit                         # ends the thread
+            self.now += self.left.pop(0)
+
+    monkeypatch.setattr(train, "time", Time())
+    monkeypatch.setattr(train, "STARTED", 90.0)
+    clock = train.Clock.__new__(train.Clock)
+    clock.start = 90.0 - 50.0
+    train.time.left = [1, 1.5, 36000, 20, 1]
+    with pytest.raises(SystemExit):
+        clock.watch()
+    assert clock.read() == pytest.approx(train.time.now - 40.0 - 36000.0), "the pause has counted"
 
 
 # ----- Cores -----
@@ -125,6 +163,33 @@ def test_threads_do_not_spin_for_long_and_are_not_bound():
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
                               text=True, env=environment)
         assert done.stdout.strip() == expected, done
+
+
+def test_a_run_takes_the_threads_that_it_may_use(shards, tmp_path):
+    code = "import data, train, sys; data.usable_cores = lambda: 3; sys.argv[0] = 'x'; train.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--data", shards, "--out", tmp_path, "--steps", "0"], cwd=ROOT,
+        capture_output=True, text=True)
+    assert "each with 3 CPU threads" in done.stdout, done
+
+
+def test_a_shard_that_is_cut_while_it_is_read_says_where(shards, tmp_path):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    code = """
+import os, data, train
+batch = data.PretrainingData.batch
+def cut_and_read(self, indices):
+    for number, path in enumerate(self.paths):
+        self.shard(number)                                   # opens it
+        os.truncate(f"{path}.tokens", 0)
+    return batch(self, indices)
+data.PretrainingData.batch = cut_and_read
+train.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "--data", folder, "--out", tmp_path / "out"],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "data.py" in done.stderr, done.stderr
 
 
 # ----- Two nodes -----
@@ -166,8 +231,18 @@ def test_a_terminal_that_closes_or_has_no_utf_8_ends_nothing(documents, shards, 
     assert plain.stdout.endswith("\n\\xfc is ready\n") and not plain.stderr, plain
 
 
-def test_a_notebook_that_has_computed_begins_the_clock_now():
-    code = "import time; time.process_time = lambda: 9999.0; import train; " \
-           "print(time.monotonic() - train.STARTED)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert float(done.stdout) < 60, done.stderr
+def test_a_profiler_and_a_notebook_live_on(shards, tmp_path):
+    """train.py ends there as any program, well and with a wrong flag."""
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+for folder in {str(shards)!r}, "nowhere":
+    sys.argv = ["train.py", "--data", folder, "--out", "out", *"--steps 1 0 --batch 4".split()]
+    try:
+        runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+    except SystemExit as end:
+        print("ended with", end.code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert re.findall("ended with (.*)", done.stdout) == ["0", "1"], done

@@ -33,7 +33,8 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     first, again = [run_script(*argv, cwd=tmp_path) for _ in range(2)]         # the same command
     assert (first.returncode, first.stderr, again.returncode) == (0, "", 0)
     for pattern in [
-            r"phase 1: 1 steps, 8 examples of 64 tokens \(\d+% so long\) a step, lr 0.008",
+            r"phase 1: 1 steps, 8 examples of 64 tokens \(\d+% of the text is long enough\) a "
+            "step, lr 0.008",
             r"step +1  held out, 1\d% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)  nsp",
             *(rf"\n{re.escape(sentence)}\n    (.*%){{3}}" for sentence in train.DEMO_SENTENCES),
             "Done after step 2; another --out starts over"]:

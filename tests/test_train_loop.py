@@ -300,7 +300,8 @@ def test_training_stops_at_the_floor_and_says_where(shards, tmp_path):
     outcome, = run(shards, tmp_path / "out", *SHORT, "--steps", 90, "--batch", 4, "--precision",
                    "fp32", sabotage=(spoil_loss, 0, range(9, 10000)), check=False)
     assert isinstance(outcome, optim.TrainingStopped), outcome
-    assert re.match(r"step 23: the gradients of 15 steps were not finite.*--lr-scale", str(outcome))
+    assert re.match(r"step 23: the gradients of 15 of 23 steps were not finite.*--lr-scale",
+                    str(outcome))
 
 
 def test_a_bad_step_now_and_then_is_forgiven(shards):
@@ -330,6 +331,7 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     args = args_of("--data", shards, "--micro-tokens", 200, "--mask-fraction", 0.6)
+    args.settings = train.run_settings(args, data.load_manifest(shards))
     torch.manual_seed(0)
     config = bert.BertConfig.preset("tiny", 320, dropout=0.1)
     model = bert.BertForPreTraining(config)

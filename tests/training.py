@@ -1,6 +1,7 @@
 """Short runs of train.py on a few ranks, for its tests and for those of the variants."""
 import dataclasses
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -153,7 +154,8 @@ def spoil(world, rank, part, value):
 
 def fake_clock(world, seconds_of_step, patch=setattr):
     """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now,
+                            sleep=lambda seconds: threading.Event().wait())
     finish = dist.Reducer.finish
     build = train.build
 
