@@ -890,13 +890,12 @@ class Parser(argparse.ArgumentParser):
 
 def number_in(kind, low, high=math.inf):
     """Returns a function for argparse's `type`: text -> a number, int or float, in [low, high)."""
-    def parse(text):
+    def number(text):                           # argparse's errors say "invalid number value"
         value = kind(text)
         if not low <= value < high:             # so that NaN is refused as well
             raise argparse.ArgumentTypeError(f"must be in [{low}, {high}), not {text}")
         return value
-    parse.__name__ = kind.__name__              # argparse's errors say "invalid int value"
-    return parse
+    return number
 
 
 def path_of(text):

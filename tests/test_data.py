@@ -392,7 +392,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
 
 @pytest.mark.parametrize("flags, message", [
     ("a.txt --shards 0", "argument --shards: must be in"),
-    ("a.txt --shards x", "argument --shards: invalid int"),
+    ("a.txt --shards x", "argument --shards: invalid number"),
     ("a.txt --vocab-size 15", "argument --vocab-size: must be in"),
     ("a.txt --vocab-size 65536", "argument --vocab-size: must be in"),
     ("a.txt --out=", "argument --out: the path is empty"),
