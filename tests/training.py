@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import bert
 import data
@@ -109,6 +110,21 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
         labels={"mlm": tokens[masked_rows], "nsp": generator.integers(0, 2, examples)},
         bounds=bounds,
         lengths=np.diff(bounds).astype(np.int64)).to(device)
+
+
+def padded(batch):
+    """Returns a Batch as the keyword arguments of transformers' model: each example padded to the
+    longest."""
+    labels = torch.full_like(batch.tokens, data.IGNORED)
+    kept = batch.labels["mlm"] != data.IGNORED
+    labels[batch.masked_rows[kept]] = batch.labels["mlm"][kept]
+
+    def rows(values, fill=0):
+        return pad_sequence(values.split(batch.lengths.tolist())[:-1], True, fill)
+
+    return {"input_ids": rows(batch.tokens), "token_type_ids": rows(batch.segments),
+            "attention_mask": rows(torch.ones_like(batch.tokens)),
+            "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.labels["nsp"]}
 
 
 def losses_of(logits, batch):
