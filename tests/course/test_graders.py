@@ -8,7 +8,11 @@ import math
 import os
 import resource
 import signal
+import sys
+import threading
 import time
+import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +25,7 @@ import data
 import dist
 import optim
 import train
-from tests.conftest import SEED
+from tests.conftest import ROOT, SEED
 from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
 from tests.training import (SHORT, assert_same, column, last_state, on_own_disk, random_batch, run,
@@ -34,6 +38,30 @@ from tests.variants.equations import powersgd_in_float64
 def seeded():
     """Whatever torch draws depends on SEED."""
     torch.manual_seed(SEED)
+
+
+SECONDS = float(os.environ.get("THRIFTBERT_SECONDS", 48))               # for a test
+TOO_SLOW = set()                             # tests of which a case took longer
+
+
+@pytest.fixture(autouse=True)
+def limited(request):
+    """Ends a test after SECONDS, and says where each thread stands; its other cases do not run."""
+    name = request.node.originalname
+    if name in TOO_SLOW:
+        pytest.fail("not tested, since another case took too long", pytrace=False)
+
+    def stop(*_):
+        TOO_SLOW.add(name)
+        lines = [f"{Path(at.filename).name}:{at.lineno} ({at.name})"
+                 for stack in map(traceback.extract_stack, sys._current_frames().values())
+                 for at in stack if at.filename.startswith(f"{ROOT}/") and at.name != "stop"]
+        pytest.fail(f"after {SECONDS:g} s it stands at {', '.join(lines)}", pytrace=False)
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def assert_near(ours, exact, what, tolerance=1e-6):
