@@ -1,4 +1,4 @@
-"""A course of twelve exercises: blank a part of thriftbert, write it anew, be told if it is right.
+"""A course of fifteen exercises: blank a part of thriftbert, write it anew, be told if it is right.
 
 For students, in the folder that they were given:
 
@@ -105,6 +105,18 @@ EXERCISES = {
     "resume": Exercise(
         "train.save train.restore",
         100, "all that the next step depends on, and a file that is whole or not there"),
+    "sharding": Exercise(
+        "tests/course/scale.scatter_mean tests/course/scale.ShardedAdamW.__init__ "
+        "tests/course/scale.ShardedAdamW.step",
+        60, "ZeRO-1: each rank keeps a part of the moments; the same weights, and no more bytes",
+        "tests/variants/zero1.step_and_share"),
+    "plan": Exercise(
+        "tests/tools/plan.wire_bytes tests/tools/plan.flops_per_example "
+        "tests/tools/plan.step_seconds",
+        60, "how long a step takes, from bytes, operations and latency, before you measure it"),
+    "profile": Exercise(
+        "tests/course/scale.operations tests/course/scale.starts",
+        45, "where a step's time goes, and what a faster part of it would change"),
 }
 TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term": [*EXERCISES]}
 
