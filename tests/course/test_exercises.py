@@ -122,6 +122,13 @@ def test_grade(tmp_path, monkeypatch):
         exercises.grade(folders, ["lamb"], 40, 1, file)
 
 
+@pytest.mark.parametrize("section", ["0. A first evening", "17. profile"])
+def test_the_handout_s_programs_run(section, capsys):
+    text = (ROOT / "tests/course/handout.md").read_text().partition(f"## {section}")[2]
+    exec("".join(re.findall("```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)), {})
+    assert capsys.readouterr().out.count(" ms ") >= 4
+
+
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
     """With tests that find all wrong."""
     red = exercises.no_marks("schedule", "red")
