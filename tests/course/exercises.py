@@ -35,6 +35,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -49,6 +50,14 @@ NOT_FOR_STUDENTS = (
 GRADERS = "tests/course/test_graders.py"
 LIMIT = 240                                           # seconds for the tests of an exercise
 BLANK = "raise NotImplementedError"
+MOST = 5                         # points while an idea is wrong that is worth more than 1: a slip
+# What code that only computes does not need, and code that looks at its tests does.
+UNUSUAL = """
+    __builtins__ __class__ __code__ __globals__ __import__ __subclasses__ _exit _getframe argv
+    atexit builtins compile conftest ctypes currentframe environ eval exec f_back gc getattr getenv
+    globals importlib inspect kill listdir locals mock monkeypatch open popen proc pytest report
+    request run_path SEED setattr settrace signal stack subprocess sys system test_graders tests
+    THRIFTBERT_SEED traceback unittest xml""".split()
 
 
 class CourseError(Exception):
@@ -172,15 +181,23 @@ def blank_in(folder, name):
 
 def additions(theirs, ours):
     """Returns the text of the imports and top-level functions that only one of two sources has."""
-    known = {getattr(node, "name", None) for node in parse(ours).body}
+    known = {getattr(node, "name", ast.unparse(node)) for node in parse(ours).body}
     added = ["", ""]
     for node in parse(theirs).body:
-        new_function = isinstance(node, ast.FunctionDef) and node.name not in known
         if getattr(node, "module", None) == "__future__":
             continue                             # it stands at the top of a file, or nowhere
-        if new_function or isinstance(node, (ast.Import, ast.ImportFrom)):
-            added.append(ast.unparse(node))
+        if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+            if getattr(node, "name", ast.unparse(node)) not in known:
+                added.append(ast.unparse(node))
     return "\n".join(added)
+
+
+def unusual(source):
+    """Returns how often a source has what a lecturer should look at, a Counter: imports inside of
+    functions, decorators, UNUSUAL words."""
+    text = ast.unparse(parse(source))            # without comments
+    lines = re.findall(r"^ +(?:import|from) .*|^ *@.*", text, re.MULTILINE)
+    return Counter(lines + [word for word in re.findall(r"\w+", text) if word in UNUSUAL])
 
 
 # ----- Tests, in a process of their own -----
@@ -203,10 +220,17 @@ def no_marks(name, wrong):
 
 
 def points_in(name, marks):
-    """Returns (the sum of the points, the first thing that is wrong, "" if nothing is)."""
-    ideas = zip(ideas_of(name), marks)
-    points = sum(points for (points, _, _), wrong in ideas if not wrong)
-    return points, next(filter(None, marks), "")
+    """Returns (the points, the first thing that is wrong, "" if nothing is). The points are the sum
+    of those of the ideas; but at most MOST while more than a slip is wrong, since what is right in
+    parts does not train."""
+    points = 0
+    most = 10
+    for (worth, _, _), wrong in zip(ideas_of(name), marks):
+        if not wrong:
+            points += worth
+        elif worth > 1:
+            most = MOST
+    return min(points, most), next(filter(None, marks), "")
 
 
 def run_tests(folder, name, limit, *flags, seed=0):
@@ -258,6 +282,9 @@ def read_report(path):
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 line = child.get("message", "").strip().partition("\n")[0]
+                # Where an error is from: the innermost lines of the program
+                places = re.findall(r"^(?:tests/variants/)?\w+\.py:\d+", child.text, re.MULTILINE)
+                line = " at ".join([line, *places[-2:]])
                 found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
     return found
 
@@ -356,22 +383,37 @@ def try_out(name, changed, limit, *flags, seed=0):
         return run_tests(copy, name, limit, *flags, seed=seed)
 
 
+def taken(name, folder):
+    """Returns what is taken of a submission, in our files, {Path: text}: the exercise's functions,
+    imports, and new functions at the top level; all else, the tests too, is ours."""
+    changed = {}
+    for path, function in functions_of(name):
+        theirs = load(folder, path)
+        ours = load(ROOT, path)
+        text = changed.get(path) or ours + additions(theirs, ours)
+        changed[path] = with_function(text, function, text_of(theirs, function))
+    return changed
+
+
 def grade_one(name, folder, limit, seed):
-    """Returns the marks of a submission. Of it are taken the exercise's functions, imports, and new
-    functions at the top level; all else, the tests too, is ours."""
+    """Returns the marks of a submission."""
     try:
         empty = blank_in(folder, name)
         if len(empty) == len(functions_of(name)):
             return no_marks(name, f"blank: {', '.join(empty)}")
-        changed = {}
-        for path, function in functions_of(name):
-            theirs = load(folder, path)
-            ours = load(ROOT, path)
-            text = changed.get(path) or ours + additions(theirs, ours)
-            changed[path] = with_function(text, function, text_of(theirs, function))
-        return try_out(name, changed, limit, seed=seed)
+        return try_out(name, taken(name, folder), limit, seed=seed)
     except (CourseError, SyntaxError) as error:
         return no_marks(name, str(error))
+
+
+def look_at(name, folder):
+    """Returns what a lecturer should look at in a submission, as text, "" if nothing stands out.
+    Who wants to hide can: this finds what is done openly."""
+    found = Counter()
+    with contextlib.suppress(CourseError, SyntaxError):    # `grade_one` says what is wrong
+        for path, text in taken(name, folder).items():
+            found += unusual(text) - unusual(load(ROOT, path))
+    return ", ".join(found)
 
 
 def grade(folders, names, limit, seed, file):
@@ -392,6 +434,9 @@ def grade(folders, names, limit, seed, file):
             row.append(points)
             if wrong:
                 all_wrong.append(f"{name}: {wrong}")
+            words = look_at(name, folder)
+            if words:
+                all_wrong.append(f"{name}: look at it yourself: {words}")
         print(f"{sum(row):>5}", *all_wrong, sep="\n    ")
         rows.append([folder, *row, sum(row), "; ".join(all_wrong)])
     if file:
