@@ -82,7 +82,8 @@ def _begin(environment, stdout, stderr):
 def _main(function, arguments, rank, store, timeout, environment, path):
     _begin(environment, f"{path}.said", f"{path}.said")
     sys.stdout = sys.stderr = open(f"{path}.said", "a", buffering=1)
-    faulthandler.register(signal.SIGURG, sys.stderr)        # prints where its threads stand
+    faulthandler.enable(sys.stderr)                # prints where its threads stand at a crash
+    faulthandler.register(signal.SIGURG, sys.stderr)           # and when it is asked
     torch.set_num_threads(1)
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
@@ -152,7 +153,7 @@ def end_hanging(ranks, timeout):
 
 def where(said):
     """Returns where a rank stands, by the stacks that it has printed last: of each thread the
-    innermost line of the program that is no collective, as text."""
+    innermost line of the program that is no collective, as text, "" if there is none."""
     *_, last = said.rpartition("Traceback (most recent call last)")
     stacks = [FRAME.findall(last)[::-1]]
     if "(most recent call first)" in last:
@@ -164,7 +165,7 @@ def where(said):
             if path.parent in (ROOT, ROOT / "tests/variants") and function not in COLLECTIVES:
                 places.append(f"{path.name} line {line} ({function})")
                 break
-    return " and ".join(places) or "elsewhere"
+    return " and ".join(places)
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,
@@ -206,7 +207,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
             if rank in hanging:
                 fate = f"hangs, as ranks {hanging} do,"
             said = Path(folder, f"{rank}.said").read_text(errors="replace")
-            places.append(f"rank {rank} in {where(said)}")
+            places.append(f"rank {rank}: {where(said) or fate}")
             LOG.info(text := f"rank {rank} {fate} and has printed:\n{said[-5000:]}")
             try:
                 moment, outcome = pickle.loads(Path(folder, str(rank)).read_bytes())
@@ -219,10 +220,10 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
             outcomes.append(outcome)
         if failures and (check or hanging):
             distance, _, error = min(failures, key=lambda failure: failure[:2])
-            if distance == 2 or distance == 1 and hanging:     # no rank has an error of its own
-                error = AssertionError("the ranks wait for each other (do all call the same "
-                                       f"collectives, in the same order?): {', '.join(places)}"
-                                       f"\n\n{error}")
+            if distance:                         # no rank has an error of its own
+                error = AssertionError(
+                    "the ranks wait for each other, or one has died (do all call the same "
+                    f"collectives, in the same order?): {', '.join(places)}\n\n{error}")
             raise error
         return outcomes
 

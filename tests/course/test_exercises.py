@@ -71,7 +71,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     right, wrong = together(lambda: run(folder, "check", "schedule"),
                             lambda: run(other, "check", "schedule"))
     status, said = wrong
-    assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
+    assert status == 1 and "\n   5 of 10  points\n" in said and ", not 1e-09\n" in said
     status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
@@ -81,7 +81,7 @@ SUBMISSIONS = {                # body of learning_rate: the first thing wrong
     "    import posix\n    posix._exit(0)\n": "the tests ended without a report",
     "    return (\n": "'(' was never closed (optim.py, line",
     "    return helper(done, phase)\n": "",
-    f"    {exercises.BLANK}\n": "NotImplementedError",
+    f"    {exercises.BLANK}\n": "NotImplementedError at optim.py:",
     "    while True:\n        pass\n": "time is up, after 4 s"}
 
 
@@ -107,9 +107,23 @@ def test_grade(tmp_path):
     for row, wrong in zip(rows, SUBMISSIONS.values(), strict=True):
         _, points, total, said = row.split(",", 3)
         # The other function, `progress`, is right: half of the points, if only this one is blank.
-        expected = {"": "10", "NotImplementedError": "5"}.get(wrong, "0")
+        expected = {"": "10", "NotImplementedError at optim.py:": "5"}.get(wrong, "0")
         assert points == total == expected, row
         assert said.strip('"').startswith(f"schedule: {wrong}" if wrong else ""), row
+        look = "look at it yourself: " in said
+        assert look == ("without a report" in wrong), "only what imports and exits is unusual"
+
+
+def test_a_slip_costs_a_point_and_all_else_half(monkeypatch):
+    ideas = [(4, "", ""), (5, "", ""), (1, "", "")]
+    monkeypatch.setattr(exercises, "ideas_of", lambda name: ideas)
+    assert exercises.points_in("", ["", "", "slip"]) == (9, "slip")
+    assert exercises.points_in("", ["wrong", "", ""]) == (exercises.MOST, "wrong")
+
+
+def test_what_is_unusual_is_told():
+    text = "def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
+    assert [*exercises.unusual(text)] == ["    import sys", "    @cached", "sys", "argv"]
 
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):

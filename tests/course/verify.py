@@ -46,10 +46,11 @@ def verify(names, limit, seed):
         for what, kind, changed in [
                 ("blanked", "wrong", blanked), ("solved", "right", texts), *solutions(name)]:
             began = time.monotonic()
-            marks = exercises.try_out(name, changed, limit, seed=seed)
+            marks = exercises.try_out(name, changed, limit, seed)
             points, wrong = exercises.points_in(name, marks)
             good = points in POINTS[kind]
             status |= not good
-            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {points:>2} of 10"
-                  f"  {name}, {kind}: {what}: {wrong or 'green'}", flush=True)
+            seconds = time.monotonic() - began
+            print(f"{'ok ' if good else 'BAD'} {seconds:>4.0f} s  {points:>2} of 10  {name}, "
+                  f"{kind}: {what}: {wrong or 'green'}", flush=True)
     return status
