@@ -71,7 +71,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     right, wrong = together(lambda: run(folder, "check", "schedule"),
                             lambda: run(other, "check", "schedule"))
     status, said = wrong
-    assert status == 1 and "\n   5 of 10  points\n" in said and ", not 1e-09\n" in said
+    assert status == 1 and "\n   5 of 10  points, the most" in said and ", not 1e-09\n" in said
     status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
@@ -122,8 +122,10 @@ def test_a_slip_costs_a_point_and_all_else_half(monkeypatch):
 
 
 def test_what_is_unusual_is_told():
-    text = "def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
-    assert [*exercises.unusual(text)] == ["    import sys", "    @cached", "sys", "argv"]
+    text = ("def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
+            "    np.x = x\n")
+    found = {*exercises.unusual(text)}
+    assert found == {"    import sys", "    @cached", "    np.x = x", "sys", "argv"}
 
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
@@ -148,11 +150,11 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(compete, "STEPS", 4)
     # The padding of value is left out, as "none" has none
     (tmp_path / "mine.py").write_text(
-        "import math\n"
+        "import math, torch\n"
         "def compress(world, value, state):\n"
         "    mean = value / world.size\n"
         "    n = sum(math.prod(shape) for shape in state['shapes'])\n"
-        "    world.all_reduce(mean[:n])\n"
+        "    torch.distributed.all_reduce(mean[:n])\n"
         "    return mean, state, value.zero_()\n")
     mine = compete.score(shards, "mine", (compete.enter, str(tmp_path / "mine.py")))
     assert mine == pytest.approx(compete.score(shards, "none"), rel=1e-3)
