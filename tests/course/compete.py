@@ -95,7 +95,7 @@ def compete(files):
             try:
                 rows.append((*score(shards, "mine", (enter, str(file))), file))
             except Exception as error:               # whatever a competitor's file raises
-                print(f"{file}: {(str(error).strip() or repr(error)).splitlines()[-1]}")
+                print(f"{file}: {(str(error).strip() or repr(error)).splitlines()[0]}")
     print(f"{'loss':>6}{'bytes':>12}    of at most {BUDGET:,}")
     for sent, loss, name in sorted(rows, key=lambda row: (row[0] > BUDGET, row[1])):
         print(f"{loss:>6.3f}{sent:>12,}    {name}{' (too many bytes)' * (sent > BUDGET)}")
