@@ -114,11 +114,9 @@ def test_grade(tmp_path):
         assert look == ("without a report" in wrong), "only what imports and exits is unusual"
 
 
-def test_a_slip_costs_a_point_and_all_else_half(monkeypatch):
-    ideas = [(4, "", ""), (5, "", ""), (1, "", "")]
-    monkeypatch.setattr(exercises, "ideas_of", lambda name: ideas)
-    assert exercises.points_in("", ["", "", "slip"]) == (9, "slip")
-    assert exercises.points_in("", ["wrong", "", ""]) == (exercises.MOST, "wrong")
+def test_a_slip_costs_a_point_and_all_else_half():
+    assert exercises.points_in("precision", ["", "slip", "", ""]) == (9, "slip")
+    assert exercises.points_in("precision", ["wrong", "", "", ""]) == (5, "wrong")
 
 
 def test_what_is_unusual_is_told():

@@ -959,10 +959,9 @@ def test_resume_without_a_shared_disk(shards, tmp_path):
     """2 points: rank 0 reads for all, and a later checkpoint elsewhere is not passed over."""
     outcomes = []
     for place in 0, 1:                           # of the rank that has a checkpoint
-        out = tmp_path / f"{place}-of-"
-        resume_run(shards, out.with_name(f"{out.name}{place}"), "--max-steps", 3)
-        outcomes += resume_run(shards, out, "--max-steps", 5, size=2, sabotage=(on_own_disk,),
-                               check=place == 0)
+        resume_run(shards, tmp_path / f"{place}-of-{place}", "--max-steps", 3)
+        outcomes += resume_run(shards, tmp_path / f"{place}-of-", "--max-steps", 5, size=2,
+                               sabotage=(on_own_disk,), check=place == 0)
     assert outcomes[0] == outcomes[1], "ranks on disks of their own have other weights"
     assert isinstance(outcomes[3], train.ConfigError), (
         f"rank 1 has a later checkpoint than rank 0, and `restore` does not raise ConfigError: "
