@@ -522,10 +522,11 @@ SCALE = 2.0 ** DRAW.randrange(1, 9)
 
 
 def means(world):
-    """Returns what fp16 makes of LARGE and 0, and the bytes; and of a dense bucket and of one with
-    a stand-in for its wire (exercise 12), on two levels: what they make of the rank's number, the
-    bytes, and the scale with which the wire is called, if it is."""
+    """Returns what fp16 makes of 4096 and 2 and of LARGE and 0, and the bytes; and of a dense bucket
+    and of one with a stand-in for its wire (exercise 12), on two levels: what they make of the
+    rank's number, the bytes, and the scale with which the wire is called, if it is."""
     large = torch.full((4,), LARGE * (world.rank % 2))
+    large[0] = (4096, 2)[world.rank % 2]         # 2048 + 1 is 2048 in fp16
     found = [large, dist.Dense(torch.float16).average(world, large, 1.0)]
     for name in "none", "int8":
         bucket = dist.Bucket({"weight": (600,)}, world, name)
@@ -548,8 +549,9 @@ def means(world):
 def test_buckets_stay_in_range():
     """3 points: a mean that stays in range."""
     for mean, *_ in on_threads(means, 2):
-        assert mean.tolist() == [LARGE / 2] * 4, (
-            f"the mean of 0 and {LARGE:g}, sent in fp16, is {mean[0]:g}")
+        assert mean.tolist() == [2048] + [LARGE / 2] * 3, (
+            f"sent and summed in fp16, the means of 4096 and 2, 0 and {LARGE:g} are 2048 and "
+            f"{LARGE / 2:g}, not {mean[0]:g} and {mean[1]:g}")
 
 
 def test_buckets_on_two_levels():
