@@ -522,7 +522,7 @@ SCALE = 2.0 ** DRAW.randrange(1, 9)
 
 
 def means(world):
-    """Returns what fp16 makes of 4096 and 2 and of LARGE and 0, and the bytes; and of a dense bucket
+    """Returns what fp16 makes of 4096 and 2, and of LARGE and 0; the bytes; and of a dense bucket
     and of one with a stand-in for its wire (exercise 12), on two levels: what they make of the
     rank's number, the bytes, and the scale with which the wire is called, if it is."""
     large = torch.full((4,), LARGE * (world.rank % 2))
