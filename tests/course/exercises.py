@@ -36,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,14 @@ NOT_FOR_STUDENTS = (
 GRADERS = "tests/course/test_graders.py"
 LIMIT = 240            # seconds for the tests of an exercise; a single one may take a fifth of it
 BLANK = "raise NotImplementedError"
+MOST = 5                         # points while an idea is wrong that is worth more than 1: a slip
+# What code that only computes does not need, and code that looks at its tests does.
+UNUSUAL = """
+    __builtins__ __class__ __code__ __globals__ __import__ __subclasses__ _exit _getframe argv
+    atexit builtins compile conftest ctypes currentframe environ eval exec f_back gc getattr getenv
+    globals importlib inspect kill listdir locals mock monkeypatch open popen proc pytest report
+    request run_path SEED setattr settrace signal stack subprocess sys system test_graders tests
+    THRIFTBERT_SEED traceback unittest xml""".split()
 
 
 class CourseError(Exception):
@@ -207,15 +216,24 @@ def blank_in(folder, name):
 
 def additions(theirs, ours):
     """Returns the text of the imports and top-level functions that only one of two sources has."""
-    known = {getattr(node, "name", None) for node in parse(ours).body}
+    known = {getattr(node, "name", ast.unparse(node)) for node in parse(ours).body}
     added = ["", ""]
     for node in parse(theirs).body:
-        new_function = isinstance(node, ast.FunctionDef) and node.name not in known
         if getattr(node, "module", None) == "__future__":
             continue                             # it stands at the top of a file, or nowhere
-        if new_function or isinstance(node, (ast.Import, ast.ImportFrom)):
-            added.append(ast.unparse(node))
+        if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+            if getattr(node, "name", ast.unparse(node)) not in known:
+                added.append(ast.unparse(node))
     return "\n".join(added)
+
+
+def unusual(source):
+    """Returns how often a source has what a lecturer should look at, a Counter: imports and classes
+    inside of functions, decorators, changes of a module, UNUSUAL words."""
+    text = ast.unparse(parse(source))            # without comments
+    lines = re.findall(r"^ +(?:import|from|class) .*|^ *@.*|^ *(?:torch|nn|F|np|math|os)\.\S+ = .*",
+                       text, re.MULTILINE)
+    return Counter(lines + [word for word in re.findall(r"\w+", text) if word in UNUSUAL])
 
 
 # ----- Tests, in a process of their own -----
@@ -238,20 +256,27 @@ def no_marks(name, wrong):
 
 
 def points_in(name, marks):
-    """Returns (the sum of the points, the first thing that is wrong, "" if nothing is)."""
-    ideas = zip(ideas_of(name), marks)
-    points = sum(points for (points, _, _), wrong in ideas if not wrong)
-    return points, next(filter(None, marks), "")
+    """Returns (the points, the first thing that is wrong, "" if nothing is). The points are the sum
+    of those of the ideas; but at most MOST while more than a slip of 1 point is wrong, since what
+    is right in parts does not train."""
+    points = 0
+    most = 10
+    for (worth, _, _), wrong in zip(ideas_of(name), marks):
+        if not wrong:
+            points += worth
+        elif worth > 1:
+            most = MOST
+    return min(points, most), next(filter(None, marks), "")
 
 
-def run_tests(folder, name, limit, *flags, seed=0):
+def run_tests(folder, name, limit, seed=0):
     """Returns the marks of an exercise as it is in a folder. Only pytest's report counts: without
     one, as after os._exit, there are no points."""
     tests = [test for _, _, test in ideas_of(name)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         report = Path(place, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                   f"--junitxml={report}", *flags, *[f"{GRADERS}::{test}" for test in tests]]
+                   f"--junitxml={report}", *[f"{GRADERS}::{test}" for test in tests]]
         environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed),
                                     "THRIFTBERT_SECONDS": str(limit / 5)}
         said = run(command, folder, environment, limit)
@@ -261,7 +286,7 @@ def run_tests(folder, name, limit, *flags, seed=0):
             found = read_report(report)
         except (OSError, ElementTree.ParseError):
             return no_marks(name, errors[-1])
-    return [found.get(test, "not tested, since the run was stopped") for test in tests]
+    return [found.get(test, "not tested") for test in tests]
 
 
 def run(command, folder, environment, limit):
@@ -294,6 +319,9 @@ def read_report(path):
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 line = child.get("message", "").strip().partition("\n")[0]
+                # Where an error is from: the innermost lines of the program
+                places = re.findall(r"^(?:tests/variants/)?\w+\.py:\d+", child.text, re.MULTILINE)
+                line = " at ".join([line, *places[-2:]])
                 found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
     return found
 
@@ -324,7 +352,8 @@ def check(name, limit):
         if wrong:
             print(f"            {wrong}\n            more:  python -m pytest {GRADERS} -k {test}")
     points, wrong = points_in(name, marks)
-    print(f"  {points:>2} of 10  points")
+    why = ", the most while more than a slip of 1 point is wrong" * (points == MOST)
+    print(f"  {points:>2} of 10  points{why}")
     if wrong:
         return 1
     left = [other for other in EXERCISES if blank_in(ROOT, other)]
@@ -382,32 +411,47 @@ def release(folder, names):
             print(f"{folder / path}: {function} is solved")
 
 
-def try_out(name, changed, limit, *flags, seed=0):
+def try_out(name, changed, limit, seed):
     """Returns the marks of a clean copy in which some files are changed, {Path: text}."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         copy = Path(place, "thriftbert")
         copy_to(copy)
         for path, text in changed.items():
             (copy / path).write_text(text)
-        return run_tests(copy, name, limit, *flags, seed=seed)
+        return run_tests(copy, name, limit, seed)
+
+
+def taken(name, folder):
+    """Returns what is taken of a submission, in our files, {Path: text}: the exercise's functions,
+    imports, and new functions at the top level; all else, the tests too, is ours."""
+    changed = {}
+    for path, function in functions_of(name):
+        theirs = load(folder, path)
+        ours = load(ROOT, path)
+        text = changed.get(path) or ours + additions(theirs, ours)
+        changed[path] = with_function(text, function, text_of(theirs, function))
+    return changed
 
 
 def grade_one(name, folder, limit, seed):
-    """Returns the marks of a submission. Of it are taken the exercise's functions, imports, and new
-    functions at the top level; all else, the tests too, is ours."""
+    """Returns the marks of a submission."""
     try:
         empty = blank_in(folder, name)
         if len(empty) == len(functions_of(name)):
             return no_marks(name, f"blank: {', '.join(empty)}")
-        changed = {}
-        for path, function in functions_of(name):
-            theirs = load(folder, path)
-            ours = load(ROOT, path)
-            text = changed.get(path) or ours + additions(theirs, ours)
-            changed[path] = with_function(text, function, text_of(theirs, function))
-        return try_out(name, changed, limit, seed=seed)
+        return try_out(name, taken(name, folder), limit, seed)
     except (CourseError, SyntaxError) as error:
         return no_marks(name, str(error))
+
+
+def look_at(name, folder):
+    """Returns what a lecturer should look at in a submission, as text, "" if nothing stands out.
+    Who wants to hide can: this finds what is done openly."""
+    found = Counter()
+    with contextlib.suppress(CourseError, SyntaxError):    # `grade_one` says what is wrong
+        for path, text in taken(name, folder).items():
+            found += unusual(text) - unusual(load(ROOT, path))
+    return ", ".join(found)
 
 
 def unpack(submission, place):
@@ -422,24 +466,27 @@ def unpack(submission, place):
 
 
 def marks_of(submission, names, limit, seed):
-    """Returns the marks of a submission, {exercise: marks}."""
+    """Returns of a submission {exercise: (marks, what to look at)}."""
     with tempfile.TemporaryDirectory() as place:
         try:
             folder = unpack(submission, place)
-            return {name: grade_one(name, folder, limit, seed) for name in names}
+            return {name: (grade_one(name, folder, limit, seed), look_at(name, folder))
+                    for name in names}
         except Exception as error:               # whatever it is, the others are graded
-            return {name: no_marks(name, f"cannot be graded: {error!r}") for name in names}
+            return {name: (no_marks(name, f"cannot be graded: {error!r}"), "") for name in names}
 
 
 def summary(all_marks):
-    """Returns the points of {exercise: marks}, {exercise: points}, and a list of the first thing
-    that is wrong in each."""
+    """Returns the points of what `marks_of` returns, {exercise: points}, and a list of the first
+    thing that is wrong in each, and of what to look at."""
     points = {}
     all_wrong = []
-    for name, marks in all_marks.items():
+    for name, (marks, words) in all_marks.items():
         points[name], wrong = points_in(name, marks)
         if wrong:
             all_wrong.append(f"{name}: {wrong}")
+        if words:
+            all_wrong.append(f"{name}: look at it yourself: {words}")
     return points, all_wrong
 
 
@@ -499,11 +546,11 @@ def write_table(file, rows):
         os.replace(f"{file}.new", file)
 
 
-def write_gradescope(file, marks, total):
-    """Writes {exercise: marks} as the results.json of Gradescope, a test for each idea."""
+def write_gradescope(file, all_marks, total):
+    """Writes what `marks_of` returns as the results.json of Gradescope, a test for each idea."""
     tests = []
-    for name in marks:
-        for (points, idea, _), wrong in zip(ideas_of(name), marks[name]):
+    for name, (marks, _) in all_marks.items():
+        for (points, idea, _), wrong in zip(ideas_of(name), marks):
             tests.append({"name": f"{name}: {idea}", "max_score": points,
                           "score": 0 if wrong else points, "output": wrong})
     if file:

@@ -30,7 +30,7 @@ def test_the_table_fits_the_code(name):
         assert exercises.with_function(blanked, function, text) == source
     assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10 and len(HINTS[name]) == 3
     cases = verify.solutions(name)
-    assert {is_right for _, is_right, _ in cases} == {False, True}
+    assert {"wrong", "right"} <= {kind for _, kind, _ in cases} <= {*verify.POINTS}
     assert len(cases) == verify.FILE.read_text().count(f"### {name}, ")
     for _, _, changed in cases:
         ast.parse(*changed.values())
@@ -75,7 +75,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     right, wrong = together(lambda: run(folder, "check", "schedule"),
                             lambda: run(other, "check", "schedule"))
     status, said = wrong
-    assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
+    assert status == 1 and "\n   5 of 10  points, the most" in said and ", not 1e-09\n" in said
     status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
@@ -85,7 +85,7 @@ SUBMISSIONS = [                # points, what is wrong, body of learning_rate
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
-    (5, "NotImplementedError", exercises.BLANK),       # `progress` is right
+    (5, "NotImplementedError at optim.py:", exercises.BLANK),       # `progress` is right
     (5, "Failed: after 8 s it stands at test_graders.py:", "while True: pass")]
 
 
@@ -108,10 +108,12 @@ def test_grade(tmp_path, monkeypatch):
     for row, (points, wrong, _) in zip(rows, SUBMISSIONS, strict=True):
         said = f"{points},{points},{'schedule: ' * (points < 10)}{wrong}"
         assert said in row.replace('"', ""), row
+        look = "look at it yourself: " in row
+        assert look == ("without a report" in wrong), "only what imports and exits is unusual"
 
     # Ended in the middle, it goes on with those that have no row.
     file.write_text("\n".join([header, *rows[:3], *rows[4:]]) + "\n")
-    monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": ["", "again"]})
+    monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": (["", "again"], "")})
     exercises.grade(folders, ["schedule"], 40, 1, file, gradescope=results)
     rows[3] = f"{folders[3]},5,5,schedule: again"
     assert file.read_text().splitlines() == [header, *rows]
@@ -129,14 +131,26 @@ def test_the_handout_s_programs_run(section, capsys):
     assert capsys.readouterr().out.count(" ms ") >= 4
 
 
+def test_a_slip_costs_a_point_and_all_else_half():
+    assert exercises.points_in("precision", ["", "slip", "", ""]) == (9, "slip")
+    assert exercises.points_in("precision", ["wrong", "", "", ""]) == (5, "wrong")
+
+
+def test_what_is_unusual_is_told():
+    text = ("def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
+            "    np.x = x\n")
+    found = {*exercises.unusual(text)}
+    assert found == {"    import sys", "    @cached", "    np.x = x", "sys", "argv"}
+
+
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
     """With tests that find all wrong."""
     red = exercises.no_marks("schedule", "red")
     monkeypatch.setattr(exercises, "try_out", lambda *arguments, **options: red)
     assert verify.verify(["schedule"], 1, 1) == 1
     bad = re.findall("BAD.*schedule, (.*): red", capsys.readouterr().out)
-    right = [what for what, is_right, _ in verify.solutions("schedule") if is_right]
-    assert bad == ["solved", *right]
+    right = [f"right: {what}" for what, kind, _ in verify.solutions("schedule") if kind == "right"]
+    assert bad == ["right: solved", *right]
 
 
 @pytest.mark.parametrize("name", [name for name in EXERCISES if hasattr(rewards, name)])
@@ -151,11 +165,11 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(compete, "STEPS", 4)
     # The padding of value is left out, as "none" has none
     (tmp_path / "mine.py").write_text(
-        "import math\n"
+        "import math, torch\n"
         "def compress(world, value, state):\n"
         "    mean = value / world.size\n"
         "    n = sum(math.prod(shape) for shape in state['shapes'])\n"
-        "    world.all_reduce(mean[:n])\n"
+        "    torch.distributed.all_reduce(mean[:n])\n"
         "    return mean, state, value.zero_()\n")
     mine = compete.score(shards, "mine", (compete.enter, str(tmp_path / "mine.py")))
     assert mine == pytest.approx(compete.score(shards, "none"), rel=1e-3)
