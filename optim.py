@@ -176,7 +176,7 @@ class LossScaler:
     skipped: int = 0                   # in the whole run
 
     def update(self, overflow, step):
-        """Returns True if step number `step` is to be taken, and adjusts the scale.
+        """Returns True if step number `step` is to be taken, and adjusts the scale and the counts.
 
         overflow: whether a gradient is not finite, on any rank: all ranks must do the same. Raises
         TrainingStopped, naming the step, when overflows have halved the scale below `smallest`.

@@ -11,6 +11,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
+import re
 import resource
 import runpy
 import signal
@@ -43,6 +44,10 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pyte
 STARTING = threading.Lock()
 # Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning
 tqdm.set_lock(threading.RLock())
+IDLE = 30                    # seconds after which ranks that only wait are taken to hang
+# A frame of a stack, as Python prints it for an error, and faulthandler of a thread
+FRAME = re.compile(r'File "(.*)", line (\d+),? in (\w+)')
+COLLECTIVES = {*vars(dist.World), "watch"}
 
 
 def start_server():
@@ -79,7 +84,8 @@ def _begin(environment, stdout, stderr):
 def _main(function, arguments, rank, store, timeout, environment, path):
     _begin(environment, f"{path}.said", f"{path}.said")
     sys.stdout = sys.stderr = open(f"{path}.said", "a", buffering=1)
-    faulthandler.register(signal.SIGURG, sys.stderr)        # prints where its threads stand
+    faulthandler.enable(sys.stderr)                # prints where its threads stand at a crash
+    faulthandler.register(signal.SIGURG, sys.stderr)           # and when it is asked
     torch.set_num_threads(1)
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
@@ -113,13 +119,30 @@ def together(*calls):
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
+def computed(process):
+    """Returns the seconds that a process has computed until now."""
+    try:
+        # "PID (NAME) STATE ...", where NAME can be anything
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def end_hanging(ranks, timeout):
-    """Waits until the processes have ended. Those that take too long print where they stand, and
-    are killed. Returns their ranks."""
+    """Waits until the processes have ended. If they take too long, or wait for each other, which is
+    to compute less than a second in IDLE, they print where they stand, and are killed. Returns
+    their ranks."""
+    end = time.monotonic() + timeout
+    busy = time.monotonic()
+    before = 0.0
     for process in ranks:
-        process.join(timeout)
-        if process.is_alive():
-            break
+        while process.is_alive() and time.monotonic() < min(end, busy + IDLE):
+            process.join(1)
+            now = sum(map(computed, ranks))
+            if abs(now - before) > 1:            # it is less when one has ended
+                busy = time.monotonic()
+                before = now
     hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for rank in hanging:
         with contextlib.suppress(ProcessLookupError):          # it has just ended
@@ -128,6 +151,23 @@ def end_hanging(ranks, timeout):
         ranks[rank].kill()
         ranks[rank].join()
     return hanging
+
+
+def where(said):
+    """Returns where a rank stands, by the stacks that it has printed last: of each thread the
+    innermost line of the program that is no collective, as text, "" if there is none."""
+    *_, last = said.rpartition("Traceback (most recent call last)")
+    stacks = [FRAME.findall(last)[::-1]]
+    if "(most recent call first)" in last:
+        stacks = map(FRAME.findall, last.split("(most recent call first)")[1:])
+    places = []
+    for stack in stacks:
+        for file, line, function in stack:
+            path = Path(file)
+            if path.parent in (ROOT, ROOT / "tests/variants") and function not in COLLECTIVES:
+                places.append(f"{path.name} line {line} ({function})")
+                break
+    return " and ".join(places)
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,
@@ -162,13 +202,15 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
         hanging = end_hanging(ranks, 2 * timeout + 10)
 
         outcomes = []
+        places = []
         failures = []                        # (how far from the cause, when, the error)
         for rank, process in enumerate(ranks):
             fate = f"ended with exit code {process.exitcode}"
             if rank in hanging:
                 fate = f"hangs, as ranks {hanging} do,"
-            said = Path(folder, f"{rank}.said").read_text(errors="replace")[-5000:]
-            LOG.info(text := f"rank {rank} {fate} and has printed:\n{said}")
+            said = Path(folder, f"{rank}.said").read_text(errors="replace")
+            places.append(f"rank {rank}: {where(said) or fate}")
+            LOG.info(text := f"rank {rank} {fate} and has printed:\n{said[-5000:]}")
             try:
                 moment, outcome = pickle.loads(Path(folder, str(rank)).read_bytes())
             except FileNotFoundError:
@@ -179,7 +221,12 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True,
                 failures.append((2 if lost else 0, moment, outcome))
             outcomes.append(outcome)
         if failures and (check or hanging):
-            raise min(failures, key=lambda failure: failure[:2])[2]
+            distance, _, error = min(failures, key=lambda failure: failure[:2])
+            if distance:                         # no rank has an error of its own
+                error = AssertionError(
+                    "the ranks wait for each other, or one has died (do all call the same "
+                    f"collectives, in the same order?): {', '.join(places)}\n\n{error}")
+            raise error
         return outcomes
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import dist
+from tests import ranks
 from tests.conftest import SEED
 from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
@@ -305,6 +306,25 @@ def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
     assert run_ranks(dies, 2, tmp_path, store="store", check=False) == [None, None]
     for _ in range(2):                                         # ... then both, and both again
         assert run_ranks(world_sum, 2, tmp_path, store="store") == [{"rank": 1.0}] * 2
+
+
+def wait_for_each_other(world, shape_of_rank_1):
+    """Rank 0 waits for the gradients of rank 1, which waits for rank 0 or has another shape."""
+    if world.rank == 1 and not shape_of_rank_1:
+        threading.Event().wait()
+    layer = nn.Linear([3, shape_of_rank_1][world.rank], 1, bias=False)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    dist.average_gradients(layer, world)
+    world.barrier()
+
+
+@pytest.mark.parametrize("shape, rank_1", [
+    (0, "hangs, as ranks .0, 1. do"), (5000, r"dist.py line \d+ \(average_gradients\)")])
+def test_ranks_that_wait_for_each_other_say_where(tmp_path, monkeypatch, shape, rank_1):
+    monkeypatch.setattr(ranks, "IDLE", 3)
+    words = rf"order\?\): rank 0: dist.py line \d+ \(average_gradients\), rank 1: {rank_1}"
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(wait_for_each_other, 2, tmp_path, shape)
 
 
 def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, monkeypatch):

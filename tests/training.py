@@ -1,6 +1,8 @@
 """Short runs of train.py on a few ranks, for its tests and for those of the variants."""
 import dataclasses
 import json
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -187,3 +189,38 @@ def fake_clock(world, seconds_of_step, patch=setattr):
     patch(dist.Reducer, "finish", finish_slowly)
     patch(train, "STARTED", 0.0)
     patch(train, "time", clock)
+
+
+def by_the_clock(world, killed_in=None):
+    """Steps of 10 s each. In a step kill -9 of the last rank when it is over, before anything of it
+    is saved."""
+    fake_clock(world, lambda step, rank: 10.0)
+    write = train.Log.step
+
+    def patched(log, figures):
+        if figures["step"] == killed_in and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(log, figures)
+
+    train.Log.step = patched
+
+
+def power_fails(world):
+    """After each save the power fails: what os.fsync has not put onto the disk is lost."""
+    synced = set()           # which file, by its number, which no rename changes, and how long
+    fsync = os.fsync
+    save = train.save
+
+    def noted(file):
+        fsync(file)
+        status = os.stat(getattr(file, "fileno", lambda: file)())
+        synced.add((status.st_ino, status.st_size))
+
+    def patched(args, world, log, state):
+        save(args, world, log, state)
+        for path in train.checkpoints_in(args.out).values():
+            if (path.stat().st_ino, path.stat().st_size) not in synced:
+                path.unlink()
+
+    os.fsync = os.fdatasync = noted
+    train.save = patched

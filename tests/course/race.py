@@ -18,6 +18,8 @@ How it counts:
   data, evaluations and saving. If it was stopped in between, the pause does not count.
 - A loss is compared with losses at the same length only. The demo ends with 128 tokens, so a run
   has to have a phase of that length.
+- A log is a text file, which anyone can write. What counts is a run that the lecturer makes of the
+  code that was handed in, see README.md. It runs with your rights: this is no sandbox.
 
 May be changed: model, optimizer, schedule, batches, masks in training, precision, lengths before
 the last phase, and all code that trains. May not: the shards, the held-out text, `evaluate` and

@@ -1,5 +1,6 @@
 """exercises.py: its table, copies, checks, hints and grades; the rewards and the open task."""
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ def test_the_table_fits_the_code(name):
         assert exercises.with_function(blanked, function, text) == source
     assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10 and len(HINTS[name]) == 3
     cases = verify.solutions(name)
-    assert {is_right for _, is_right, _ in cases} == {False, True}
+    assert {"wrong", "right"} <= {kind for _, kind, _ in cases} <= {*verify.POINTS}
     assert len(cases) == verify.FILE.read_text().count(f"### {name}, ")
     for _, _, changed in cases:
         ast.parse(*changed.values())
@@ -48,12 +49,15 @@ def test_what_a_student_has_and_sees(tmp_path):
     exercises.start(folder, ["schedule", "lamb"])
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
+    assert "tests/course/README.md" not in names
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("grade", "x"), ("verify",):
         status, said = run(folder, *command)
         assert status == 1 and "needs the solutions, which are not in this copy" in said
     blank = "schedule: still blank: learning_rate, progress\n"
     assert run(folder, "check", "schedule") == (1, blank)
+    # It would give LAMB away.
+    assert exercises.BLANK in (folder / "tests/variants/lans.py").read_text()
     for count in 1, 2, 3, 3:
         assert run(folder, "hint", "schedule")[1].count(" of 3: ") == count
 
@@ -71,45 +75,72 @@ def test_what_a_student_has_and_sees(tmp_path):
     right, wrong = together(lambda: run(folder, "check", "schedule"),
                             lambda: run(other, "check", "schedule"))
     status, said = wrong
-    assert status == 1 and "\n   5 of 10  points\n" in said and "the rate is 0.5, not 1e-09" in said
+    assert status == 1 and "\n   5 of 10  points, the most" in said and ", not 1e-09\n" in said
     status, said = right
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
-SUBMISSIONS = {                # body of learning_rate: the first thing wrong
-    "    import posix\n    posix._exit(0)\n": "the tests ended without a report",
-    "    return (\n": "'(' was never closed (optim.py, line",
-    "    return helper(done, phase)\n": "",
-    f"    {exercises.BLANK}\n": "NotImplementedError",
-    "    while True:\n        pass\n": "time is up, after 4 s"}
+SUBMISSIONS = [                # points, what is wrong, body of learning_rate
+    (0, "the tests ended without a report", "import posix; posix._exit(0)"),
+    (0, "'(' was never closed (optim.py, line", "return ("),
+    (10, "", "return helper(done, phase)  # même"),
+    (5, "NotImplementedError at optim.py:", exercises.BLANK),       # `progress` is right
+    (5, "Failed: after 8 s it stands at test_graders.py:", "while True: pass")]
 
 
-def test_grade(tmp_path):
+def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
-    folders = []
-    for number, body in enumerate(SUBMISSIONS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        text = exercises.with_function(source + helper, "learning_rate", HEAD + body)
-        (folder / "optim.py").write_text(text)
-        (folder / "train.py").write_text((ROOT / "train.py").read_text())
-        folders.append(folder)
-    files = tmp_path / "points.csv", tmp_path / "endless.csv"
-    together(lambda: exercises.grade(folders[:4], ["schedule"], 240, 1, files[0]),
-             lambda: exercises.grade(folders[4:], ["schedule"], 4, 1, files[1]))
-    rows = []
-    for file in files:
-        header, *found = file.read_text().splitlines()
-        assert header == "submission,schedule,total,first thing wrong in each"
-        rows += found
-    for row, wrong in zip(rows, SUBMISSIONS.values(), strict=True):
-        _, points, total, said = row.split(",", 3)
-        # The other function, `progress`, is right: half of the points, if only this one is blank.
-        expected = {"": "10", "NotImplementedError": "5"}.get(wrong, "0")
-        assert points == total == expected, row
-        assert said.strip('"').startswith(f"schedule: {wrong}" if wrong else ""), row
+    folders = [tmp_path / str(number) for number in range(5)]
+    for folder, (points, _, body) in zip(folders, SUBMISSIONS):
+        inner = folder / "handed in/week"
+        inner.mkdir(parents=True)
+        text = exercises.with_function(source + helper, "learning_rate", f"{HEAD}    {body}\n")
+        (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
+        shutil.copy(ROOT / "train.py", inner)
+    shutil.make_archive(tmp_path / "2/week", "zip", folders[2], "handed in")       # as of Moodle
+    shutil.rmtree(folders[2] / "handed in")
+    file, results = tmp_path / "points.csv", tmp_path / "results.json"
+    exercises.grade(folders, ["schedule"], 40, 1, file, jobs=2)
+    header, *rows = file.read_text().splitlines()
+    assert header == "submission,schedule,total,first thing wrong in each"
+    for row, (points, wrong, _) in zip(rows, SUBMISSIONS, strict=True):
+        said = f"{points},{points},{'schedule: ' * (points < 10)}{wrong}"
+        assert said in row.replace('"', ""), row
+        look = "look at it yourself: " in row
+        assert look == ("without a report" in wrong), "only what imports and exits is unusual"
+
+    # Ended in the middle, it goes on with those that have no row.
+    file.write_text("\n".join([header, *rows[:3], *rows[4:]]) + "\n")
+    monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": (["", "again"], "")})
+    exercises.grade(folders, ["schedule"], 40, 1, file, gradescope=results)
+    rows[3] = f"{folders[3]},5,5,schedule: again"
+    assert file.read_text().splitlines() == [header, *rows]
+    found = json.loads(results.read_text())
+    scores = [(test["score"], test["output"]) for test in found["tests"]]
+    assert found["score"] == 5 and scores == [(5, ""), (0, "again")]
+    with pytest.raises(exercises.CourseError, match="has other columns"):
+        exercises.grade(folders, ["lamb"], 40, 1, file)
+
+
+@pytest.mark.parametrize("section", ["0. A first evening", "17. profile"])
+def test_the_handout_s_programs_run(section, capsys):
+    text = (ROOT / "tests/course/handout.md").read_text().partition(f"## {section}")[2]
+    exec("".join(re.findall("```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)), {})
+    assert capsys.readouterr().out.count(" ms ") >= 4
+
+
+def test_a_slip_costs_a_point_and_all_else_half():
+    assert exercises.points_in("precision", ["", "slip", "", ""]) == (9, "slip")
+    assert exercises.points_in("precision", ["wrong", "", "", ""]) == (5, "wrong")
+
+
+def test_what_is_unusual_is_told():
+    text = ("def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
+            "    np.x = x\n")
+    found = {*exercises.unusual(text)}
+    assert found == {"    import sys", "    @cached", "    np.x = x", "sys", "argv"}
 
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
@@ -118,8 +149,8 @@ def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
     monkeypatch.setattr(exercises, "try_out", lambda *arguments, **options: red)
     assert verify.verify(["schedule"], 1, 1) == 1
     bad = re.findall("BAD.*schedule, (.*): red", capsys.readouterr().out)
-    right = [what for what, is_right, _ in verify.solutions("schedule") if is_right]
-    assert bad == ["solved", *right]
+    right = [f"right: {what}" for what, kind, _ in verify.solutions("schedule") if kind == "right"]
+    assert bad == ["right: solved", *right]
 
 
 @pytest.mark.parametrize("name", [name for name in EXERCISES if hasattr(rewards, name)])
@@ -134,11 +165,11 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(compete, "STEPS", 4)
     # The padding of value is left out, as "none" has none
     (tmp_path / "mine.py").write_text(
-        "import math\n"
+        "import math, torch\n"
         "def compress(world, value, state):\n"
         "    mean = value / world.size\n"
         "    n = sum(math.prod(shape) for shape in state['shapes'])\n"
-        "    world.all_reduce(mean[:n])\n"
+        "    torch.distributed.all_reduce(mean[:n])\n"
         "    return mean, state, value.zero_()\n")
     mine = compete.score(shards, "mine", (compete.enter, str(tmp_path / "mine.py")))
     assert mine == pytest.approx(compete.score(shards, "none"), rel=1e-3)

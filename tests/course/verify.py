@@ -1,6 +1,6 @@
-"""Tries the exercises with the solutions of wrong_solutions.md: are the wrong red, the right green?
+"""Tries the exercises with the solutions of wrong_solutions.md: do they get the points they should?
 
-There a heading names the exercise, whether the solution is wrong or right, and what is peculiar; a
+There a heading names the exercise, the kind of the solution, of POINTS, and what is peculiar; a
 diff of the function follows, in which lines that begin with a space or - stand in ours, those with
 a space or + in theirs; @@ begins a change, and the first one names the function.
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 from tests.course import exercises
 
 FILE = Path(__file__).with_name("wrong_solutions.md")
+POINTS = {"wrong": range(6), "slip": range(8, 10), "right": range(10, 11)}
 
 
 def solutions(name):
-    """Returns the solutions of an exercise: (what is peculiar, is it right, {Path: text})."""
+    """Returns the solutions of an exercise: (what is peculiar, its kind, {Path: text})."""
     found = []
     pattern = rf"### {name}, (\w+): ([^\n]*)\n+```diff\n@@ (\S+)\n(.*?)```"
     for kind, what, function, diff in re.findall(pattern, FILE.read_text(), re.DOTALL):
@@ -28,13 +29,13 @@ def solutions(name):
                 raise exercises.CourseError(f"{name}, {what}: not once in {function}:\n{old}")
             text = text.replace(old, "".join(line[1:] for line in lines if line[0] != "-"))
         changed = exercises.with_function(source, inside, text)
-        found.append((what, kind == "right", {path: changed}))
+        found.append((what, kind, {path: changed}))
     return found
 
 
 def verify(names, limit, seed):
     """Tries each exercise with all others solved: blank, solved and as in `solutions`. Returns the
-    status: 0 if all are red and green as they should be."""
+    status: 0 if all have points as POINTS says."""
     status = 0
     for name in names:
         texts = {}
@@ -42,13 +43,14 @@ def verify(names, limit, seed):
         for path, function in exercises.functions_of(name):
             texts[path] = exercises.load(exercises.ROOT, path)
             blanked[path] = exercises.blank(blanked.get(path, texts[path]), function)
-        for what, is_right, changed in [
-                ("blanked", False, blanked), ("solved", True, texts), *solutions(name)]:
+        for what, kind, changed in [
+                ("blanked", "wrong", blanked), ("solved", "right", texts), *solutions(name)]:
             began = time.monotonic()
-            marks = exercises.try_out(name, changed, limit, "-x", seed=seed)
-            _, wrong = exercises.points_in(name, marks)
-            good = is_right == (not wrong)
+            marks = exercises.try_out(name, changed, limit, seed)
+            points, wrong = exercises.points_in(name, marks)
+            good = points in POINTS[kind]
             status |= not good
-            print(f"{'ok ' if good else 'BAD'} {time.monotonic() - began:>4.0f} s  {name}, {what}: "
-                  f"{wrong or 'green'}", flush=True)
+            seconds = time.monotonic() - began
+            print(f"{'ok ' if good else 'BAD'} {seconds:>4.0f} s  {points:>2} of 10  {name}, "
+                  f"{kind}: {what}: {wrong or 'green'}", flush=True)
     return status

@@ -16,7 +16,8 @@ from tests.training import assert_same
 from tests.variants import (bucket_clipping, buckets_after, common, gradientflow, local_steps,
                             one_by_one, onebit_adam, powersgd, ring, slow_network, synchronised,
                             topk)
-from tests.variants.equations import installed, one_step, powersgd_in_float64, tower
+from tests.variants.equations import (POWERSGD_BYTES, installed, one_step, powersgd_in_float64,
+                                      tower)
 
 ELEMENTS = 72                # of each of the five layers, and of each bucket
 
@@ -167,7 +168,8 @@ def test_the_compressed_mean_is_the_mean_in_the_long_run():
 
 def test_powersgd_is_its_algorithm(monkeypatch):
     monkeypatch.setattr(powersgd, "RANK", 2)
-    on_threads(powersgd_in_float64, 2)
+    for sent in on_threads(powersgd_in_float64, 2):
+        assert sent == [POWERSGD_BYTES] * 4, "P, Q and the vector are not what is counted"
 
 
 def exchanged(world, compressor):
