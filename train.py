@@ -56,7 +56,6 @@ CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
 LOG_SECONDS = 10             # between two lines on the terminal, at least
-FIRST_SECONDS = 60           # the first one of a start is saved after this time
 LOCK_SECONDS = 120           # how long a run waits for another one in its folder
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
@@ -855,7 +854,7 @@ def training_loop(args, world, log, state, signals):
     says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
     counters = state.counters
     clock = Clock(counters.seconds)                  # a resumed run has its seconds already
-    saved_at = counters.seconds + FIRST_SECONDS - SAVE_SECONDS
+    saved_at = counters.seconds
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
