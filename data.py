@@ -117,11 +117,11 @@ class Shard(NamedTuple):
     documents: np.ndarray   # where each document begins in `tokens`, and where the last one ends
 
 
-@functools.cache
 def open_shard(path):
-    """Returns the Shard of the files PATH.tokens and PATH.documents, which are opened once."""
-    tokens = np.memmap(f"{path}.tokens", np.uint16, "r")
-    documents = np.memmap(f"{path}.documents", np.int64, "r")
+    """Returns the Shard of the files PATH.tokens and PATH.documents."""
+    # "c" is for reading, too. Some network disks refuse "r" (FUSE).
+    tokens = np.memmap(f"{path}.tokens", np.uint16, "c")
+    documents = np.memmap(f"{path}.documents", np.int64, "c")
     # As plain arrays of the same memory, since an np.memmap takes longer to index.
     return Shard(np.asarray(tokens), np.asarray(documents))
 
@@ -213,6 +213,8 @@ class PretrainingData:
         names = names[:1] if held_out else names[1:]
         self.folder = Path(folder)
         self.paths = [f"{folder}/{name}" for name in names]
+        # Shard s, which is opened when it is first needed.
+        self.shard = functools.cache(lambda s: open_shard(self.paths[s]))
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
         self.pairs = pairs
@@ -230,10 +232,6 @@ class PretrainingData:
         keys = np.random.SeedSequence((seed, phase)).generate_state(5, np.uint64)
         walk_key, self.pair_key, self.mask_key, self.fate_key, self.token_key = keys
         self.walk_start = float(uniform([0], walk_key)[0])
-
-    def shard(self, s):
-        """Returns Shard s, which is opened when it is first needed."""
-        return open_shard(self.paths[s])
 
     def text(self, shard, place, length, cut_draw):
         """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
@@ -432,8 +430,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
     a small one is seen more often. If there are only some hundred documents, make one shard.
 
-    Raises DataError if the folder holds something already or the text is of no use, OSError if the
-    one cannot be written or the other not be opened.
+    Raises DataError if the folder holds something already, or if the text is of no use or changes
+    meanwhile; OSError if the one cannot be written or the other not be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
@@ -447,16 +445,19 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     except FileExistsError:
         raise DataError(f"another program has begun to write {folder}; wait until it is ready")
     try:
-        documents = sum(map(len, blocks(corpus)))
-        if not documents:
-            raise DataError("there is no text in the corpus")
         if tokenizer:
             tokenizer = load_tokenizer(tokenizer)
-        else:
+        documents = checksum = 0
+        for block in blocks(corpus):
+            documents += len(block)
+            checksum += checksum_of(block)           # all blocks come again, so a sum will do
+        if not documents:
+            raise DataError("there is no text in the corpus")
+        if not tokenizer:
             tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
-        manifest = write_shards(corpus, folder, tokenizer, shards, documents)
-        manifest["files"] = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+        manifest = write_shards(corpus, folder, tokenizer, shards, documents, checksum)
+        manifest["files"] = {name: sha256_of(folder / name) for name in file_names(shards)}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -474,13 +475,20 @@ def blocks(corpus, total=None):
     where there are several), as bert.py does it.
     """
     block = []
-    for document in tqdm(corpus, "text", total, unit=" documents", leave=False, disable=None):
+    # disable=None: not where stderr is no terminal. (It may be closed, and is None.)
+    for document in tqdm(corpus, "text", total, unit=" documents", leave=False,
+                         disable=None if sys.stderr else True):
         document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
         block += cut_text(document, LONGEST)
         if len(block) >= DOCUMENTS:
             yield block
             block = []
     yield block
+
+
+def checksum_of(block):
+    """Returns a checksum of a list of documents."""
+    return zlib.crc32("\n".join(block).encode())
 
 
 def cut_text(text, n):
@@ -519,15 +527,15 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def write_shards(corpus, folder, tokenizer, shards, documents):
+def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
-    says of them.
+    says of them. checksum: the sum of `checksum_of` of its blocks.
 
     Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
     that comes twice is either trained on or held out, and is held out once. (But the parts of a
     long one are documents of their own: some of a book can be held out, and others trained on.)
     Documents of less than two tokens are left out, since they have no A and B. Raises DataError if
-    a shard has less than two documents.
+    a shard has less than two documents, or if the corpus has another checksum now.
     """
     vocab_size = tokenizer.get_piece_size()
     names = shard_names(shards)
@@ -542,8 +550,11 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     # few documents chance could take more, so they are counted below.)
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of the texts that are held out
+    threads = min(usable_cores(), 16)           # more have little to do, and may not be allowed
+    found = 0                                   # the checksum of now
     for block in blocks(corpus, documents):
-        encoded = tokenizer.encode(block, num_threads=os.cpu_count())
+        found += checksum_of(block)
+        encoded = tokenizer.encode(block, num_threads=threads)
         for document, tokens in zip(block, encoded):
             crc = zlib.crc32(document.strip().encode())
             if len(tokens) < 2 or crc in held_out:
@@ -559,6 +570,8 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             token_files[shard].write(tokens)
             document_files[shard].write(ends[shard])
 
+    if found != checksum:
+        raise DataError("the text has changed while it was read; wait until it is whole")
     unigrams.tofile(folder / "unigrams")
     # A number has 8 bytes; the first one, 0, ends no document.
     counts = [file.tell() // 8 - 1 for file in document_files]
@@ -574,11 +587,23 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             "unknown": unigrams[UNK] / unigrams.sum()}
 
 
+def usable_cores():
+    """Returns how many cores this process may use: as many as torch has threads (OMP_NUM_THREADS,
+    or what taskset and the like allow), or a container's share of time if that is less."""
+    cores = torch.get_num_threads()
+    with contextlib.suppress(OSError, ValueError):       # no such file; no limit, "max 100000"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
+
+
 # ----- Corpora: files -> documents, each one string -----
 
-# How a file of HTML or XML begins: by a common tag, since a line of a chat may begin with "<name>".
-# And a tar archive, which is full of null characters.
-MARKUP = re.compile(r"(?i)<([!?]|(html|head|body|div|p|doc|page|mediawiki|tei|rss)\b)|.*\0\0")
+# How files begin that are not plain text. HTML and XML: by a common tag, since a line of a chat may
+# begin with "<name>". Then the Web's archives, PDF, and mail, of which a line of headers tells.
+MARKUP = re.compile(
+    r"(?i)<([!?]|(html|head|body|div|p|doc|page|article|mediawiki|tei|rss)\b)|WARC/\d|%PDF-"
+    r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -587,16 +612,19 @@ class TextFiles:
 
     Of a folder all files are taken that are not hidden, nor behind a link to another folder. A file
     is text with blank lines between documents, or JSON lines with a `text` field; each also as .gz,
-    .bz2 or .xz.
+    .bz2 or .xz. Raises DataError if a path is no file or folder, OSError if a folder cannot be
+    read.
     """
 
     def __init__(self, paths):
         self.files = []
         for path in map(Path, paths):
             if path.is_dir():
-                for file in sorted(path.rglob("*")):
-                    if file.is_file() and "/." not in f"/{file.relative_to(path)}":
-                        self.files.append(file)
+                found = []
+                for folder, folders, names in os.walk(path, onerror=raise_error):
+                    folders[:] = [name for name in folders if name[0] != "."]   # to go on with
+                    found += [Path(folder, name) for name in names if name[0] != "."]
+                self.files += filter(Path.is_file, sorted(found))
             elif path.is_file():
                 self.files.append(path)
             else:
@@ -608,24 +636,39 @@ class TextFiles:
             yield from documents_in(path)
 
 
+def raise_error(error):
+    """Raises an error. (os.walk, if left alone, passes over folders that it cannot read.)"""
+    raise error
+
+
 def documents_in(path):
     """Yields the documents of a file. Raises OSError if it cannot be opened, DataError, with file
     and line, if what is in it cannot be used."""
     document = ""
-    begun = False
-    number = 0
-    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+    number = 1
+    # What is no UTF-8 becomes a lone surrogate, which is found below, where the line's number is
+    # known. A line ends with any of \n, \r\n and \r.
+    with OPENERS.get(path.suffix, open)(
+            path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         try:
-            # Lines of a BufferedReader come faster than gzip's, bz2's and lzma's own.
-            for number, line in enumerate(io.BufferedReader(file), 1):
-                line = line.decode("utf-8-sig").strip()         # no byte order mark
-                if line and not begun:
-                    begun = True
-                    # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no
-                    # "text": an error below.
-                    is_json = re.match(r'{|\[\s*([{"]|$)', line)
-                    if MARKUP.match(line):
-                        raise ValueError("HTML, XML or tar, take the text out of it first")
+            beginning = file.read(1 << 12).lstrip("\ufeff\n\t ")
+            file.seek(0)
+            if MARKUP.match(beginning):
+                raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
+            if path.suffix in OPENERS and not path.stat().st_size:
+                raise ValueError("it has 0 bytes")
+            # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": an
+            # error below.
+            is_json = re.match(r'{|\[\s*([{"]|$)', beginning)
+            # A text may be a single line, so it is read in parts, of a few MB at most.
+            limit = -1 if is_json else 1 << 21
+            for line in iter(lambda: file.readline(limit), ""):
+                ended = line.endswith("\n")
+                if not line.isascii():
+                    line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
+                if "\0\0" in line:
+                    raise ValueError("null characters: it is a tar, or a part of it is lost")
+                line = line.strip()
                 if line and is_json:
                     # JSON can spell characters that UTF-8 has not ("\ud800"): they become "?".
                     text = json.loads(line)["text"] or ""
@@ -638,6 +681,7 @@ def documents_in(path):
                 if document and (is_json or not line or len(document) > LONGEST // 2):
                     yield document
                     document = ""
+                number += ended
         # gzip, bz2, lzma, JSON and UTF-8 have errors of their own.
         except Exception as error:
             raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
@@ -670,11 +714,18 @@ def manifest_digest(manifest):
 
 
 def load_tokenizer(path):
-    """Returns the SentencePieceProcessor of a path. Raises DataError if data.py has not made it,
+    """Returns the SentencePieceProcessor of a path. Raises DataError if it is not one that data.py
+    could have made: a model folder would say something else of it, see bert.tokenizer_json. Raises
     OSError if it cannot be read."""
     with contextlib.suppress(RuntimeError, IndexError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
-        if tokenizer.id_to_piece(list(range(len(SPECIALS)))) == SPECIALS:
+        pieces = tokenizer.id_to_piece(list(range(len(tokenizer))))
+        scores = tokenizer.get_score(list(range(len(SPECIALS), len(tokenizer))))
+        # A token has 16 bits. In a model of whole words "▁" is no piece. A score of "Unigram" is a
+        # log probability; BPE has scores from 0 on, and bytes and pieces by a user have 0. The text
+        # comes out so only by the rules nmt_nfkc and nmt_nfkc_cf.
+        if (len(pieces) <= 1 << 16 and pieces[:len(SPECIALS)] == SPECIALS and "▁" in pieces
+                and max(scores) < 0 and tokenizer.normalize("ﬁ\u200b  x") == "▁fi▁x"):
             return tokenizer
     raise DataError(f"{path} is not a tokenizer.model that data.py has made; take one that is")
 
@@ -691,6 +742,14 @@ def shard_names(shards):
     return ["heldout"] + [f"train-{s:05d}" for s in range(shards)]
 
 
+def file_names(shards):
+    """Returns the names of the files of a folder of so many shards, but for manifest.json."""
+    names = ["tokenizer.model", "unigrams"]
+    for name in shard_names(shards):
+        names += [f"{name}.tokens", f"{name}.documents"]
+    return names
+
+
 def verify(folder, rank=0, size=1):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
     DataError or OSError that names the first file that is damaged or missing."""
@@ -700,12 +759,22 @@ def verify(folder, rank=0, size=1):
     # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
     elsewhere = set(names) - set(names[rank % stride::stride])
-    for name, digest in manifest["files"].items():
+    for name in file_names(manifest["shards"]):
         path = Path(folder, name)
-        if path.stem not in elsewhere and sha256_of(path) != digest:
-            raise DataError(f"{path} is damaged on {os.uname().nodename}, where rank {rank} of "
-                            f"{size} reads it; copy it again, or prepare a new folder")
+        if path.stem in elsewhere:
+            continue
+        # A pipe or a device in its place could be read for ever.
+        if not path.is_file() or sha256_of(path) != manifest["files"].get(name):
+            raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
+                            f"{rank} of {size} reads it; copy it again, or prepare a new folder")
     return manifest
+
+
+def part_long_enough(folder, seq_len):
+    """Returns the part of the text that is in documents which fill examples of seq_len tokens. (Of
+    the text of the first training shard, a random one.)"""
+    sizes = np.diff(open_shard(f"{folder}/train-00000").documents)
+    return sizes[sizes >= seq_len - 3].sum() / sizes.sum()       # [CLS] and two [SEP]
 
 
 def sha256_of(path):
@@ -729,7 +798,8 @@ def machine_documentation():
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts
-            if {"site-packages", "test", "tests"}.isdisjoint(folders):
+            # An editor can have left a link to nowhere.
+            if file.is_file() and {"site-packages", "test", "tests"}.isdisjoint(folders):
                 source = file.read_text("utf-8", "ignore")
                 texts += re.findall(r'"""(.*?)"""', source, re.DOTALL)
 
@@ -761,23 +831,51 @@ def english_sentences(text):
 
 # ----- The program -----
 
-def describe(manifest):
-    """Returns a report on prepared shards: a line, and one for each thing that may be wrong."""
+def describe(folder):
+    """Returns a report on prepared shards: what is there, how some documents begin, and a line for
+    each thing that may be wrong."""
+    manifest = load_manifest(folder)
     unknown = manifest["unknown"]
     mean = manifest["tokens"] / manifest["documents"]
+    long_enough = part_long_enough(folder, 128)
+    held_out = manifest["held_out"]
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
-              f"{manifest['shards']} shards, {manifest['held_out']:,} different documents held out")
+              f"{manifest['shards']} shards, {held_out:,} different documents held out\n"
+              f"{long_enough:.0%} of the text is in documents of 128 tokens or more, "
+              f"{part_long_enough(folder, 512):.0%} in those of 512\n"
+              "documents begin so:")
+    tokens, documents = open_shard(f"{folder}/heldout")
+    tokenizer = load_tokenizer(f"{folder}/tokenizer.model")
+    for number in sorted({0, held_out // 3, 2 * held_out // 3}):
+        begin, end = documents[number:number + 2]
+        report += f"\n    {tokenizer.decode(tokens[begin:min(begin + 20, end)].tolist())}"
     if unknown > 0.005:
         report += ("\nwarning: much is [UNK], letters that the tokenizer does not know: make "
                    "one of this text, without --tokenizer")
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
-    if mean < 20:
-        report += ("\nwarning: documents are very short; if blank lines part sentences or "
-                   "paragraphs, remove those within a document")
+    if long_enough < 0.25:
+        report += ("\nwarning: documents are short; if blank lines part sentences or paragraphs, "
+                   "remove those within a document")
     return report
+
+
+def say(text):
+    """Prints text. A closed terminal, a full disk behind it or one without UTF-8 ends nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def end_terminal():
+    """To be called last: what the terminal does not take is dropped. (Python's own end would try
+    once more, and fail.)"""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        sys.stdout = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -785,20 +883,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         # The ranks of a node have the same command line.
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if (os.environ.get("LOCAL_RANK") or "0") != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def number_in(kind, low, high=math.inf):
     """Returns a function for argparse's `type`: text -> a number, int or float, in [low, high)."""
-    def parse(text):
+    def number(text):                           # argparse's errors say "invalid number value"
         value = kind(text)
         if not low <= value < high:             # so that NaN is refused as well
             raise argparse.ArgumentTypeError(f"must be in [{low}, {high}), not {text}")
         return value
-    parse.__name__ = kind.__name__              # argparse's errors say "invalid int value"
-    return parse
+    return number
 
 
 def path_of(text):
@@ -827,12 +924,12 @@ def main():
     """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
     args = parse_arguments()
     try:
-        manifest = prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards,
-                           args.cased, args.tokenizer)
-        # "!a" writes "ü" as "\xfc": a terminal without UTF-8 might not take it.
-        print(f"{describe(manifest)}\n{str(args.out)!a} is ready")
+        prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards, args.cased,
+                args.tokenizer)
     except (DataError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
+    say(f"{describe(args.out)}\n{args.out} is ready")
+    end_terminal()
 
 
 if __name__ == "__main__":

@@ -87,8 +87,15 @@ class World:
         self._run(distributed.reduce, tensor, group_dst=0)
 
     def broadcast(self, tensor):
-        """Overwrites a tensor with that of rank 0, in place. Its shape is the same there."""
-        self._run(distributed.broadcast, tensor, group_src=0)
+        """Overwrites a tensor with that of rank 0, in place. Its shape is the same there. Between
+        two nodes it is sent once, to the first rank there, which passes it on."""
+        if self.levels and tensor.is_cpu:            # NCCL itself does so
+            within_node, across_nodes = self.levels
+            if within_node.rank == 0:
+                across_nodes.broadcast(tensor)
+            within_node.broadcast(tensor)
+        else:
+            self._run(distributed.broadcast, tensor, group_src=0)
 
     def all_to_all(self, rows):
         """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
@@ -662,13 +669,13 @@ def world_of_environment():
     # What srun sets, Open MPI's mpirun, and MPICH's. (SLURM_NTASKS would not tell: a batch script,
     # which runs once, has it too.)
     for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":
-        if "RANK" not in os.environ and os.environ.get(name, "1") != "1":
+        if not os.environ.get("RANK") and os.environ.get(name, "1") != "1":
             raise DistError(f"{name} is {os.environ[name]}, but each of these processes would "
                             "train alone; start one torchrun on each node, and it starts the ranks")
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK") or 0)
+    size = int(os.environ.get("WORLD_SIZE") or 1)
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         # The remainder is for schedulers that show each rank only its own GPU. (Two ranks that get
@@ -906,7 +913,16 @@ def leave(message, restart_helps, rank_lost=False):
             print(message, file=sys.stderr, flush=True)
     if not restart_helps:
         end_torchrun()
-    os._exit(1)                                    # sys.exit can wait for a rank that is lost
+    end(1)
+
+
+def end(status):
+    """Ends this process. Without torchrun it ends as any program, so that a profiler writes its
+    file and a notebook lives. Else at once: Python's own end aborts while torch's groups are open,
+    and can wait for a rank that is lost."""
+    if TORCHRUN or distributed.is_initialized():
+        os._exit(status)
+    sys.exit(status)
 
 
 def agree(message, restart_helps, rank_lost):

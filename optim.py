@@ -191,8 +191,8 @@ class LossScaler:
         self.skipped += 1
         self.scale /= 2
         if self.scale < self.smallest:
-            raise TrainingStopped(f"step {step}: the gradients of {self.skipped} steps were not "
-                                  "finite, too many; start anew at a lower --lr-scale")
+            raise TrainingStopped(f"step {step}: the gradients of {self.skipped} of {step} steps "
+                                  "were not finite; start anew at a lower --lr-scale")
         return False
 
 

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import faulthandler
 import fcntl
 import io
 import json
@@ -28,10 +29,19 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import zipfile
 from pathlib import Path
+
+STARTED = time.monotonic()      # the clock of --hours: before the imports below, which take seconds
+
+# The threads of a CPU wait for each other by spinning: while one of them waits for its core, which
+# another program has, the others would use up theirs. So many turns, and then they sleep. And no
+# thread is bound to a core: the ranks of a node would all have the same ones.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ["OMP_PROC_BIND"] = "false"
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +52,12 @@ import dist
 import optim
 
 
-# The clock of --hours begins with the process, so before the imports above. What they have taken is
-# about the time that this process has computed until now.
-STARTED = time.monotonic() - time.process_time()
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
 LOG_SECONDS = 10             # between two lines on the terminal, at least
+FIRST_SECONDS = 60           # the first one of a start is saved after this time
+LOCK_SECONDS = 120           # how long a run waits for another one in its folder
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
     "This function can [MASK] used to create a new file.",
@@ -143,7 +152,7 @@ def parse_arguments(argv=None):
     args = parser.parse_args(argv)
 
     args.phases = planned_phases(parser, args)
-    args.out = args.out or Path("runs", args.data.name)
+    args.out = args.out or Path("runs", Path(os.path.abspath(args.data)).name)
     return args
 
 
@@ -235,8 +244,8 @@ def prepare_run(args, world):
     completes args: what `fit_to_device` does, `vocab_size`, `settings` (`run_settings`), `code`.
     Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
-        manifest = data.prepare(data.machine_documentation(), args.data)
-        print(data.describe(manifest), flush=True)
+        data.prepare(data.machine_documentation(), args.data)
+        data.say(data.describe(args.data))
     world.barrier()
 
     manifest = data.verify(args.data, world.rank, world.size)
@@ -282,19 +291,38 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.file = open(folder / "metrics.jsonl", "a")      # the lock lasts while it is open
-        try:
-            # For this process alone; if another one has it, that is an error at once.
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another run writes to {folder}, or its disk has no locks "
-                              f"({error.strerror}); wait until it ends, or take another --out")
+        self.begun_before = self.file.tell() > 0
+        self.lock(folder)
+
+    def lock(self, folder):
+        """Locks the folder for this process alone. Waits a while if another one has it: a run that
+        torchrun has started again may come before the end of the one before."""
+        for second in range(LOCK_SECONDS):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if second == 0:
+                    self.say(f"another run writes to {folder}; waiting {LOCK_SECONDS} s for it")
+                time.sleep(1)
+            except OSError as error:
+                self.say(f"warning: the disk of {folder} has no locks ({error.strerror}): start no "
+                         "other run with this --out")
+                return
+        raise ConfigError(f"another run writes to {folder}; wait until it ends, or take another "
+                          "--out")
+
+    def claim(self, folder):
+        """Writes the number of this run into its folder, where `save` looks for it: some disks keep
+        a lock on one node only, and a folder can be removed and begun anew."""
+        self.number = os.urandom(8).hex()
+        with contextlib.suppress(OSError):               # a full disk
+            (folder / "run").write_text(self.number)
 
     def say(self, text):
         """Prints a line."""
-        # A closed terminal, a full disk behind it or one without UTF-8 must not end the training.
-        with contextlib.suppress(OSError, ValueError):
-            if self.active:
-                print(text, flush=True)
+        if self.active:
+            data.say(text)
 
     def metric(self, kind, **fields):
         """Adds a line to metrics.jsonl. After a restart a step can stand there twice: the last line
@@ -322,6 +350,7 @@ def log_start(args, world, log, state):
     """Says what is about to run, and writes it to metrics.jsonl."""
     if not log.active:
         return
+    log.claim(args.out)
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     log.metric("run", command=sys.argv, flags=args.settings, code=args.code,
@@ -331,21 +360,25 @@ def log_start(args, world, log, state):
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
-            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}\n"
+            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, each with "
+            f"{torch.get_num_threads()} CPU threads\n"
             f"{args.precision}, optimizer {args.optimizer} (the recipe's rates are for "
             f"{optim.RECIPES[args.recipe]['optimizer']})\n"
             f"{args.micro_tokens:,} tokens at once, compression {args.compression}, buckets of "
             f"{args.bucket_mb:g} MB")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
+        part = data.part_long_enough(args.data, phase.seq_len)
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
-                f"tokens a step, lr {phase.lr:g}")
+                f"tokens ({part:.0%} of the text is long enough) a step, lr {phase.lr:g}")
     unlike = bert.unlike_huggingface(state.model)
     if unlike:
         log.say(f"Hugging Face's BERT differs in {', '.join(unlike)}: only bert.py will load the "
                 "model's folder")
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
+    elif log.begun_before:
+        log.say(f"a run in {args.out} has ended before its first checkpoint: this one begins anew")
 
 
 # ----- The training state -----
@@ -358,6 +391,7 @@ class Counters:
     phase_step: int = 0              # finished steps of this phase
     seconds: float = 0.0             # that the program has run, in all starts, without what a crash
                                      # lost; a mean over the ranks: so all end --hours together
+    longest: int = 0                 # tokens of the longest example, of those of this rank
 
 
 @dataclasses.dataclass
@@ -477,7 +511,8 @@ def checkpoints_in(folder):
 
 def save(args, world, log, state):
     """Saves all that the next step depends on, in a file that is whole or not there; removes all
-    others but the one before. Collective; raises what check_weights raises.
+    others but the one before. Collective; raises what check_weights raises, and ConfigError if
+    another run has begun in the folder, or if even the first checkpoint cannot be saved.
 
     What int8 and onebit have not sent yet is dropped: so the run that goes on is the run that
     resumes. A full disk is a warning: the older checkpoints are whole.
@@ -492,6 +527,8 @@ def save(args, world, log, state):
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     try:
+        if (args.out / "run").read_text() not in (log.number, ""):
+            raise ConfigError(f"another run has begun in {args.out}; start with another --out")
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
@@ -500,6 +537,8 @@ def save(args, world, log, state):
     except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if not checkpoints_in(args.out):             # the first one: so it is not the last hour
+            raise ConfigError(f"no checkpoint can be saved in {args.out}: {error!r:.100}")
         log.say(f"warning: no checkpoint of step {step}: {error!r:.100} (is the disk full?); "
                 "older ones stay")
         return
@@ -740,6 +779,8 @@ def evaluate(args, world, log, state):
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
+    if data.load_manifest(args.data)["sha256"][:16] != args.settings["shards"]:
+        raise ConfigError(f"the shards in {args.data} are others than at the start")
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
@@ -777,12 +818,34 @@ def evaluate(args, world, log, state):
 
 # ----- Training -----
 
+class Clock:
+    """Counts the seconds of a run, in all its starts, but not those in which the whole process was
+    suspended. `--hours` goes by it."""
+
+    def __init__(self, seconds):
+        self.start = STARTED - seconds       # of earlier starts
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self):
+        """In a thread: a second that has taken more than a minute was a pause."""
+        while True:
+            before = time.monotonic()
+            time.sleep(1)
+            passed = time.monotonic() - before
+            if passed > 60:
+                self.start += passed
+
+    def read(self):
+        """Returns the seconds until now."""
+        return time.monotonic() - self.start
+
+
 def training_loop(args, world, log, state, signals):
     """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
     says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
     counters = state.counters
-    clock_start = STARTED - counters.seconds         # a resumed run has its seconds already
-    saved_at = counters.seconds
+    clock = Clock(counters.seconds)                  # a resumed run has its seconds already
+    saved_at = counters.seconds + FIRST_SECONDS - SAVE_SECONDS
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
@@ -837,9 +900,12 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        tokens = sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
-        total = world.sum(**sums, tokens=tokens, seconds=time.monotonic() - clock_start,
-                          signals=len(signals), orphans=dist.torchrun_died())
+        tokens = 0
+        for batch in micro_batches:
+            tokens += int(batch.lengths[:-1].sum())
+            counters.longest = max(counters.longest, int(batch.lengths[-2]))    # its last example
+        total = world.sum(**sums, tokens=tokens, seconds=clock.read(), signals=len(signals),
+                          orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
@@ -851,7 +917,9 @@ def training_loop(args, world, log, state, signals):
             stop = reason_to_stop(counters.step, total)
         phase_ends = phase_index != counters.phase   # also where the run ends
         half_hour = counters.seconds - saved_at > SAVE_SECONDS
-        if phase_ends or stop or half_hour or counters.step % args.save_every == 0:
+        # After the first step, too: so a full disk, or memory that is too small, is known at once.
+        due = counters.step == 1 or counters.step % args.save_every == 0
+        if phase_ends or stop or half_hour or due:
             save(args, world, log, state)
             saved_at = counters.seconds
             if phase_ends or not stop:               # a stop within a phase shall be quick
@@ -866,7 +934,7 @@ def training_loop(args, world, log, state, signals):
 def keep_freed_memory():
     """Lets the C library keep what torch frees on a CPU, for the next tensors: to ask Linux for new
     memory, page by page, takes a tenth of a small model's step."""
-    if sys.platform == "linux":
+    with contextlib.suppress(AttributeError):        # macOS has no mallopt
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)                          # M_MMAP_MAX: no block is mapped by itself
         libc.mallopt(-1, 2 ** 31 - 1)                # M_TRIM_THRESHOLD: the heap does not shrink
@@ -904,9 +972,12 @@ def train(args, world):
         # NSP head, where they are not trained, have no masters and stay rounded.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
-        longest = max(phase.seq_len for phase in args.phases[:state.counters.phase + 1])
+        segments = getattr(state.model.embeddings, "segments", None)
+        if segments and args.pairs == "none" and not args.init:
+            # No text had a segment B, so this was never trained.
+            segments.weight.data[1] = segments.weight.data[0]
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
-                              longest)
+                              state.counters.longest or args.phases[0].seq_len)
         if not stop:
             report(args, log, state)
     # `stop` is an error, and when a rank ends by one torchrun kills the others. So all wait here
@@ -930,14 +1001,14 @@ def main():
             dist.leave("", restart_helps=False)
         raise
     keep_freed_memory()
+    torch.set_num_threads(data.usable_cores())
+    faulthandler.enable(2)       # a shard that is cut while it is read ends the process: say where
     world = dist.World()
     try:
         world = dist.init(args.timeout)
         train(args, world)
-        # Python's own end would abort while torch's groups are open, see `dist.init`. And it would
-        # print again what a closed terminal or a full disk has refused: after that error torchrun
-        # would restart the training.
-        os._exit(0)
+        data.end_terminal()
+        dist.end(0)
     except (Exception, KeyboardInterrupt) as error:
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""

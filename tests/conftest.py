@@ -24,6 +24,8 @@ history party result change morning reason research girl guy moment air teacher 
 
 
 def pytest_configure(config):
+    if not __debug__:
+        raise pytest.UsageError("python -O leaves out assertions: unset PYTHONOPTIMIZE")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -38,6 +38,8 @@ LOG.setLevel(logging.INFO)
 # Processes are forked from a server. Whoever needs the first one starts it, with these modules.
 # torch._dynamo is what every optimizer imports when it is first made: a second for each rank
 CONTEXT = multiprocessing.get_context("forkserver")
+if len(tempfile.gettempdir()) > 60:
+    tempfile.tempdir = "/tmp"        # its socket lies there, whose path has 107 letters at most
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
 STARTING = threading.Lock()
 # Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning

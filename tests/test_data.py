@@ -291,7 +291,7 @@ def test_a_folder_of_files_of_all_forms(documents, tmp_path, program):
 
     said = program("text", "--out", "shards/ü", "--vocab-size", 320, "--cased")
     assert re.match(r"400 documents .* 320 pieces, 0...% \[UNK\]; 8 shards, \d+ different ", said)
-    assert said.endswith("held out\n'shards/\\xfc' is ready\n"), said
+    assert said.endswith("\nshards/ü is ready\n"), said
     manifest = data.prepare(data.TextFiles(["text"]), tmp_path / "alone", 320, cased=True)
     assert data.load_manifest("shards/ü") == manifest, "the program has prepared other shards"
     encode = data.load_tokenizer("shards/ü/tokenizer.model").encode
@@ -362,10 +362,19 @@ REFUSED = {
     "pretty.json": (b'{\n  "text": "One."\n}\n', "line 1: .*`text`"),
     "array.json": (b' [ {"text": "One."}]', "line 1: .*`text`"),
     "indented.json": (b'[\n  {"text": "One."}\n]\n', "line 1: JSONDecodeError.*`text`"),
-    "wiki_00": (b'<doc id="1">\nOne.\n</doc>\n', "line 1: .*HTML, XML or tar.*--json"),
-    "trec": (b"<DOC>\n", "HTML, XML or tar"),
-    "page": (b"<!DOCTYPE html>\n", "HTML, XML or tar"),
-    "wiki.tar.gz": (gzip.compress(b"wiki_00\0\0\0ustar\0\n"), "or tar, take the text out"),
+    "wiki_00": (b'<doc id="1">\nOne.\n</doc>\n', "line 1: .*HTML, XML.*--json"),
+    "trec": (b"<DOC>\n", ".*HTML, XML"),
+    "page": (b"<!DOCTYPE html>\n", ".*HTML, XML"),
+    "wiki.tar.gz": (gzip.compress(b"wiki_00\0\0\0ustar\0\n"), ".*it is a tar"),
+    "text-then-tar": (b"One.\n\nTwo.\nwiki_00\0\0\0ustar\0\n", "line 4: .*it is a tar"),
+    "hole": (b"One.\n" + bytes(5000) + b"\nTwo.\n", "line 2: .*a part of it is lost"),
+    "crawl.wet": (b"WARC/1.0\r\nWARC-Type: warcinfo\r\n", "line 1: .*WARC"),
+    "paper.pdf": (b"%PDF-1.4\nOne.\n", "line 1: .*PDF"),
+    "paper.nxml": (b"\n<article xmlns='x'>\n", "line 1: .*XML"),
+    "list.mbox": (b"From ann@x.org Thu Jan  1 00:00:00 2020\nSubject: One\n", "line 1: .*mail"),
+    "one.eml": (b"Received: from x.org\nSubject: One\n", "line 1: .*mail"),
+    "empty.txt.gz": (b"", "line 1: .*0 bytes"),
+    "long.txt": (b"One.\n" + b"word " * 10**6 + b"\nCaf\xe9.\n", "line 3: UnicodeDecodeError"),
     "dump.xml": (b'\xef\xbb\xbf  <mediawiki xmlns="x">\n', "line 1: .*--json")}
 
 
@@ -383,7 +392,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
 
 @pytest.mark.parametrize("flags, message", [
     ("a.txt --shards 0", "argument --shards: must be in"),
-    ("a.txt --shards x", "argument --shards: invalid int"),
+    ("a.txt --shards x", "argument --shards: invalid number"),
     ("a.txt --vocab-size 15", "argument --vocab-size: must be in"),
     ("a.txt --vocab-size 65536", "argument --vocab-size: must be in"),
     ("a.txt --out=", "argument --out: the path is empty"),
@@ -400,7 +409,56 @@ def test_flags_that_cannot_be_used(flags, message, documents, tmp_path, program)
     assert os.listdir() == ["a.txt"], "something is left"
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, program, monkeypatch):
+    (tmp_path / "text" / "locked").mkdir(parents=True)
+    (tmp_path / "text" / "a.txt").write_text("One.\n")
+    scandir = os.scandir
+
+    def refuse_one(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_one)           # root may read everything
+    assert "text/locked" in program("text", "--out", "out"), "a folder is left out in silence"
+
+
+class Growing(list):
+    """A corpus to which a document is added, or in which one is changed, before its last pass."""
+
+    def __init__(self, documents, last):
+        super().__init__(documents)
+        self.last = last
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        if self.passes == 3:
+            self[-1:] = self.last
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("last", [["Another text."], [], ["One text.", "Another text."]])
+def test_a_text_that_changes_while_it_is_read_is_refused(documents, tmp_path, last):
+    with pytest.raises(data.DataError, match="has changed while it was read"):
+        data.prepare(Growing(documents, last), tmp_path / "out", 320, 1)
+    assert not (tmp_path / "out").exists(), "shards of a text that changed stay"
+
+
+def test_files_that_a_desktop_adds_are_no_part_of_the_shards(documents, shards, tmp_path):
+    class Touched(list):
+        def __iter__(self):
+            (tmp_path / "out" / "@eaDir").mkdir(exist_ok=True)
+            (tmp_path / "out" / ".DS_Store").write_text("x")
+            return super().__iter__()
+
+    data.prepare(Touched(documents), tmp_path / "out", tokenizer=shards / "tokenizer.model")
+    (tmp_path / "out" / ".DS_Store").write_text("y")
+    data.verify(tmp_path / "out")
+
+
 ODD = {
+    "One.\rTwo.\r\rThree.\r\n": ["One.\nTwo.", "Three."],
     "[1] A t\0ext.\n": ["[1] A text."],
     '{"text": "One \\ud800 two."}\n': ["One ? two."],
     "<tf> Hi.\n\n\n<tf> You.": ["<tf> Hi.", "<tf> You."],
@@ -438,7 +496,7 @@ def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path, suffix,
 
 WARNED = {                                                      # what is said: of which text
     "put a blank line between them": lambda documents: "\n".join(8 * documents),
-    "are very short": lambda documents: "\n\n".join(text[:30] for text in documents),
+    "if blank lines part sentences": lambda documents: "\n\n".join(text[:30] for text in documents),
     " is [UNK], letters that the tokenizer does not know: make ":
         lambda documents: "\n\n".join(f"{text} ქ ქ ქ ქ" for text in documents)}
 
@@ -450,6 +508,26 @@ def test_odd_documents_are_said(warning, documents, tmp_path, program, shards):
                    shards / "tokenizer.model")
     for other in WARNED:
         assert (other in said) == (other == warning), f"{other!r} is, or is not, in {said}"
+
+
+def test_a_report_says_how_much_text_is_long_enough(documents, tmp_path, program, shards):
+    """Half of the tokens are in documents of 200 tokens, half in those of 20."""
+    encode = data.load_tokenizer(shards / "tokenizer.model").encode
+    words = sorted({word for text in documents for word in text.split()}, key=len)
+    texts = []
+    for size, count in (200, 40), (20, 400):
+        for number in range(count):
+            text = ""
+            while len(encode(text)) < size:
+                text += words[(number * 7 + len(text)) % len(words)] + " "
+            texts.append(text)
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    said = program("a.txt", "--out", "out", "--shards", 1, "--tokenizer",
+                   shards / "tokenizer.model")
+    full, none = re.search(r"\n(\d+)% of the text is .* 128 .* (\d+)% in", said).groups()
+    assert 40 < int(full) < 60 and none == "0", said
+    begins = re.findall(r"\n    (.+)", said)
+    assert len(begins) == 3 and all(begin.strip() in "\n".join(texts).lower() for begin in begins)
 
 
 def test_of_one_endless_document_most_is_trained_on(documents, tmp_path, shards):
@@ -503,12 +581,27 @@ def test_the_tokenizer_has_all_marks_and_fewer_pieces_for_a_small_text():
     assert min(tokens) >= 5, "a mark is [UNK], or a text spells a special symbol"
 
 
-def test_a_tokenizer_of_another_program_is_refused(documents, tmp_path):
-    with open(tmp_path / "model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(documents), vocab_size=100,
-                                                 model_writer=file, minloglevel=2)
-    with pytest.raises(data.DataError, match="model is not a tokenizer.model that data.py"):
-        data.load_tokenizer(tmp_path / "model")
+@pytest.mark.parametrize("options", [
+    {"pad_id": -1},
+    {"model_type": "bpe"},
+    {"model_type": "word"},
+    {"byte_fallback": True},
+    {"normalization_rule_name": "identity"},
+    {"normalization_rule_name": "nfkc"},
+    {"user_defined_symbols": ["time"]}], ids=str)
+def test_a_tokenizer_that_a_model_folder_cannot_describe_is_refused(
+        documents, tmp_path, options):
+    ours = {"normalization_rule_name": "nmt_nfkc_cf", "pad_id": 0, "pad_piece": "[PAD]",
+            "unk_id": 1, "unk_piece": "[UNK]", "bos_id": -1, "eos_id": -1,
+            "control_symbols": data.SPECIALS[2:]}
+    for path, changes in ("good", {}), ("bad", options):
+        with open(tmp_path / path, "wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(documents), vocab_size=400, hard_vocab_limit=False,
+                model_writer=file, minloglevel=2, **ours | changes)
+    data.load_tokenizer(tmp_path / "good")
+    with pytest.raises(data.DataError, match="bad is not a tokenizer.model that data.py"):
+        data.load_tokenizer(tmp_path / "bad")
 
 
 # ----- Shards on disk -----
@@ -569,7 +662,8 @@ def test_large_vocabularies_fit_short_documents_are_left_out_and_memory_does_not
         folder = tmp_path / str(count)
         folder.mkdir()
         tracemalloc.start()
-        counts = data.write_shards(corpus, folder, Letters(), 3, len(corpus))
+        checksum = sum(map(data.checksum_of, data.blocks(corpus)))
+        counts = data.write_shards(corpus, folder, Letters(), 3, len(corpus), checksum)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert counts["documents"] == count, "documents of one token, or none, are kept"
@@ -608,15 +702,38 @@ def test_a_damaged_shard_is_named_to_the_ranks_that_read_it(shards, tmp_path):
     path = folder / "train-00002.tokens"
     path.write_bytes(path.read_bytes()[::-1])
     for rank, size in (0, 1), (0, 2), (2, 4), (0, 3), (6, 8):
-        where = f"{path} is damaged on {os.uname().nodename}, where rank {rank} of {size} "
+        host = os.uname().nodename
+        where = f"{path} is missing or damaged on {host}, where rank {rank} of {size} "
         with pytest.raises(data.DataError, match=where):
             data.verify(folder, rank, size)
     path.unlink()
-    with pytest.raises(OSError, match=path.name):
+    with pytest.raises(data.DataError, match=f"{path.name} is missing"):
         data.verify(folder, 0, 2)
     for rank, size in (1, 2), (3, 4), (4, 8):               # these ranks need no shard 2
         data.verify(folder, rank, size)
         data.PretrainingData(folder, 32).batch(range(rank, 50, size))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(shards, tmp_path):
+    path = shutil.copytree(shards, tmp_path / "copy") / "unigrams"
+    path.unlink()
+    os.mkfifo(path)                                          # to read it would take for ever
+    with pytest.raises(data.DataError, match="unigrams is missing"):
+        data.verify(tmp_path / "copy")
+    manifest = data.load_manifest(shards) | {"files": {}}          # one that checks nothing
+    manifest["sha256"] = data.manifest_digest(manifest)
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(data.DataError, match="tokenizer.model is missing or damaged"):
+        data.verify(tmp_path / "copy")
+
+
+def test_shards_made_anew_in_one_process_are_read_anew(documents, shards, tmp_path):
+    for count in 200, 300:
+        data.prepare(documents[:count], tmp_path / "out", shards=1,
+                     tokenizer=shards / "tokenizer.model")
+        held_out, trained = (texts_of(tmp_path / "out", name) for name in data.shard_names(1))
+        assert len(held_out) + len(trained) == count, "shards of before are read"
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_manifest_is_as_it_was_written_or_refused(shards, tmp_path, monkeypatch):

@@ -380,7 +380,8 @@ def leaves(world, said, act):
             if act == "killed":
                 os.kill(process, signal.SIGKILL)
             if act == "stopped":
-                subprocess.Popen(f"sleep 5; touch {said}.late; kill -9 {process}", shell=True)
+                late = 'sleep 5; touch "$0"; kill -9 "$1"'
+                subprocess.Popen(["bash", "-c", late, f"{said}.late", str(process)])
                 os.kill(process, signal.SIGSTOP)
             raise ZeroDivisionError("an own\nerror")
         if world.rank == 1:

@@ -12,6 +12,9 @@ import torch
 
 import bert
 import data
+import dist
+import train
+from tests.training import metrics, padded
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -128,3 +131,30 @@ def test_fill_mask_is_the_pipelines(tokenizers):
         lines = [", ".join(f"{ours.id_to_piece(answer['token']).replace('▁', '')} "
                            f"{answer['score']:.0%}" for answer in answers) for answers in answers]
         assert lines == bert.fill_mask(model, ours, text), text
+
+
+def test_training_has_the_losses_of_transformers(train_here, shards, tmp_path):
+    # The same start, batches, rates and AdamW
+    args = train_here(tmp_path / "ours", *"--optimizer adamw --precision fp32 --batch 8".split(),
+                      *"--lr-scale 0.1 --steps 300 0".split())
+    bert.save_huggingface(train.build_model(args, dist.World()), shards / "tokenizer.model",
+                          tmp_path / "start", 64)
+    theirs = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "start").train()
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.01},
+         {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0}],
+        betas=args.betas, eps=1e-6)
+    examples = data.PretrainingData(shards, args.phases[0].seq_len,
+                                    mask_fraction=args.mask_fraction)
+    lines = metrics(tmp_path / "ours")
+    assert len(lines) == 300
+    for line, [batch] in zip(lines, data.loader(examples, 0, 8, 8, 0, 1)):
+        loss = theirs(**padded(batch.to("cpu"))).loss
+        assert line["mlm_loss"] + line["nsp_loss"] == pytest.approx(loss.item(), abs=5e-5), (
+            f"step {line['step']}: train.py does not learn what transformers' model learns")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = line["lr"]
+        optimizer.step()
+        optimizer.zero_grad()

@@ -3,6 +3,7 @@ refused in one line, the README's words."""
 import dataclasses
 import errno
 import io
+import json
 import math
 import os
 import re
@@ -20,7 +21,7 @@ import train
 from tests.conftest import ROOT
 from tests.course import race
 from tests.ranks import no_room, run_ranks, run_script
-from tests.training import SHORT, args_of, column, metrics, run
+from tests.training import SHORT, args_of, column, last_state, metrics, run
 
 # ----- A whole program -----
 
@@ -32,7 +33,8 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     first, again = [run_script(*argv, cwd=tmp_path) for _ in range(2)]         # the same command
     assert (first.returncode, first.stderr, again.returncode) == (0, "", 0)
     for pattern in [
-            "phase 1: 1 steps, 8 examples of 64 tokens a step, lr 0.008",
+            r"phase 1: 1 steps, 8 examples of 64 tokens \(\d+% of the text is long enough\) a "
+            "step, lr 0.008",
             r"step +1  held out, 1\d% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)  nsp",
             *(rf"\n{re.escape(sentence)}\n    (.*%){{3}}" for sentence in train.DEMO_SENTENCES),
             "Done after step 2; another --out starts over"]:
@@ -53,8 +55,10 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
                     train.step_line(line))
     assert column(out, "minutes_left") == pytest.approx([2 * line["seconds"] / 60, 0])
     assert {path.name for path in out.iterdir()} == {
-        "metrics.jsonl", "model", "step-00000001.pt", "step-00000002.pt"}
-    assert '"model_max_length": 128' in (out / "model" / "tokenizer_config.json").read_text()
+        "metrics.jsonl", "model", "run", "step-00000001.pt", "step-00000002.pt"}
+    config = json.loads((out / "model" / "tokenizer_config.json").read_text())
+    longest = last_state(out)["counters"]["longest"]
+    assert 64 < config["model_max_length"] == longest <= 128, "not the longest example's tokens"
     assert race.read(out).points[-1][2:4] == (16, 128), "examples, tokens of one, in the race"
 
 
@@ -168,7 +172,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize("name, change, message", [
-    ("train-00001.tokens", flip, "is damaged on "),
+    ("train-00001.tokens", flip, "is missing or damaged on "),
     ("manifest.json", os.remove, "is missing, damaged or of an older program")])
 def test_shards_that_are_not_whole_are_refused(refused, shards, tmp_path, name, change, message):
     path = shutil.copytree(shards, tmp_path / "copy") / name
@@ -177,7 +181,8 @@ def test_shards_that_are_not_whole_are_refused(refused, shards, tmp_path, name, 
     assert not (tmp_path / "out").exists(), "a run that is refused leaves a folder"
 
 
-def test_two_runs_in_one_folder_are_refused(refused, tmp_path):
+def test_two_runs_in_one_folder_are_refused(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "LOCK_SECONDS", 1)
     _locked = train.Log(tmp_path / "out", True)
     assert refused()[1].startswith(f"train.py: another run writes to {tmp_path}/out")
 
@@ -254,7 +259,7 @@ def full(*_):
 
 
 @pytest.mark.parametrize("terminal", [
-    SimpleNamespace(write=full, flush=full), None,          # as `>&-` has it
+    SimpleNamespace(write=full, flush=full, encoding="utf-8"), None,          # as `>&-` has it
     io.TextIOWrapper(io.BytesIO(), "ascii")])
 def test_a_terminal_that_takes_no_more_or_no_utf_8_does_not_end_a_run(
         tmp_path, monkeypatch, terminal):

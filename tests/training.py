@@ -3,11 +3,13 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import bert
 import data
@@ -112,6 +114,21 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
         lengths=np.diff(bounds).astype(np.int64)).to(device)
 
 
+def padded(batch):
+    """Returns a Batch as the keyword arguments of transformers' model: each example padded to the
+    longest."""
+    labels = torch.full_like(batch.tokens, data.IGNORED)
+    kept = batch.labels["mlm"] != data.IGNORED
+    labels[batch.masked_rows[kept]] = batch.labels["mlm"][kept]
+
+    def rows(values, fill=0):
+        return pad_sequence(values.split(batch.lengths.tolist())[:-1], True, fill)
+
+    return {"input_ids": rows(batch.tokens), "token_type_ids": rows(batch.segments),
+            "attention_mask": rows(torch.ones_like(batch.tokens)),
+            "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.labels["nsp"]}
+
+
 def losses_of(logits, batch):
     """Returns the sums of each task's losses, {task: tensor}."""
     return {task: train.loss_sum(logits[task], labels) for task, labels in batch.labels.items()}
@@ -155,7 +172,8 @@ def spoil(world, rank, part, value):
 
 def fake_clock(world, seconds_of_step, patch=setattr):
     """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now,
+                            sleep=lambda seconds: threading.Event().wait())
     finish = dist.Reducer.finish
     build = train.build
 
@@ -174,9 +192,9 @@ def fake_clock(world, seconds_of_step, patch=setattr):
 
 
 def by_the_clock(world, killed_in=None):
-    """Steps of 10 s each. In a step kill -9 of the last rank when it is over, before anything of it
+    """Steps of 1 s each. In a step kill -9 of the last rank when it is over, before anything of it
     is saved."""
-    fake_clock(world, lambda step, rank: 10.0)
+    fake_clock(world, lambda step, rank: 1.0)
     write = train.Log.step
 
     def patched(log, figures):

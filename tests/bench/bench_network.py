@@ -30,7 +30,6 @@ import hosts
 import torch
 import torch.nn.functional as F
 from torch import distributed
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import bert
@@ -39,8 +38,7 @@ import optim
 from tests.training import random_batch
 from tests.variants import buckets_after, one_by_one, ring, slow_network
 
-DDP = ["ddp", "ddp-fp16", "ddp-powersgd"]
-METHODS = [*DDP, *dist.COMPRESSORS]
+METHODS = ["ddp", *dist.COMPRESSORS]
 REDUCERS = {                 # not among the defaults
     "one-by-one": one_by_one.OneByOne,
     "buckets-after": buckets_after.BucketsAfter,
@@ -90,18 +88,10 @@ class Method:
         if name in REDUCERS:
             self.reducer = REDUCERS[name](model, world)
             return
-        if name not in DDP:
+        if name != "ddp":
             self.reducer = dist.Reducer(model, world, compression=name)
             return
-        # With several buckets, its PowerSGD over Gloo starts the second all-reduce of each in
-        # whatever order the first ones end, and the ranks wait for each other: it gets one.
-        megabytes = 1000 if name == "ddp-powersgd" else None
-        self.loss = DistributedDataParallel(self.loss, bucket_cap_mb=megabytes)
-        if name == "ddp-fp16":
-            self.loss.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if name == "ddp-powersgd":
-            state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
-            self.loss.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self.loss = DistributedDataParallel(self.loss)
 
     def step(self, batch):
         (self.reducer or self.optimizer).zero_grad()
@@ -149,7 +139,7 @@ def rank_main(args):
     figures = {}
     for (rate, name), found in seconds.items():
         figures[f"{rate}, {name}, ms"] = 1e3 * statistics.median(found)
-        if name not in DDP:
+        if name != "ddp":
             figures[f"{rate}, {name}, wait"] = 1e3 * statistics.median(waits[rate, name])
         if "ddp" in args.methods:
             peer = statistics.median(seconds[rate, "ddp"])

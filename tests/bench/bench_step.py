@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import beside
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import bert
 import data
@@ -50,23 +49,11 @@ def tokens_of(dataset):
     return statistics.mean(dataset.length(spans) for spans in dataset.spans(range(4096)))
 
 
-def padded(batch):
-    """Returns a Batch as the keyword arguments of a Hugging Face model."""
-    labels = torch.full_like(batch.tokens, data.IGNORED)
-    kept = batch.labels["mlm"] != data.IGNORED
-    labels[batch.masked_rows[kept]] = batch.labels["mlm"][kept]
-
-    def rows(values, fill=0):
-        return pad_sequence(values.split(batch.lengths.tolist())[:-1], True, fill)
-
-    return {"input_ids": rows(batch.tokens), "token_type_ids": rows(batch.segments),
-            "attention_mask": rows(torch.ones_like(batch.tokens)),
-            "labels": rows(labels, data.IGNORED), "next_sentence_label": batch.labels["nsp"]}
-
-
 def padded_loader(dataset, examples):
     """Returns an iterator over the steps of one micro-batch, `padded` and made ahead in a thread,
     on one rank."""
+    from tests.training import padded
+
     def batch(indices):
         return padded(dataset.batch(indices).to("cpu"))
 

@@ -111,9 +111,9 @@ def show(found):
         print(line, flush=True)
 
 
-def main(once, add_flags, rounds=3, launcher=()):
-    """Runs the bench. add_flags(add) adds its flags; launcher: words between python and the bench,
-    as those of torchrun. A process that torchrun has started by hand measures once."""
+def main(once, add_flags, rounds=3):
+    """Runs the bench. add_flags(add) adds its flags. A process that bench_network.py has started
+    measures once."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
@@ -137,7 +137,7 @@ def main(once, add_flags, rounds=3, launcher=()):
         if number % 2:
             checkouts.reverse()
         for checkout in checkouts:
-            done = subprocess.run([sys.executable, *launcher, *sys.argv], stdout=subprocess.PIPE,
+            done = subprocess.run([sys.executable, *sys.argv], stdout=subprocess.PIPE,
                                   env=os.environ | {"BENCH_CODE": str(checkout)}, text=True)
             if done.returncode:
                 sys.exit(f"the bench failed with the five files of {checkout}")

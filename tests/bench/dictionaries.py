@@ -38,21 +38,34 @@ def read_synset(line):
     return parent, f"{', '.join(words)}: {gloss.strip()}."
 
 
-def wordnet_documents(folder):
-    """Returns the documents (list of str) of WordNet's four data files."""
-    documents = {}
+def synsets(root):
+    """Yields (part of speech, line) of each synset in WordNet's four data files."""
     for part in ("noun", "verb", "adj", "adv"):
-        for line in Path(folder, f"data.{part}").read_text("utf-8").splitlines():
+        path = root / "usr/share/wordnet" / f"data.{part}"
+        for line in path.read_text("utf-8").splitlines():
             if not line.startswith("  "):                    # the licence
-                parent, text = read_synset(line)
-                documents.setdefault(parent, []).append(text)
+                yield part, line
+
+
+def wordnet_documents(root):
+    """Returns the documents (list of str) of WordNet."""
+    documents = {}
+    for _, line in synsets(root):
+        parent, text = read_synset(line)
+        documents.setdefault(parent, []).append(text)
     return ["\n".join(lines) for lines in documents.values()]
 
 
-def gcide_documents(dictionary):
-    """Returns the documents (list of str) of GCIDE, a paragraph a line."""
+def gcide_documents(root, without="\0"):
+    """Returns the documents (list of str) of GCIDE, a paragraph a line, but those entries that name
+    `without`."""
+    # .dz is gzip with an index
+    with gzip.open(root / "usr/share/dictd/gcide.dict.dz") as file:
+        dictionary = file.read().decode("utf-8", "replace")
     documents = []
     for entry in re.split(r"\n\n+(?=\S)", dictionary):
+        if without in entry:
+            continue
         # An entry begins: Larker \Lark"er\, n. [See 3d {Lark} ...]. The licence does not.
         if re.match(r".+? \\", entry):
             paragraphs = re.split(r"\n\s*\n", plain(entry))
@@ -78,12 +91,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("text"), help="write the texts here")
     parser.add_argument("--root", type=Path, default=Path("/"), help="where the packages are")
     args = parser.parse_args()
-    # .dz is gzip with an index
-    with gzip.open(args.root / "usr/share/dictd/gcide.dict.dz") as file:
-        dictionary = file.read().decode("utf-8", "replace")
-    texts = {
-        "gcide.txt": gcide_documents(dictionary),
-        "wordnet.txt": wordnet_documents(args.root / "usr/share/wordnet")}
+    texts = {"gcide.txt": gcide_documents(args.root), "wordnet.txt": wordnet_documents(args.root)}
     args.out.mkdir(parents=True, exist_ok=True)
     for name, documents in texts.items():
         (args.out / name).write_text("\n\n".join(documents) + "\n", "utf-8")

@@ -11,7 +11,6 @@ A step of ours is that of train.py's loop, in this process, without evaluation a
 Hugging Face's is that of bench_step.py. On both sides a thread makes the batches ahead.
 """
 import argparse
-import functools
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import bench_optim
 import bench_step
 import torch
 
-import bert
 import data
 import dist
 import optim
@@ -39,12 +37,6 @@ def say(args, text):
     print(text, flush=True)
     with open(args.out, "a") as file:
         print(text, file=file)
-
-
-def milliseconds(function):
-    """Returns the median of 20 calls, after five that do not count."""
-    seconds = [beside.seconds_of(function) for _ in range(25)]
-    return 1e3 * statistics.median(seconds[5:])
 
 
 def steps(args, model, seq_len, examples, micro_tokens):
@@ -89,21 +81,6 @@ def optimizers(args):
     for model in args.models:
         for name, number in bench_optim.once(SimpleNamespace(model=model, steps=20)).items():
             say(args, f"{model}, {name}: {number:.2f}")
-
-
-def attention(args):
-    """ms of forward and backward of base's attention, 64 examples."""
-    lengths = [*range(64, 128, 2), *[128] * 32]
-    lengths = torch.tensor([*lengths, -sum(lengths) % 64])
-    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(beside.DEVICE)
-    for dtype in torch.float32, torch.float16:
-        qkv = torch.randn(int(lengths.sum()), 3, 12, 64, device=beside.DEVICE, dtype=dtype,
-                          requires_grad=True)
-        forms = {"by length": functools.partial(bert.attention_by_length, qkv, lengths, 0.1),
-                 "as a GPU has it": functools.partial(bert.attention, qkv, bounds, lengths, 0.1)}
-        for name, form in forms.items():
-            ms = milliseconds(lambda: form().square().sum().backward())
-            say(args, f"attention, {dtype}, {name}: {ms:.2f} ms")
 
 
 def loop(args):
@@ -156,7 +133,7 @@ def demo(args):
 
 
 PARTS = {part.__name__: part
-         for part in (beside_huggingface, optimizers, attention, loop, tests, resume, demo)}
+         for part in (beside_huggingface, optimizers, loop, tests, resume, demo)}
 
 
 def main():

@@ -170,7 +170,7 @@ def row(name, found):
     """Prints the means of a list of `score`s, and their standard deviations."""
     line = f"{name:<16}"
     for column in torch.stack(found).T:
-        line += f"{column.mean():>7.3f} ± {column.std(correction=0):.3f}  "
+        line += f"{column.mean():>7.3f} +- {column.std(correction=0):.3f}  "
     print(line.rstrip(), flush=True)
 
 

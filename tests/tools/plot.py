@@ -8,6 +8,7 @@ shorter than its phase's length. Where a step stands twice, after a restart, the
 Needs matplotlib.
 """
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -31,7 +32,11 @@ def read_run(folder):
     it was evaluated have held_out. What is no run can raise ValueError, LookupError, OSError."""
     phases = []
     steps = {0: {"tokens": 0}}
-    for line in map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines()):
+    for text in Path(folder, "metrics.jsonl").read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue                     # half a line, where a run was killed or a disk was full
         if line["kind"] == "run":
             phases = line["phases"]
         elif line["kind"] == "train":
@@ -43,11 +48,14 @@ def read_run(folder):
         else:
             steps[line["step"]]["held_out"] = line["mlm_loss"]
     del steps[0]
+    if not steps:
+        raise ValueError(f"no step is in {folder}/metrics.jsonl")
     return steps
 
 
 def draw(runs, against, picture):
     """Draws {name: what read_run returns} into a file."""
+    os.environ.pop("MPLBACKEND", None)   # a notebook's: for windows, which are not needed
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 9), layout="constrained")
     panels = figure.subplots(4, 2).flat

@@ -19,7 +19,7 @@ EXAMPLES = range(2, 5)         # one whose B follows A, and two whose B does not
 def show(folder):
     """Returns the report of data.describe and examples that training never reads, lines of text.
     Raises data.DataError or OSError if the folder holds no shards."""
-    report = data.describe(data.load_manifest(folder))
+    report = data.describe(folder)
     report += "\nin brackets: what stood there, to be predicted"
     tokenizer = data.load_tokenizer(Path(folder) / "tokenizer.model")
     dataset = data.PretrainingData(folder, SEQ_LEN, held_out=True)

@@ -298,7 +298,10 @@ def waits(world):
     for (team, name, share), expected in zip(calls, fast):
         slept.clear()
         result = called(team, name, tensor)
-        assert slept == pytest.approx([share * 16000 * 8 / 0.01e9]), f"{name} of {team.size} ranks"
+        expected_waits = [share * 16000 * 8 / 0.01e9]
+        if name == "broadcast" and team is world and within.rank > 0:
+            expected_waits = []                            # the node's first rank passes it on
+        assert slept == pytest.approx(expected_waits), f"{name} of {team.size} ranks"
         if name != "reduce" or team.rank == 0:             # elsewhere it is undefined
             assert torch.equal(result, expected), f"{name} of {team.size} ranks: other bits"
 

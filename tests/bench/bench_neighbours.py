@@ -1,0 +1,87 @@
+"""A baseline that reads: how well do the tokens beside a masked token tell it?
+
+    python tests/bench/bench_neighbours.py shards/demo            # half a minute
+
+Prints the loss, in nats, of trigrams on the masked tokens that train.py's `held out` has. They are
+counted in the training text, and see what BERT sees:
+
+- The two tokens on the left tell probabilities, so do the two on the right. Each count is less by
+  DISCOUNT, and what is left over goes to the one next token, and of this to the frequency (absolute
+  discounting: Ney, Essen, Kneser, Comput. Speech Lang. 8, 1994). Beside a [MASK] nothing is known.
+- Left and right together: their product, divided by the frequency, as if they were independent.
+- What stands there and is no [MASK] is right or a random token: Bayes' rule weighs.
+"""
+import sys
+from pathlib import Path
+
+import beside  # noqa: F401 (finds the five files)
+import numpy as np
+
+import data
+
+DISCOUNT = 0.75
+BASE = 1 << 16               # more than there are tokens
+
+
+def number(tokens, rows, offsets):
+    """Returns one number for the tokens that stand at these offsets from the rows."""
+    found = 0
+    for offset in offsets:
+        found = found * BASE + tokens[rows + offset]
+    return found
+
+
+def count(text, *offsets):
+    """Counts how often a text has each token beside those at these offsets. Returns the function
+    (tokens, row, lower) that returns the probabilities (V,) of all tokens at a row; lower: those by
+    a shorter context."""
+    rows = np.arange(2, len(text) - 2)
+    keys, all_counts = np.unique(number(text, rows, [*offsets, 0]), return_counts=True)
+
+    def mix(tokens, row, lower):
+        begin = number(tokens, row, offsets) * BASE
+        first, last = keys.searchsorted([begin, begin + BASE])
+        counts = all_counts[first:last]
+        if not len(counts):
+            return lower
+        mixed = lower * (DISCOUNT * len(counts) / counts.sum())
+        mixed[keys[first:last] - begin] += (counts - DISCOUNT) / counts.sum()
+        return mixed
+
+    return mix
+
+
+def guess(sides, frequency, tokens, row):
+    """Returns the probabilities (V,) of what stood at a row before it was masked."""
+    p = 1 / frequency
+    for near, far in sides:
+        p = p * far(tokens, row, near(tokens, row, frequency))
+    p /= p.sum()
+    seen = tokens[row]
+    if seen != data.MASK:
+        # Of the chosen tokens a tenth stays, and a tenth becomes any of V tokens.
+        stays = p[seen]
+        p /= len(p)
+        p[seen] += stays
+        p /= p.sum()
+    return p
+
+
+def main():
+    folder = Path(sys.argv[1])
+    parts = [np.fromfile(path, np.uint16) for path in folder.glob("train-*.tokens")]
+    text = np.concatenate(parts).astype(np.int64)
+    sides = [[count(text, side), count(text, side, 2 * side)] for side in (-1, 1)]
+    frequency = np.exp(-data.unigram_losses(folder).numpy())
+    for seq_len in 64, 128:
+        batch = data.PretrainingData(folder, seq_len, held_out=True).batch(range(1024))
+        tokens = np.append(batch.tokens, [data.PAD, data.PAD])
+        losses = []
+        for row, label in zip(batch.masked_rows, batch.labels["mlm"]):
+            if label != data.IGNORED:
+                losses.append(-np.log(guess(sides, frequency, tokens, row)[label]))
+        print(f"{seq_len} tokens: {np.mean(losses):.3f}, of {len(losses):,}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
