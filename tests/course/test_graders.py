@@ -942,7 +942,7 @@ def no_room(world, room, action):
 TROUBLE = {
     "in step 6 the disk is full": ((no_room, 0, signal.SIG_IGN), [3, 8]),
     "in step 6 the disk is full after 100 KB": ((no_room, 10 ** 5, signal.SIG_IGN), [3, 8]),
-    "in step 6 the program dies while it saves": ((no_room, 10 ** 5, signal.SIG_DFL), [1, 3]),
+    "in step 6 the program dies while it saves": ((no_room, 0, signal.SIG_DFL), [1, 3]),
     "the power fails after each save": ((power_fails,), [6, 8]),
     "a weight is NaN": ((spoil, 0, "weight", math.nan), [])}
 
