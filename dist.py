@@ -917,12 +917,13 @@ def leave(message, restart_helps, rank_lost=False):
 
 
 def end(status):
-    """Ends this process. Without torchrun it ends as any program, so that a profiler writes its
-    file and a notebook lives. Else at once: Python's own end aborts while torch's groups are open,
-    and can wait for a rank that is lost."""
+    """Ends this process, at once if there may be other ranks: Python's own end aborts while torch's
+    groups are open, and can wait for a rank that is lost. Without torchrun it ends as any program,
+    so that a profiler writes its file and a notebook lives."""
     if TORCHRUN or distributed.is_initialized():
         os._exit(status)
-    sys.exit(status)
+    if status:
+        sys.exit(status)
 
 
 def agree(message, restart_helps, rank_lost):

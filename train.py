@@ -720,6 +720,16 @@ def count_labels(world, micro_batches):
     return world.sum(**own)
 
 
+def count_tokens(counters, micro_batches):
+    """Returns how many tokens the micro-batches have, without padding; keeps the length of the
+    longest example in `counters`."""
+    tokens = 0
+    for batch in micro_batches:
+        tokens += int(batch.lengths[:-1].sum())
+        counters.longest = max(counters.longest, int(batch.lengths[-2]))        # its last example
+    return tokens
+
+
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
     nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
@@ -900,11 +910,8 @@ def training_loop(args, world, log, state, signals):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        tokens = 0
-        for batch in micro_batches:
-            tokens += int(batch.lengths[:-1].sum())
-            counters.longest = max(counters.longest, int(batch.lengths[-2]))    # its last example
-        total = world.sum(**sums, tokens=tokens, seconds=clock.read(), signals=len(signals),
+        total = world.sum(**sums, tokens=count_tokens(counters, micro_batches),
+                          seconds=clock.read(), signals=len(signals),
                           orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1

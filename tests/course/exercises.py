@@ -1,4 +1,4 @@
-"""A course of twelve exercises: blank a part of thriftbert, write it anew, be told if it is right.
+"""A course of fifteen exercises: blank a part of thriftbert, write it anew, be told if it is right.
 
 For students, in the folder that they were given:
 
@@ -12,10 +12,10 @@ For lecturers, in the whole repository, and for all who learn alone:
     python tests/course/exercises.py start FOLDER attention lamb    # a copy, these two blanked
     python tests/course/exercises.py start FOLDER --track week      # those of a week
     python tests/course/exercises.py release FOLDER attention       # its solution, into a copy
-    python tests/course/exercises.py grade FOLDER... --track week --csv points.csv
+    python tests/course/exercises.py grade FOLDER... --track week --csv points.csv --jobs 4
     python tests/course/exercises.py verify                         # the course itself
 
-Where no exercise is named, all of the track count, by default all twelve; of hints the first. A
+Where no exercise is named, all of the track count, by default all; of hints the first. A
 folder with the name of an exercise is given as ./lamb.
 
 Needs no git. This file needs Python's standard library alone, the checks what requirements.txt
@@ -35,7 +35,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -45,10 +47,10 @@ sys.path.insert(0, str(ROOT))
 SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # only where the solutions are, too
 COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md"
 NOT_FOR_STUDENTS = (
-    "tests/bench/", "tests/RESULTS.md", "tests/course/answers.md",
+    "tests/bench/", "tests/RESULTS.md", "tests/course/README.md", "tests/course/answers.md",
     "tests/course/test_exercises.py", "tests/course/verify.py", "tests/course/wrong_solutions.md")
 GRADERS = "tests/course/test_graders.py"
-LIMIT = 240                                           # seconds for the tests of an exercise
+LIMIT = 240            # seconds for the tests of an exercise; a single one may take a fifth of it
 BLANK = "raise NotImplementedError"
 MOST = 5                         # points while an idea is wrong that is worth more than 1: a slip
 # What code that only computes does not need, and code that looks at its tests does.
@@ -70,6 +72,7 @@ class Exercise(NamedTuple):
     functions: str       # that `start` blanks
     minutes: int
     learns: str
+    like_it: str = ""    # functions that would give it away, blanked with it
 
 
 EXERCISES = {
@@ -91,7 +94,8 @@ EXERCISES = {
         60, "why 16 bits need fp32 masters and a scaled loss, and in what order one unscales"),
     "lamb": Exercise(
         "optim.adam_update optim.LAMB._update",
-        60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for"),
+        60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
+        "tests/variants/lans.LANS._update tests/variants/onebit_lamb.OneBitLAMB._update"),
     "dealing": Exercise(
         "data.micro_batches data.loader train.count_labels",
         60, "the same step on any number of ranks: who takes which example, and the divisor"),
@@ -110,6 +114,18 @@ EXERCISES = {
     "resume": Exercise(
         "train.save train.restore",
         100, "all that the next step depends on, and a file that is whole or not there"),
+    "sharding": Exercise(
+        "tests/course/scale.scatter_mean tests/course/scale.ShardedAdamW.__init__ "
+        "tests/course/scale.ShardedAdamW.step",
+        60, "ZeRO-1: each rank keeps a part of the moments; the same weights, and no more bytes",
+        "tests/variants/zero1.step_and_share"),
+    "plan": Exercise(
+        "tests/tools/plan.wire_bytes tests/tools/plan.flops_per_example "
+        "tests/tools/plan.step_seconds",
+        60, "how long a step takes, from bytes, operations and latency, before you measure it"),
+    "profile": Exercise(
+        "tests/course/scale.operations tests/course/scale.starts",
+        45, "where a step's time goes, and what a faster part of it would change"),
 }
 TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term": [*EXERCISES]}
 
@@ -119,6 +135,11 @@ TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term
 def functions_of(name):
     """Returns an exercise's functions, a list of (Path of the file, "Class.method")."""
     return [place_of(function) for function in EXERCISES[name].functions.split()]
+
+
+def all_like(name):
+    """Returns these, and those that would give the exercise away."""
+    return functions_of(name) + [place_of(other) for other in EXERCISES[name].like_it.split()]
 
 
 def place_of(function):
@@ -131,13 +152,27 @@ parse = functools.cache(ast.parse)       # the same text is asked for again and 
 
 
 def load(folder, path):
-    """Returns the text of a Python file; raises CourseError if it cannot be read or parsed."""
+    """Returns the text of a Python file; raises CourseError if it cannot be read or parsed. If the
+    folder has it only in a folder within, it is the outermost one."""
+    file = folder / path
     try:
-        text = (folder / path).read_text("utf-8")
+        if not file.exists():
+            file = min(folder.rglob(str(path)), default=file, key=lambda found: len(found.parts))
+        text = decoded(file.read_bytes())
         parse(text, path)                # its errors name the file and the line
         return text
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CourseError(str(error)) from None
+
+
+def decoded(content):
+    """Returns the text of bytes in UTF-8, with a byte order mark or without, or in Latin-1."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        # Python itself takes this only if the file says so. Functions of it go into files of ours.
+        text = content.decode("latin-1")
+    return text.replace("\r\n", "\n")
 
 
 def find(source, function):
@@ -242,7 +277,8 @@ def run_tests(folder, name, limit, seed=0):
         report = Path(place, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
                    f"--junitxml={report}", *[f"{GRADERS}::{test}" for test in tests]]
-        environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed)}
+        environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed),
+                                    "THRIFTBERT_SECONDS": str(limit / 5)}
         said = run(command, folder, environment, limit)
         errors = ["the tests ended without a report"]
         errors += re.findall(r"^(?:E  |ERROR:)\s*(.*)", said, re.MULTILINE)
@@ -357,7 +393,7 @@ def start(folder, names):
     """Writes a copy for students in which these exercises are blank and all others are solved."""
     copy_to(folder)
     for name in names:
-        for path, function in functions_of(name):
+        for path, function in all_like(name):
             (folder / path).write_text(blank((folder / path).read_text(), function))
     hours = sum(EXERCISES[name].minutes for name in names) / 60
     print(f"{folder} is a copy of thriftbert. Blank in it, about {hours:.1f} hours of work:\n"
@@ -369,7 +405,7 @@ def start(folder, names):
 def release(folder, names):
     """Writes the solutions of exercises to a copy for students."""
     for name in names:
-        for path, function in functions_of(name):
+        for path, function in all_like(name):
             solution = text_of(load(ROOT, path), function)
             (folder / path).write_text(with_function(load(folder, path), function, solution))
             print(f"{folder / path}: {function} is solved")
@@ -418,32 +454,107 @@ def look_at(name, folder):
     return ", ".join(found)
 
 
-def grade(folders, names, limit, seed, file):
-    """Prints a table of submissions and exercises, and writes it to a CSV file if one is named.
+def unpack(submission, place):
+    """Returns the folder of what was handed in: itself, or `place` with the Python files of the zip
+    that it is, or of all zips in it if it has no Python file."""
+    if any(submission.rglob("*.py")):
+        return submission
+    for path in [submission] if submission.is_file() else submission.rglob("*.zip"):
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(place, [name for name in archive.namelist() if name.endswith(".py")])
+    return Path(place)
+
+
+def marks_of(submission, names, limit, seed):
+    """Returns of a submission {exercise: (marks, what to look at)}."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            folder = unpack(submission, place)
+            return {name: (grade_one(name, folder, limit, seed), look_at(name, folder))
+                    for name in names}
+        except Exception as error:               # whatever it is, the others are graded
+            return {name: (no_marks(name, f"cannot be graded: {error!r}"), "") for name in names}
+
+
+def summary(all_marks):
+    """Returns the points of what `marks_of` returns, {exercise: points}, and a list of the first
+    thing that is wrong in each, and of what to look at."""
+    points = {}
+    all_wrong = []
+    for name, (marks, words) in all_marks.items():
+        points[name], wrong = points_in(name, marks)
+        if wrong:
+            all_wrong.append(f"{name}: {wrong}")
+        if words:
+            all_wrong.append(f"{name}: look at it yourself: {words}")
+    return points, all_wrong
+
+
+def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
+    """Prints a table of submissions and exercises, `jobs` submissions at the same time.
+
+    file: a CSV file that has each row as soon as it is known, and is whole at any moment. What
+    stands in it already is not graded again: so after an end in the middle, the same command goes
+    on. gradescope: a file for the results of a submission.
 
     Each exercise of each submission runs in a process and folder of its own, with a time limit, so
     it cannot harm the next by accident. This is no sandbox: the code runs with your rights.
     """
-    rows = [["submission", *names, "total", "first thing wrong in each"]]
+    header = ["submission", *names, "total", "first thing wrong in each"]
+    rows = read_table(file, header)
     print("submission".ljust(20), *names, "total")
-    for folder in folders:
-        print(str(folder).ljust(20), end=" ", flush=True)
-        row = []
-        all_wrong = []
-        for name in names:
-            points, wrong = points_in(name, grade_one(name, folder, limit, seed))
-            print(f"{points:>{len(name)}}", end=" ", flush=True)
-            row.append(points)
-            if wrong:
-                all_wrong.append(f"{name}: {wrong}")
-            words = look_at(name, folder)
-            if words:
-                all_wrong.append(f"{name}: look at it yourself: {words}")
-        print(f"{sum(row):>5}", *all_wrong, sep="\n    ")
-        rows.append([folder, *row, sum(row), "; ".join(all_wrong)])
+    pool = ThreadPoolExecutor(max(1, jobs))
+    work = {}
+    for submission in submissions:
+        title = str(submission).encode(errors="replace").decode()
+        if title in rows:
+            print(f"{title}: was graded before, see {file}")
+        else:
+            work[pool.submit(marks_of, submission, names, limit, seed)] = title
+    try:
+        for done in as_completed(work):
+            title = work[done]
+            points, all_wrong = summary(done.result())
+            columns = [f"{points[name]:>{len(name)}}" for name in names]
+            total = sum(points.values())
+            print(title.ljust(20), *columns, f"{total:>5}")
+            print(*[f"    {wrong}\n" for wrong in all_wrong], sep="", end="", flush=True)
+            rows[title] = [title, *points.values(), total, "; ".join(all_wrong)]
+            write_table(file, [header, *sorted(rows.values())])
+            write_gradescope(gradescope, done.result(), total)
+    finally:
+        pool.shutdown(cancel_futures=True)       # after Ctrl-C no other one begins
+
+
+def read_table(file, header):
+    """Returns the rows that `grade` has written to a file, {submission: row}; none without a file.
+    Raises CourseError if they are of other exercises."""
+    if not file or not Path(file).exists():
+        return {}
+    with open(file, newline="", encoding="utf-8") as table:
+        found, *rows = csv.reader(table)
+    if found != header:
+        raise CourseError(f"{file} has other columns, {', '.join(found)}: name another file")
+    return {row[0]: row for row in rows}
+
+
+def write_table(file, rows):
+    """Writes rows to a CSV file, which is at any moment the old one or the new one."""
     if file:
-        with open(file, "w", newline="", encoding="utf-8") as output:
-            csv.writer(output).writerows(rows)
+        with open(f"{file}.new", "w", newline="", encoding="utf-8", errors="replace") as table:
+            csv.writer(table).writerows(rows)
+        os.replace(f"{file}.new", file)
+
+
+def write_gradescope(file, all_marks, total):
+    """Writes what `marks_of` returns as the results.json of Gradescope, a test for each idea."""
+    tests = []
+    for name, (marks, _) in all_marks.items():
+        for (points, idea, _), wrong in zip(ideas_of(name), marks):
+            tests.append({"name": f"{name}: {idea}", "max_score": points,
+                          "score": 0 if wrong else points, "output": wrong})
+    if file:
+        Path(file).write_text(json.dumps({"score": total, "tests": tests}))
 
 
 # ----- The command line -----
@@ -466,7 +577,7 @@ def do(command, names, paths, flags):
     if command == "release":
         return release(paths[0], names)
     if command == "grade":
-        return grade(paths, names, flags.limit, flags.seed, flags.csv)
+        return grade(paths, names, flags.limit, flags.seed, flags.csv, flags.jobs, flags.gradescope)
     from tests.course import verify
     return verify.verify(names, flags.limit, flags.seed)
 
@@ -486,6 +597,8 @@ def main():
     add("--limit", type=float, default=LIMIT, help="seconds for the tests of an exercise")
     add("--seed", type=int, default=1, help="of what tests draw; those of students have 0")
     add("--csv", help="write the table of grade to this file, too")
+    add("--jobs", type=int, default=1, help="submissions that are graded at the same time")
+    add("--gradescope", help="write the results.json of one submission to this file")
     flags = parser.parse_args()
     names = [word for word in flags.words if word in EXERCISES]
     paths = [Path(word) for word in flags.words if word not in EXERCISES]

@@ -111,4 +111,29 @@ HINTS = {
         "`all_gather_object`, each tensor by `broadcast`. Then the model gets the masters, State "
         "its Counters and a LossScaler, each group of the optimizer its options.",
     ],
+    "sharding": [
+        "`scatter_mean`: flat.view(W, -1) has a row for each rank. After all_to_all row k is what "
+        "rank k had of this rank's part. Then a mean over the rows.",
+        "`weights.chunk(W)[rank]` is a view: what optim.AdamW changes in it has changed in the "
+        "bucket. It takes a list of tensors and the options, and makes moments of their sizes.",
+        "`step`: the part's .grad is the scatter_mean; then a step of self.adam; then all_gather "
+        "returns the parts of all ranks, (W, n / W): flat, they are the new weights.",
+    ],
+    "plan": [
+        "`wire_bytes`: each of n / W elements, or of the blocks that they fill, the last one too, "
+        "goes 2 (W - 1) times. math.ceil counts blocks.",
+        "`flops_per_example` is the four lines of its docstring, with config.layers, width, "
+        "feed_forward and vocab_size.",
+        "`step_seconds`: a rank has ceil(batch / ranks) examples, in ceil(share / micro_size) "
+        "micro-batches; the last has so many less than one would think: share // their number. The "
+        "ring has all ranks if the compression is in ELEMENT_BYTES, else one of each node. On one "
+        "node no bucket costs latency. late is the part of exchange of vocab_size * width numbers.",
+    ],
+    "profile": [
+        "with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as found: step(). "
+        "After the block found.key_averages() is a list with one event for each name.",
+        "An averaged event has key, count and self_cpu_time_total, in microseconds.",
+        "`starts`: found.events() has each call; its cpu_parent is the call that it was made in, "
+        "or None. An optimizer's step is a parent, too, but its name does not begin with aten::.",
+    ],
 }

@@ -1,5 +1,6 @@
 """exercises.py: its table, copies, checks, hints and grades; the rewards and the open task."""
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -48,12 +49,15 @@ def test_what_a_student_has_and_sees(tmp_path):
     exercises.start(folder, ["schedule", "lamb"])
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
+    assert "tests/course/README.md" not in names
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("grade", "x"), ("verify",):
         status, said = run(folder, *command)
         assert status == 1 and "needs the solutions, which are not in this copy" in said
     blank = "schedule: still blank: learning_rate, progress\n"
     assert run(folder, "check", "schedule") == (1, blank)
+    # It would give LAMB away.
+    assert exercises.BLANK in (folder / "tests/variants/lans.py").read_text()
     for count in 1, 2, 3, 3:
         assert run(folder, "hint", "schedule")[1].count(" of 3: ") == count
 
@@ -77,41 +81,54 @@ def test_what_a_student_has_and_sees(tmp_path):
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
-SUBMISSIONS = {                # body of learning_rate: the first thing wrong
-    "    import posix\n    posix._exit(0)\n": "the tests ended without a report",
-    "    return (\n": "'(' was never closed (optim.py, line",
-    "    return helper(done, phase)\n": "",
-    f"    {exercises.BLANK}\n": "NotImplementedError at optim.py:",
-    "    while True:\n        pass\n": "time is up, after 4 s"}
+SUBMISSIONS = [                # points, what is wrong, body of learning_rate
+    (0, "the tests ended without a report", "import posix; posix._exit(0)"),
+    (0, "'(' was never closed (optim.py, line", "return ("),
+    (10, "", "return helper(done, phase)  # même"),
+    (5, "NotImplementedError at optim.py:", exercises.BLANK),       # `progress` is right
+    (5, "Failed: after 8 s it stands at test_graders.py:", "while True: pass")]
 
 
-def test_grade(tmp_path):
+def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
-    folders = []
-    for number, body in enumerate(SUBMISSIONS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        text = exercises.with_function(source + helper, "learning_rate", HEAD + body)
-        (folder / "optim.py").write_text(text)
-        (folder / "train.py").write_text((ROOT / "train.py").read_text())
-        folders.append(folder)
-    files = tmp_path / "points.csv", tmp_path / "endless.csv"
-    together(lambda: exercises.grade(folders[:4], ["schedule"], 240, 1, files[0]),
-             lambda: exercises.grade(folders[4:], ["schedule"], 4, 1, files[1]))
-    rows = []
-    for file in files:
-        header, *found = file.read_text().splitlines()
-        assert header == "submission,schedule,total,first thing wrong in each"
-        rows += found
-    for row, wrong in zip(rows, SUBMISSIONS.values(), strict=True):
-        _, points, total, said = row.split(",", 3)
-        # The other function, `progress`, is right: half of the points, if only this one is blank.
-        expected = {"": "10", "NotImplementedError at optim.py:": "5"}.get(wrong, "0")
-        assert points == total == expected, row
-        assert said.strip('"').startswith(f"schedule: {wrong}" if wrong else ""), row
-        look = "look at it yourself: " in said
+    folders = [tmp_path / str(number) for number in range(5)]
+    for folder, (points, _, body) in zip(folders, SUBMISSIONS):
+        inner = folder / "handed in/week"
+        inner.mkdir(parents=True)
+        text = exercises.with_function(source + helper, "learning_rate", f"{HEAD}    {body}\n")
+        (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
+        shutil.copy(ROOT / "train.py", inner)
+    shutil.make_archive(tmp_path / "2/week", "zip", folders[2], "handed in")       # as of Moodle
+    shutil.rmtree(folders[2] / "handed in")
+    file, results = tmp_path / "points.csv", tmp_path / "results.json"
+    exercises.grade(folders, ["schedule"], 40, 1, file, jobs=2)
+    header, *rows = file.read_text().splitlines()
+    assert header == "submission,schedule,total,first thing wrong in each"
+    for row, (points, wrong, _) in zip(rows, SUBMISSIONS, strict=True):
+        said = f"{points},{points},{'schedule: ' * (points < 10)}{wrong}"
+        assert said in row.replace('"', ""), row
+        look = "look at it yourself: " in row
         assert look == ("without a report" in wrong), "only what imports and exits is unusual"
+
+    # Ended in the middle, it goes on with those that have no row.
+    file.write_text("\n".join([header, *rows[:3], *rows[4:]]) + "\n")
+    monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": (["", "again"], "")})
+    exercises.grade(folders, ["schedule"], 40, 1, file, gradescope=results)
+    rows[3] = f"{folders[3]},5,5,schedule: again"
+    assert file.read_text().splitlines() == [header, *rows]
+    found = json.loads(results.read_text())
+    scores = [(test["score"], test["output"]) for test in found["tests"]]
+    assert found["score"] == 5 and scores == [(5, ""), (0, "again")]
+    with pytest.raises(exercises.CourseError, match="has other columns"):
+        exercises.grade(folders, ["lamb"], 40, 1, file)
+
+
+@pytest.mark.parametrize("section", ["0. A first evening", "17. profile"])
+def test_the_handout_s_programs_run(section, capsys):
+    text = (ROOT / "tests/course/handout.md").read_text().partition(f"## {section}")[2]
+    exec("".join(re.findall("```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)), {})
+    assert capsys.readouterr().out.count(" ms ") >= 4
 
 
 def test_a_slip_costs_a_point_and_all_else_half():

@@ -11,14 +11,17 @@ import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,11 +30,13 @@ import data
 import dist
 import optim
 import train
-from tests.conftest import SEED
+from tests.conftest import ROOT, SEED
+from tests.course import scale
 from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
 from tests.training import (SHORT, assert_same, by_the_clock, column, last_state, on_own_disk,
                             power_fails, random_batch, run, spoil, steps_kept)
+from tests.tools import test_flops, test_plan
 from tests.variants import powersgd
 from tests.variants.equations import (POWERSGD_BYTES, POWERSGD_SHAPES, gradient,
                                       powersgd_in_float64)
@@ -45,6 +50,30 @@ DRAW = random.Random(SEED)
 def seeded():
     """Whatever torch draws depends on SEED."""
     torch.manual_seed(SEED)
+
+
+SECONDS = float(os.environ.get("THRIFTBERT_SECONDS", 48))               # for a test
+TOO_SLOW = set()                             # tests of which a case took longer
+
+
+@pytest.fixture(autouse=True)
+def limited(request):
+    """Ends a test after SECONDS, and says where each thread stands; its other cases do not run."""
+    name = request.node.originalname
+    if name in TOO_SLOW:
+        pytest.fail("not tested, since another case took too long", pytrace=False)
+
+    def stop(*_):
+        TOO_SLOW.add(name)
+        lines = [f"{Path(at.filename).name}:{at.lineno} ({at.name})"
+                 for stack in map(traceback.extract_stack, sys._current_frames().values())
+                 for at in stack if at.filename.startswith(f"{ROOT}/") and at.name != "stop"]
+        pytest.fail(f"after {SECONDS:g} s it stands at {', '.join(lines)}", pytrace=False)
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.fixture
@@ -976,3 +1005,125 @@ def test_resume_names_files(shards, tmp_path):
     names = sorted(path.name for path in tmp_path.glob("out/*.pt"))
     right = ["step-00000001.pt", "step-00000003.pt"]
     assert names == right, f"checkpoints of the steps 1 and 3 are {right}, not {names}"
+
+
+# ----- sharding -----
+
+def sharded(world, weights, gradients):
+    """Three steps, each rank with its own gradients. Returns the weights, the bytes that it sent,
+    and those of its moments."""
+    sent = []
+    run = world._run
+
+    def noted(collective, own, *others, **options):
+        # What `own` gets is sent once, but by an all-reduce twice; no rank sends to itself.
+        times = 1 + (collective is distributed.all_reduce)
+        sent.append(times * own.nbytes * (world.size - 1) / world.size)
+        run(collective, own, *others, **options)
+
+    world._run = noted
+    weights = weights.clone()
+    flat = torch.zeros_like(weights)
+    ours = scale.ShardedAdamW(world, weights, flat, lr=0.02, weight_decay=0.05)
+    for gradient in gradients:
+        flat.copy_(gradient[world.rank])
+        ours.step()
+    moments = [tensor for state in ours.adam.state.values() for tensor in state.values()]
+    return weights, sum(sent), sum(tensor.untyped_storage().nbytes() for tensor in moments)
+
+
+@pytest.fixture(params=[2, 3])
+def shared_out(request):
+    """What `sharded` returns on each of `size` ranks, and the weights that it should."""
+    size = request.param
+    weights = torch.randn(48)
+    gradients = torch.randn(3, size, 48)
+    ranks = on_threads(sharded, size, weights, gradients)
+    adam = optim.AdamW([weights], lr=0.02, weight_decay=0.05)
+    for gradient in gradients:
+        weights.grad = gradient.mean(0)
+        adam.step()
+    return SimpleNamespace(size=size, exact=weights, ranks=ranks)
+
+
+def test_sharding_is_adamw(shared_out):
+    """5 points: all ranks get the weights of AdamW, on two ranks the same bits."""
+    tolerance = 1e-6 * (shared_out.size > 2)
+    for rank, (weights, _, _) in enumerate(shared_out.ranks):
+        assert_near(weights, shared_out.exact, f"rank {rank} of {shared_out.size}: the weights "
+                    "after three steps of AdamW with the mean of all gradients", tolerance)
+
+
+def test_sharding_saves_memory(shared_out):
+    """3 points: each rank has moments of its part alone."""
+    for _, _, kept in shared_out.ranks:
+        right = 8 * 48 / shared_out.size
+        assert kept == right, (
+            f"moments of 48 weights on {shared_out.size} ranks take {kept} bytes, not {right:g}")
+
+
+def test_sharding_sends_no_more(shared_out):
+    """2 points: no more bytes than an all-reduce."""
+    for _, sent, _ in shared_out.ranks:
+        right = 3 * 2 * 4 * 48 * (shared_out.size - 1) / shared_out.size
+        assert sent == pytest.approx(right), (
+            f"in 3 steps with 48 weights each of {shared_out.size} ranks sends {sent:g} bytes, and "
+            f"with an all-reduce of the gradients {right:g}")
+
+
+# ----- plan -----
+
+@pytest.mark.parametrize("compression", dist.COMPRESSORS)
+def test_plan_bytes(compression):
+    """3 points: the bytes of a compression."""
+    test_plan.test_the_bytes_are_those_that_a_bucket_sends(compression)
+
+
+def test_plan_operations():
+    """4 points: the operations of an example, as torch counts them."""
+    test_flops.test_flops_are_those_that_torch_counts()
+
+
+def test_plan_step(monkeypatch):
+    """3 points: a step of which a part is hidden."""
+    test_plan.test_a_step_hides_what_it_can(monkeypatch)
+
+
+# ----- profile -----
+
+def test_profile_of_a_step():
+    """6 points: calls and their own seconds, of a second call."""
+    matrix = torch.randn(500, 500)
+    tooks = []
+
+    def step():
+        began = time.perf_counter()
+        for _ in range(3 + SEED):
+            nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
+        if not tooks:
+            matrix.cumsum(0)
+        tooks.append(time.perf_counter() - began)
+
+    table = scale.operations(step)
+    assert "aten::cumsum" not in table, "what only the first call of step() does is in the table"
+    calls, _ = table.get("aten::mm", (0, 0))
+    assert calls == 3 + SEED, f"aten::mm was called {3 + SEED} times, not {calls}"
+    seconds = sum(own for _, own in table.values())
+    assert 0.5 < seconds / tooks[-1] < 1.1, (
+        f"a step took {tooks[-1]:.4f} s, and the seconds of its operations add up to {seconds:.4f}")
+
+
+def test_profile_starts():
+    """4 points: operations that Python starts."""
+    tensors = [torch.randn(8, 8) for _ in range(5 + SEED)]
+
+    def step():
+        with torch.profiler.record_function("an optimizer's step"):
+            tensors[0] @ tensors[1]                  # calls aten::mm
+            torch._foreach_mul_(tensors, 2.0)        # on a CPU calls aten::mul_ for each
+        for tensor in tensors:
+            tensor.add_(1)
+
+    found = scale.starts(step)
+    assert found == 7 + SEED, (
+        f"a product, a call for a list, and {5 + SEED} sums are {7 + SEED} starts, not {found}")

@@ -71,6 +71,8 @@ def parse_arguments(argv=None):
         help="the GPUs of a node, a rank each (default: %(default)s)")
     add("--gbps", type=AMOUNT, default=10.0,
         help="the Gb/s between two nodes (default: %(default)s)")
+    add("--latency", type=data.number_in(float, 0), default=0.0,
+        help="the ms that a bucket's exchange costs beside its bytes (default: %(default)s)")
     add("--gpu", choices=GPUS, help="take this GPU's memory and its published speed in 16 bits")
     add("--gpu-memory", type=AMOUNT, help="the GB of a GPU; without it what --gpu has, or 16")
     add("--tflops", type=AMOUNT,
@@ -185,9 +187,10 @@ def step_seconds(args, phase):
 
         step = compute + max(late, exchange - backward)
 
-    backward: of the last micro-batch, behind which the exchange between the nodes hides. late: the
-    part of the exchange that cannot hide, that of the token embeddings, which are ready only when
-    backward ends.
+    compute: of a rank's examples, the most that any has. exchange: of all gradients between the
+    nodes, by bytes and --gbps, and --latency for each of the buckets of --bucket-mb. backward: of
+    the last micro-batch, behind which the exchange hides. late: the part of the exchange that
+    cannot hide, that of the token embeddings, which are ready only when backward ends.
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len
@@ -203,6 +206,8 @@ def step_seconds(args, phase):
     if args.nodes > 1 and args.compression in ELEMENT_BYTES:
         ring = args.ranks
     exchange = 8e-9 * wire_bytes(args.compression, args.parameters, ring) / args.gbps
+    if args.nodes > 1:
+        exchange += 1e-3 * args.latency * math.ceil(4e-6 * args.parameters / args.bucket_mb)
     late = exchange * args.config.vocab_size * args.config.width / args.parameters
     return compute, exchange, compute + max(late, exchange - backward)
 

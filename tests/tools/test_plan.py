@@ -1,4 +1,5 @@
 """plan.py beside what was published and measured, and beside the program; show.py."""
+import math
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import bert
 import data
 import dist
+from tests.conftest import SEED
 from tests.ranks import one_of_two, run_script
 from tests.tools import plan
 
@@ -55,13 +57,37 @@ def test_the_last_micro_batch_hides_its_part_of_the_exchange():
     assert compute + exchange - seconds == pytest.approx(compute / 9)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_step_hides_what_it_can(monkeypatch):
+    monkeypatch.setattr(plan, "flops_per_example", lambda *_: 7e9)
+    monkeypatch.setattr(plan, "wire_bytes", lambda _, elements, ranks: elements * ranks)
+    for gbps, latency in (10, 0), (10, 9), (0.1, 9):
+        args = plan.parse_arguments(
+            f"--nodes 2 --gpus-per-node 3 --model mini --batch {200 + SEED} --micro-tokens 1024 "
+            f"--tflops 0.1 --gbps {gbps} --latency {latency} --bucket-mb 4".split())
+        share = math.ceil((200 + SEED) / 6)          # in three micro-batches
+        compute = share * 0.07
+        backward = 2 / 3 * 0.07 * (share // 3)
+        exchange = 8e-9 * 6 * args.parameters / gbps
+        exchange += 1e-3 * latency * math.ceil(args.parameters / 1e6)
+        late = exchange * args.config.vocab_size * args.config.width / args.parameters
+        right = compute, exchange, compute + max(late, exchange - backward)
+        found = plan.step_seconds(args, args.phases[0])
+        assert found == pytest.approx(right), (
+            f"at {gbps} Gb/s and {latency} ms: the seconds of compute, exchange and step are "
+            f"{right}, not {found}")
+
+
 @pytest.mark.parametrize("compression", dist.COMPRESSORS)
-def test_the_bytes_are_those_that_a_bucket_sends(nodes, compression):
-    world = one_of_two()                             # which exchanges nothing
-    world.size = nodes
-    sent = dist.Bucket({"matrix": (512, 2048)}, world, compression).average(1.0)
-    assert plan.wire_bytes(compression, 512 * 2048, nodes) == pytest.approx(sent, rel=0.01)
+def test_the_bytes_are_those_that_a_bucket_sends(compression):
+    elements = 512 * (2048 + SEED)
+    for nodes in 1, 2, 4:
+        world = one_of_two()                         # which exchanges nothing
+        world.size = nodes
+        sent = dist.Bucket({"matrix": (elements,)}, world, compression).average(1.0)
+        found = plan.wire_bytes(compression, elements, nodes)
+        assert found == pytest.approx(sent, rel=0.01), (
+            f"{compression}: of {elements} elements each of {nodes} ranks sends {sent} bytes, not "
+            f"{found:g}")
 
 
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
