@@ -192,9 +192,9 @@ def fake_clock(world, seconds_of_step, patch=setattr):
 
 
 def by_the_clock(world, killed_in=None):
-    """Steps of 10 s each. In a step kill -9 of the last rank when it is over, before anything of it
+    """Steps of 1 s each. In a step kill -9 of the last rank when it is over, before anything of it
     is saved."""
-    fake_clock(world, lambda step, rank: 10.0)
+    fake_clock(world, lambda step, rank: 1.0)
     write = train.Log.step
 
     def patched(log, figures):
