@@ -923,12 +923,13 @@ def training_loop(args, world, log, state, signals):
             stop = reason_to_stop(counters.step, total)
         phase_ends = phase_index != counters.phase   # also where the run ends
         half_hour = counters.seconds - saved_at > SAVE_SECONDS
-        # After the first step, too: so a full disk, or memory that is too small, is known at once.
+        # After the first step, too: so a full disk is known at once.
         due = counters.step == 1 or counters.step % args.save_every == 0
         if phase_ends or stop or half_hour or due:
             save(args, world, log, state)
             saved_at = counters.seconds
-            if phase_ends or not stop:               # a stop within a phase shall be quick
+            # Not within a phase before a stop, which shall be quick; nor after the very first step.
+            if phase_ends or (not stop and counters.step > 1):
                 evaluate(args, world, log, state)
     if batches is None:      # No step was left: the run may have died in its last evaluation.
         evaluate(args, world, log, state)

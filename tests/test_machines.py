@@ -166,10 +166,9 @@ def test_threads_do_not_spin_for_long_and_are_not_bound():
 
 
 def test_a_run_takes_the_threads_that_it_may_use(shards, tmp_path):
-    code = "import data, train, sys; data.usable_cores = lambda: 3; sys.argv[0] = 'x'; train.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--data", shards, "--out", tmp_path, "--steps", "0"], cwd=ROOT,
-        capture_output=True, text=True)
+    (tmp_path / "x.py").write_text(
+        "import data, train\ndata.usable_cores = lambda: 3\ntrain.main()")
+    done = run_script(tmp_path / "x.py", "--data", shards, "--out", tmp_path / "out", "--steps", 0)
     assert "each with 3 CPU threads" in done.stdout, done
 
 
@@ -186,8 +185,8 @@ def cut_and_read(self, indices):
 data.PretrainingData.batch = cut_and_read
 train.main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "--data", folder, "--out", tmp_path / "out"],
-                          cwd=ROOT, capture_output=True, text=True)
+    (tmp_path / "x.py").write_text(code)
+    done = run_script(tmp_path / "x.py", "--data", folder, "--out", tmp_path / "out")
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr and "data.py" in done.stderr, done.stderr
 
@@ -244,6 +243,6 @@ for folder in {str(shards)!r}, "nowhere":
     except SystemExit as end:
         print("ended with", end.code)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "x.py").write_text(code)
+    done = run_script(tmp_path / "x.py", cwd=tmp_path)
     assert re.findall("ended .*", done.stdout) == ["ended well", "ended with 1"], done

@@ -92,7 +92,7 @@ def test_signals_stop_with_a_checkpoint(shards, tmp_path):
         assert process.exitcode == 1, "whoever waits for the run shall know that it is not done"
         assert f"stopped after step {last}; the same command resumes" in stderr, stderr
         assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists(), os.listdir(out)
-        assert stdout.count("held out") == 1, "there may be no time for another evaluation"
+        assert "held out" not in stdout, "there may be no time for an evaluation"
         assert "Done" not in stdout
 
 
