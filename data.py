@@ -717,7 +717,7 @@ def load_tokenizer(path):
     """Returns the SentencePieceProcessor of a path. Raises DataError if it is not one that data.py
     could have made: a model folder would say something else of it, see bert.tokenizer_json. Raises
     OSError if it cannot be read."""
-    with contextlib.suppress(RuntimeError, IndexError):
+    with contextlib.suppress(RuntimeError, IndexError, ValueError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         pieces = tokenizer.id_to_piece(list(range(len(tokenizer))))
         scores = tokenizer.get_score(list(range(len(SPECIALS), len(tokenizer))))

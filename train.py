@@ -525,9 +525,12 @@ def save(args, world, log, state):
                   **numbers_of(state)}
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
+    number = ""
+    with contextlib.suppress(OSError):               # who removes the file only takes this check
+        number = (args.out / "run").read_text()
+    if number not in ("", log.number):
+        raise ConfigError(f"another run has begun in {args.out}; start with another --out")
     try:
-        if (args.out / "run").read_text() not in (log.number, ""):
-            raise ConfigError(f"another run has begun in {args.out}; start with another --out")
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()

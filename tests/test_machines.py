@@ -52,6 +52,19 @@ def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path,
     assert steps_kept(tmp_path) == [1], "it has saved among the other's checkpoints"
 
 
+def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, monkeypatch):
+    """Somebody tidies up, or the disk was full at the start."""
+    step = train.Log.step
+
+    def tidy_up(log, figures):
+        step(log, figures)
+        (tmp_path / "run").unlink(missing_ok=True)
+
+    monkeypatch.setattr(train.Log, "step", tidy_up)
+    train_here(tmp_path, *LITTLE)
+    assert steps_kept(tmp_path) == [4, 6], "it has trained on without checkpoints"
+
+
 def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
         train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)    # as if of another node

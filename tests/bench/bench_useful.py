@@ -68,7 +68,7 @@ def pretrain(args, out):
     dist.listen_to_signals = list        # so that Ctrl-C ends the bench
     train.train(train.parse_arguments([str(flag) for flag in flags]), dist.init())
     losses = {}
-    for line in beside.lines_of(out, "eval")[1:]:
+    for line in beside.lines_of(out, "eval"):
         losses[f"{out}/{line['step']}"] = line["mlm_loss"]
         print(f"step {line['step']:,}: held-out loss {line['mlm_loss']:.3f}, unigram "
               f"{line['unigram_loss']:.3f}", flush=True)
