@@ -124,7 +124,7 @@ def computed(process):
     try:
         # "PID (NAME) STATE ...", where NAME can be anything
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):       # before the file is opened, and after
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
