@@ -321,7 +321,7 @@ def read_report(path):
                 line = child.get("message", "").strip().partition("\n")[0]
                 # Where an error is from: the innermost lines of the program
                 places = re.findall(r"^(?:tests/variants/)?\w+\.py:\d+", child.text, re.MULTILINE)
-                line = " at ".join([line, *places[-2:]])
+                line = " at ".join([line, *dict.fromkeys(places[-2:])])
                 found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
     return found
 

@@ -63,7 +63,7 @@ def draw(runs, against, picture):
         axes.set(title=title, xlabel=against)
         for number, (name, steps) in enumerate(runs.items()):
             points = [(line[against], line.get(field)) for line in steps.values()]
-            axes.plot(*zip(*points), f".C{number}", label=name)
+            axes.plot(*zip(*points), f".C{number}", markersize=3, label=name)
     figure.axes[0].legend()
     figure.savefig(picture)
 
