@@ -20,7 +20,8 @@ import bert
 import data
 from tests.ranks import no_room, run_script
 
-CONFIG = bert.BertConfig(layers=2, width=64, heads=2, feed_forward=128, vocab_size=320, dropout=0.0)
+CONFIG = bert.BertConfig(
+    layers=2, width=128, heads=2, feed_forward=192, vocab_size=320, dropout=0.0)
 
 
 def make_model(seed=0, **changes):
@@ -122,18 +123,36 @@ def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(sh
     assert not torch.equal(block(x, *rows), block(x, *rows)), "attention weights are not dropped"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_drops_attention_weights(shards, dtype):
-    batch = make_batch(shards, 512, device="cuda")
-    qkv = torch.randn(len(batch.tokens), 3, 2, 64, device="cuda")
-    qkv[:, 2] = 1.0                  # then an output is the sum of the weights that are left
-    qkv = qkv.to(dtype).requires_grad_()
-    sums = bert.attention(qkv, batch.bounds, batch.lengths, 0.5)
-    assert sums.std() > 0.05, "weights are not dropped"
-    sums.sum().backward()            # the gradient of V is what was left of the weights
-    for name, left in ("output", sums), ("gradient", qkv.grad[:, 2].float()):
-        assert 0.9 < left.mean() < 1.1, f"the {name} is not scaled"
+@pytest.mark.parametrize("device, dtype", [
+    ("cpu", torch.float32), on_gpu("cuda", torch.float32), on_gpu("cuda", torch.bfloat16)])
+def test_gradients_are_those_of_the_weights_that_dropout_has_left(device, dtype):
+    """Of many short examples, as in fine-tuning."""
+    lengths = torch.tensor([5] * 100 + [17] * 100 + [60] * 56 + [0])
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    torch.manual_seed(0)
+    qkv = torch.randn(bounds[-1], 3, 2, 64)
+    qkv[:, 2] = 1 + qkv[:, 2] / 2
+    qkv = qkv.to(device, dtype).requires_grad_()
+
+    def attended(qkv):
+        torch.manual_seed(1)             # the same weights are dropped
+        return bert.attention(qkv, bounds, lengths, 0.5).double()
+
+    found = attended(qkv)
+    fixed = found.detach()
+    assert (fixed - bert.attention(qkv, bounds, lengths, 0.0)).std() > 0.05, "none is dropped"
+    assert 0.95 < fixed.mean() < 1.05, "those that are left are not scaled"
+    (found * fixed).sum().backward()
+    q_k_v = qkv.grad.double().unbind(1)
+    # The output is linear in V.
+    assert (q_k_v[2] * qkv[:, 2]).sum().item() == pytest.approx(fixed.square().sum().item(), 0.01)
+    if dtype == torch.float32:
+        for part, gradient in enumerate(q_k_v[:2]):
+            step = torch.zeros_like(qkv)
+            step[:, part] = 0.01 * gradient / gradient.std()
+            more, less = ((attended(qkv + sign * step) * fixed).sum() for sign in (1, -1))
+            expected = 2 * (gradient * step[:, part]).sum()
+            assert (more - less).item() == pytest.approx(expected.item(), 0.02), "qk"[part]
 
 
 def test_presets():
@@ -240,7 +259,7 @@ def test_wrong_weights_are_one_line(saved):
     path = folder / "model.safetensors"
     content = path.read_bytes()
     weights = weights_in(folder)
-    name = "bert.encoder.layer.0.output.dense.weight"            # (64, 128)
+    name = "bert.encoder.layer.0.output.dense.weight"            # (128, 192)
     turned = weights | {name: weights[name].T.contiguous()}
     wrong = [content[:-4], content[:5000], b"", bert.pack({}), bert.pack(turned)]
     for number, content in enumerate(wrong):
