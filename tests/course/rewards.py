@@ -78,7 +78,7 @@ def schedule():
 
 def lamb():
     """Losses of LAMB and of AdamW at several rates, each beside the optimizer's best."""
-    rates = 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
+    rates = 1e-2, 3e-2, 1e-1, 3e-1, 1.0
     print(f"loss on new examples after {STEPS} steps: how many times the optimizer's best it is")
     for name in "lamb", "adamw":
         losses = [loss_after(name, rate) for rate in rates]
