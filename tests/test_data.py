@@ -590,14 +590,14 @@ def test_the_tokenizer_has_all_marks_and_fewer_pieces_for_a_small_text():
     {"normalization_rule_name": "nfkc"},
     {"user_defined_symbols": ["time"]}], ids=str)
 def test_a_tokenizer_that_a_model_folder_cannot_describe_is_refused(
-        documents, tmp_path, options):
+        tmp_path, options):
     ours = {"normalization_rule_name": "nmt_nfkc_cf", "pad_id": 0, "pad_piece": "[PAD]",
             "unk_id": 1, "unk_piece": "[UNK]", "bos_id": -1, "eos_id": -1,
             "control_symbols": data.SPECIALS[2:]}
     for path, changes in ("good", {}), ("bad", options):
         with open(tmp_path / path, "wb") as file:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(documents), vocab_size=400, hard_vocab_limit=False,
+                sentence_iterator=iter(make_documents(20)), vocab_size=400, hard_vocab_limit=False,
                 model_writer=file, minloglevel=2, **ours | changes)
     data.load_tokenizer(tmp_path / "good")
     with pytest.raises(data.DataError, match="bad is not a tokenizer.model that data.py"):
