@@ -468,22 +468,23 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
 
 def blocks(corpus, total=None):
-    """Yields lists of about 256 documents, and shows how many of about `total` it has read. A
-    document that is longer than LONGEST becomes several.
-
-    INVISIBLE is dropped, and text is put into Unicode's form NFKC (one way to write a character,
-    where there are several), as bert.py does it.
-    """
+    """Yields lists of about 256 documents, cleaned, and shows how many of about `total` it has
+    read. A document that is longer than LONGEST becomes several."""
     block = []
     # disable=None: not where stderr is no terminal. (It may be closed, and is None.)
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False,
                          disable=None if sys.stderr else True):
-        document = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", document))
-        block += cut_text(document, LONGEST)
+        block += cut_text(clean(document), LONGEST)
         if len(block) >= DOCUMENTS:
             yield block
             block = []
     yield block
+
+
+def clean(text):
+    """Returns a text without INVISIBLE, in Unicode's form NFKC (one way to write a character, where
+    there are several), as bert.py does it."""
+    return unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
 
 
 def checksum_of(block):
