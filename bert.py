@@ -543,7 +543,7 @@ def load_huggingface(folder):
         return model
     except Exception as error:
         # A damaged file can hold anything, and so raise anything.
-        raise ModelError(f"{folder} is no model folder of this program: {error!r:.300}")
+        raise ModelError(f"{folder} holds no model of this program as it is: {error!r:.300}")
 
 
 def init_from(folder, model, tokenizer_path):
