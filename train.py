@@ -361,7 +361,7 @@ def log_start(args, world, log, state):
             f"parameters, vocabulary {config.vocab_size:,}\n"
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, each with "
             f"{torch.get_num_threads()} CPU threads\n"
-            f"{args.precision}, optimizer {args.optimizer} (the recipe's rates are for "
+            f"{args.precision}, optimizer {args.optimizer} (the recipe's rates and betas are for "
             f"{optim.RECIPES[args.recipe]['optimizer']})\n"
             f"{args.micro_tokens:,} tokens at once, compression {args.compression}, buckets of "
             f"{args.bucket_mb:g} MB")
