@@ -480,11 +480,9 @@ def shapes_of(tensors):
 
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers."""
-    numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler)}
-    numbers["groups"] = []                           # the optimizer's counts and options
-    for group in state.optimizer.param_groups:
-        numbers["groups"].append({key: group[key] for key in group if key != "params"})
-    return numbers
+    # The optimizer's counts and options; its parameters are the masters.
+    groups = [group | {"params": None} for group in state.optimizer.param_groups]
+    return {"counters": vars(state.counters), "scaler": vars(state.scaler), "groups": groups}
 
 
 def check_weights(world, state):
@@ -631,7 +629,7 @@ def restore(args, world, log, state):
     state.counters = Counters(**numbers["counters"])
     state.scaler = optim.LossScaler(**numbers["scaler"])
     for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
-        group.update(options)
+        group.update(options, params=group["params"])
 
 
 # ----- The parts of a step -----
