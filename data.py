@@ -613,11 +613,7 @@ class TextFiles:
         self.files = []
         for path in map(Path, paths):
             if path.is_dir():
-                found = []
-                for folder, folders, names in os.walk(path, onerror=raise_error):
-                    folders[:] = [name for name in folders if name[0] != "."]   # to go on with
-                    found += [Path(folder, name) for name in names if name[0] != "."]
-                self.files += filter(Path.is_file, sorted(found))
+                self.files += files_in(path)
             elif path.is_file():
                 self.files.append(path)
             else:
@@ -629,9 +625,15 @@ class TextFiles:
             yield from documents_in(path)
 
 
-def raise_error(error):
-    """Raises an error. (os.walk, if left alone, passes over folders that it cannot read.)"""
-    raise error
+def files_in(folder):
+    """Yields the paths of the files in a folder and in those below it, but for hidden ones."""
+    for path in sorted(folder.iterdir()):
+        if path.name[0] == ".":
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from files_in(path)
 
 
 def documents_in(path):

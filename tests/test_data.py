@@ -412,14 +412,14 @@ def test_flags_that_cannot_be_used(flags, message, documents, tmp_path, program)
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, program, monkeypatch):
     (tmp_path / "text" / "locked").mkdir(parents=True)
     (tmp_path / "text" / "a.txt").write_text("One.\n")
-    scandir = os.scandir
+    listdir = os.listdir
 
     def refuse_one(path):
         if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
+        return listdir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse_one)           # root may read everything
+    monkeypatch.setattr(os, "listdir", refuse_one)           # root may read everything
     assert "text/locked" in program("text", "--out", "out"), "a folder is left out in silence"
 
 
