@@ -23,7 +23,6 @@ import dataclasses
 import errno
 import faulthandler
 import fcntl
-import io
 import json
 import math
 import os
@@ -551,14 +550,12 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU); this takes memory of twice the file's size. Raises
-    OSError if the disk fails; a damaged file can raise any exception."""
-    file = io.BytesIO(path.read_bytes())
-    if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
+    """Returns a checkpoint (dict, on the CPU). Raises OSError if the disk fails; a damaged file can
+    raise any exception."""
+    if zipfile.ZipFile(path).testzip():              # the name of the first damaged part
         raise ValueError("wrong checksum")
-    file.seek(0)
     # torch.save writes a pickle, which could run any code; with weights_only none runs.
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def newest_checkpoint(args, log, tensors):

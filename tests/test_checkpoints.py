@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here, monkeypatch):
     with monkeypatch.context() as patch:     # if the disk does not give them, they may be whole
-        patch.setattr(train.Path, "read_bytes", lambda path: os.stat("/nowhere"))
+        patch.setattr(train.zipfile, "ZipFile", lambda path: os.stat("/nowhere"))
         with pytest.raises(OSError, match="nowhere"):
             train_here(finished, *ARGV)
     assert steps_kept(finished) == [12, 14], "what cannot be read now has lost its name"
