@@ -603,24 +603,21 @@ def restore(args, world, log, state):
                           "rank 0 is; give the nodes the --node_rank of before, or put --out on a "
                           "shared disk")
 
+    # Every rank has tensors of the same names and shapes. Rank 0 fills them, and sends them to all.
     numbers = None
-    saved = {}
     tensors = tensors_of(state)
     if world.rank == 0:
         numbers = newest_checkpoint(args, log, tensors)
     if numbers:
-        saved = numbers.pop("tensors")
+        for name, saved in numbers.pop("tensors").items():
+            tensors[name].copy_(saved)
         changed = dist.differences(args.code, numbers["code"])
         if changed:
             log.say(f"warning: the code has changed since the checkpoint: {changed}")
-    numbers = world.all_gather_object(numbers)[0]    # all take those of rank 0
+    numbers = world.all_gather_object(numbers)[0]
     if numbers is None:
         return
-
-    # Every rank has tensors of the same names and shapes: what rank 0 has read goes into them.
-    for name, tensor in tensors.items():
-        if saved:
-            tensor.copy_(saved[name])
+    for tensor in tensors.values():
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
     state.counters = Counters(**numbers["counters"])
