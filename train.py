@@ -23,6 +23,7 @@ import dataclasses
 import errno
 import faulthandler
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -109,9 +110,9 @@ def parse_arguments(argv=None):
     add("--model", choices=bert.PRESETS, default="tiny", help="(default: %(default)s)")
     add("--recipe", choices=optim.RECIPES, default="demo", help="(default: %(default)s)")
     add("--optimizer", choices=optim.OPTIMIZERS, help="replace the recipe's optimizer")
-    add("--steps", type=COUNT_OR_0, nargs="+",
+    add("--steps", type=COUNT_OR_0, nargs="+", default=[],
         help="replace the recipe's steps: one number for all phases, or one for each")
-    add("--batch", type=COUNT, nargs="+",
+    add("--batch", type=COUNT, nargs="+", default=[],
         help="replace the recipe's examples in a step, of all ranks: one number, or one a phase")
     add("--lr-scale", type=data.number_in(float, 0), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
@@ -156,20 +157,13 @@ def parse_arguments(argv=None):
 
 def planned_phases(parser, args):
     """Returns the recipe's phases (list of optim.Phase) with the numbers that the flags give."""
-    for numbers in args.steps, args.batch:
-        if numbers and len(numbers) not in (1, len(args.phases)):
+    planned = [dataclasses.replace(phase, lr=phase.lr * args.lr_scale) for phase in args.phases]
+    for field, numbers in ("steps", args.steps), ("global_batch", args.batch):
+        if len(numbers) not in (0, 1, len(planned)):
             parser.error("--steps and --batch take one number, or one for each of "
-                         f"{len(args.phases)} phases")
-    planned = []
-    for index, phase in enumerate(args.phases):
-        steps = args.steps or [phase.steps]
-        batch = args.batch or [phase.global_batch]
-        planned.append(dataclasses.replace(
-            phase,
-            # A list of one number is for all phases: the remainder is then 0.
-            steps=steps[index % len(steps)],
-            global_batch=batch[index % len(batch)],
-            lr=phase.lr * args.lr_scale))
+                         f"{len(planned)} phases")
+        for phase, number in zip(planned, itertools.cycle(numbers)):     # one number is for all
+            setattr(phase, field, number)
     return planned
 
 
