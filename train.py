@@ -162,7 +162,8 @@ def planned_phases(parser, args):
         if len(numbers) not in (0, 1, len(planned)):
             parser.error("--steps and --batch take one number, or one for each of "
                          f"{len(planned)} phases")
-        for phase, number in zip(planned, itertools.cycle(numbers)):     # one number is for all
+        # One number is for all phases; without any the recipe's stay.
+        for phase, number in zip(planned, itertools.cycle(numbers)):
             setattr(phase, field, number)
     return planned
 
@@ -473,9 +474,11 @@ def shapes_of(tensors):
 
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers."""
-    # The optimizer's counts and options; its parameters are the masters.
-    groups = [group | {"params": None} for group in state.optimizer.param_groups]
-    return {"counters": vars(state.counters), "scaler": vars(state.scaler), "groups": groups}
+    numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler)}
+    numbers["groups"] = []                           # the optimizer's counts and options
+    for group in state.optimizer.param_groups:
+        numbers["groups"].append({key: group[key] for key in group if key != "params"})
+    return numbers
 
 
 def check_weights(world, state):
@@ -617,7 +620,7 @@ def restore(args, world, log, state):
     state.counters = Counters(**numbers["counters"])
     state.scaler = optim.LossScaler(**numbers["scaler"])
     for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
-        group.update(options, params=group["params"])
+        group.update(options)
 
 
 # ----- The parts of a step -----

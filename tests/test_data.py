@@ -5,6 +5,7 @@ Masks, pairs and dealing: course/test_graders.py.
 """
 import bz2
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -409,17 +410,17 @@ def test_flags_that_cannot_be_used(flags, message, documents, tmp_path, program)
     assert os.listdir() == ["a.txt"], "something is left"
 
 
+def refuse_one(read, path):
+    if str(path).endswith("locked"):
+        raise PermissionError(13, "Permission denied", str(path))
+    return read(path)
+
+
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, program, monkeypatch):
     (tmp_path / "text" / "locked").mkdir(parents=True)
     (tmp_path / "text" / "a.txt").write_text("One.\n")
-    listdir = os.listdir
-
-    def refuse_one(path):
-        if str(path).endswith("locked"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", refuse_one)           # root may read everything
+    for name in "listdir", "scandir":                        # root may read everything
+        monkeypatch.setattr(os, name, functools.partial(refuse_one, getattr(os, name)))
     assert "text/locked" in program("text", "--out", "out"), "a folder is left out in silence"
 
 
