@@ -787,8 +787,8 @@ stop_requests = []
 def listen_to_signals():
     """From now on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, what
     schedulers send before the end) does not end the process, but adds its name to the list
-    `stop_requests`, so that training can stop with a checkpoint. Returns that list. After the first
-    signal, Ctrl-C ends the process at once. (torchrun sends SIGTERM for a second Ctrl-C.)
+    `stop_requests`, so that training can stop with a checkpoint. After the first signal, Ctrl-C
+    ends the process at once. (torchrun sends SIGTERM for a second Ctrl-C.)
 
     Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
     to: it passes its own signals on to the ranks, and kills those that ignore them.
@@ -800,7 +800,6 @@ def listen_to_signals():
     for signum in STOP_SIGNALS:
         if TORCHRUN or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, request)
-    return stop_requests
 
 
 def find_torchrun():

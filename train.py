@@ -841,9 +841,9 @@ class Clock:
         return time.monotonic() - self.start
 
 
-def training_loop(args, world, log, state, signals):
+def training_loop(args, world, log, state):
     """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
-    says why it stopped before the last. signals: the list of dist.listen_to_signals. Collective."""
+    says why it stopped before the last. Collective."""
     counters = state.counters
     clock = Clock(counters.seconds)                  # a resumed run has its seconds already
     saved_at = counters.seconds
@@ -902,7 +902,7 @@ def training_loop(args, world, log, state, signals):
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
         total = world.sum(**sums, tokens=count_tokens(counters, micro_batches),
-                          seconds=clock.read(), signals=len(signals),
+                          seconds=clock.read(), signals=len(dist.stop_requests),
                           orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
@@ -960,11 +960,11 @@ def train(args, world):
     log = Log(args.out, world.rank == 0)
     # From here on a signal does not end the program, but asks for a checkpoint and a stop. (Several
     # ranks have listened since they met.)
-    signals = dist.listen_to_signals()
+    dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
     log_start(args, world, log, state)
-    stop = training_loop(args, world, log, state, signals)
+    stop = training_loop(args, world, log, state)
 
     if world.rank == 0:
         # The folder gets the masters, since in 16 bits the model's weights are rounded. (What is not

@@ -62,10 +62,10 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
         monkeypatch, handlers, torchrun, before, asks, name):
     monkeypatch.setattr(dist, "TORCHRUN", torchrun)
     signal.signal(signal.Signals[name], before)
-    requests = dist.listen_to_signals()
-    assert requests == [], "before any signal there are requests"
+    dist.listen_to_signals()
+    assert dist.stop_requests == [], "before any signal there are requests"
     signal.raise_signal(signal.Signals[name])
-    assert requests == [name] * asks
+    assert dist.stop_requests == [name] * asks
     if asks:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the next Ctrl-C does not end it"
 

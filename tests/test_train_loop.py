@@ -368,7 +368,7 @@ def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision
 def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
     """Also if a signal comes in the last step. The same command evaluates again: the run may have
     died in its last evaluation."""
-    monkeypatch.setattr(dist, "listen_to_signals", lambda: ["SIGTERM"])
+    monkeypatch.setattr(dist, "stop_requests", ["SIGTERM"])
     for _ in range(2):
         train_here(tmp_path, "--steps", 1, 0)
         assert metrics(tmp_path, "eval"), "the last step is not evaluated"
