@@ -31,6 +31,7 @@ import re
 import shutil
 import string
 import sys
+import time
 import unicodedata
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -877,9 +878,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, printed once a node: train.py uses it, too."""
 
     def error(self, message):
-        # The ranks of a node have the same command line.
+        # The ranks of a node have the same command line. The first one tells what is wrong with it,
+        # and ends torchrun, which ends the others.
         if (os.environ.get("LOCAL_RANK") or "0") != "0":
-            self.exit(2)
+            time.sleep(10)
         self.exit(2, f"{self.prog}: {message}\n")
 
 
