@@ -35,10 +35,6 @@ import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import nn
 
-# torch must not choose the attention of cuDNN, a library of NVIDIA's: it prepares anew for each new
-# shape, and in `attention` many come.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 class ModelError(ValueError):
     """A model that cannot be built, loaded or asked; the message says why and what to do."""

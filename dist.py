@@ -45,10 +45,6 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# One function, two names: torch 2.13 has the first; 2.11, which GPU machines have, the second.
-ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-
-
 @dataclasses.dataclass
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
@@ -106,8 +102,7 @@ class World:
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
-        # `flatten` copies nothing: what torch writes there stands in `gathered`.
-        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
+        self._run(distributed.all_gather, list(gathered), tensor)        # writes to its rows
         return gathered
 
     def all_gather_object(self, value):
@@ -214,7 +209,7 @@ class Reducer:
         self.flats = [bucket.flat for bucket in self.buckets]
         self.views = {}
         for bucket in self.buckets:
-            self.views.update(bucket.views())
+            self.views.update(bucket.views)
         for name, p in parameters.items():
             masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
@@ -327,7 +322,7 @@ class Reducer:
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
         is. After `finish` it is that of the averaged gradients, the same on every rank. Before, it
         is of no use: averaging runs. A rank's own gradients are whole only when `Bucket.average`
-        begins, in the communication thread. (A sum in fp32: it can be too small by some 1e-4.)"""
+        begins, in the communication thread. (A sum in fp32: of large tensors it can be too small by some 1e-3.)"""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
@@ -387,13 +382,11 @@ class Bucket:
         self.across_nodes = world
         if world.levels and (world.device.type == "cpu" or not isinstance(self.wire, Dense)):
             self.within_node, self.across_nodes = world.levels
-        self.sizes = [math.prod(shape) for shape in shapes.values()]
-        self.flat = torch.zeros(sum(self.sizes), device=world.device)
-
-    def views(self):
-        """Returns {name: view of the flat tensor}."""
-        parts = self.flat.split(self.sizes)
-        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts)}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self.flat = torch.zeros(sum(sizes), device=world.device)
+        self.views = {}                            # {name: view of the flat tensor}
+        for name, part in zip(shapes, self.flat.split(sizes)):
+            self.views[name] = part.view(shapes[name])
 
     def average(self, loss_scale):
         """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, on
@@ -850,7 +843,6 @@ def end_torchrun():
 #                       restart helps
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
 #                       program is busy with. The ranks without it are those that are gone
-#     "said"            set when the first one has read them
 #
 # Rank 2 is killed:
 #
@@ -867,8 +859,7 @@ def end_torchrun():
 #     this rank                    waits     because                                  prints
 #     first, with its own error    no                                                 its error
 #     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
-#     later, before "said"         2 s       its `watch` has to set "alive"           nothing
-#     later, after "said"          no        the first rank has all that it needs     nothing
+#     later                        2 s       its `watch` has to set "alive"           nothing
 
 def open_store():
     """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
@@ -934,10 +925,9 @@ def agree(message, restart_helps, rank_lost):
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
-    if (rank_lost or first != ours) and not store.check(["said"]):
+    if rank_lost or first != ours:
         time.sleep(2)
     if first != ours:
         return "", first.endswith("True")
     silent = ranks_without(store, "alive", distributed.get_world_size())
-    store.set("said", "")
     return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps

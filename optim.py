@@ -17,7 +17,7 @@ class Phase:
     embeddings of the later positions."""
     seq_len: int             # tokens of an example, the special ones included
     global_batch: int        # examples of a step, over all ranks and micro-batches
-    steps: int
+    steps: int               # with --hours only a share of the time
     lr: float                # the highest learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
     power: float = 0.5       # of the decay, see learning_rate; 0: none

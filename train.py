@@ -617,10 +617,13 @@ def restore(args, world, log, state):
     for tensor in tensors.values():
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
-    state.counters = Counters(**numbers["counters"])
-    state.scaler = optim.LossScaler(**numbers["scaler"])
-    for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
-        group.update(options)
+    try:
+        state.counters = Counters(**numbers["counters"])
+        state.scaler = optim.LossScaler(**numbers["scaler"])
+        for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
+            group.update(options)
+    except (TypeError, ValueError) as error:         # another field, another number of groups
+        raise ConfigError(f"the checkpoint is of other code ({error}); take another --out")
 
 
 # ----- The parts of a step -----

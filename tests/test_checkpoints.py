@@ -171,6 +171,22 @@ def test_another_run_in_the_same_folder_is_refused(
     assert (finished / "metrics.jsonl").read_bytes() == before, "a run that is refused has written"
 
 
+@pytest.mark.parametrize("change", [
+    lambda numbers: numbers["counters"].update(colour=1), lambda numbers: numbers["groups"].pop()])
+def test_a_checkpoint_of_other_code_is_refused(finished, train_here, monkeypatch, change):
+    """Of Counters with another field, or an optimizer with another number of groups."""
+    read_checkpoint = train.read_checkpoint
+
+    def of_other_code(path):
+        checkpoint = read_checkpoint(path)
+        change(checkpoint)
+        return checkpoint
+
+    monkeypatch.setattr(train, "read_checkpoint", of_other_code)
+    with pytest.raises(train.ConfigError, match="is of other code .*; take another --out"):
+        train_here(finished, *ARGV)
+
+
 def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished, tmp_path):
     later = shutil.copytree(finished, tmp_path / "out1")
     _, error = run(shards, tmp_path / "out", *ARGV, size=2, check=False, sabotage=(on_own_disk,))

@@ -162,7 +162,7 @@ class CompressedMean:
         self.buckets = dist.fill_buckets(masters, world, "onebit", 25.0)
         views = {}
         for bucket in self.buckets:
-            views.update(bucket.views())
+            views.update(bucket.views)
         named = {master: views[name] for name, master in masters.items()}
         self.views = [named[p] for p in params]
 

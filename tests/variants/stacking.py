@@ -104,7 +104,7 @@ def begin_stage(args, state, stage, grow):
     reducer.flats = [bucket.flat for bucket in reducer.buckets]
     reducer.views = {}
     for bucket in reducer.buckets:
-        reducer.views.update(bucket.views())
+        reducer.views.update(bucket.views)
     for name, master in state.masters.items():           # what is frozen has no gradient
         master.grad = reducer.views.get(name)
     for name, p in trainable.items():
