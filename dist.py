@@ -322,7 +322,8 @@ class Reducer:
         """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
         is. After `finish` it is that of the averaged gradients, the same on every rank. Before, it
         is of no use: averaging runs. A rank's own gradients are whole only when `Bucket.average`
-        begins, in the communication thread. (A sum in fp32: of large tensors it can be too small by some 1e-3.)"""
+        begins, in the communication thread. (A sum in fp32: of large tensors it can be too small by
+        some 1e-3.)"""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):

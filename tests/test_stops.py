@@ -35,12 +35,13 @@ def wait_for(condition, what):
 
 
 def alive(words):
-    """Returns the command lines of processes that have these words."""
-    lines = []
+    """Returns the numbers of the processes whose command lines have these words."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):                     # it has just ended
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in lines if words in line]
+            if words in path.read_bytes().replace(b"\0", b" ").decode():
+                found.append(int(path.parent.name))
+    return found
 
 
 # ----- Asked to stop -----
@@ -140,8 +141,10 @@ def torchruns(shards, tmp_path_factory):
         runs[name] = start_script(
             out, *TORCHRUN, *words[name], "--data", shards, "--out", out / "out"), out
     yield runs
-    for process, _ in runs.values():
-        process.terminate()                  # what no test has ended
+    for process, out in runs.values():       # what no test has ended
+        process.terminate()
+        for pid in alive(f"--out {out}"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def ended(torchrun):
