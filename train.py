@@ -970,8 +970,8 @@ def train(args, world):
     stop = training_loop(args, world, log, state)
 
     if world.rank == 0:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded. (What is not
-        # trained has no masters and stays rounded: without pairs pooler and NSP head; buffers.)
+        # The folder gets the masters, since in 16 bits the model's weights are rounded. (What is
+        # not trained has no masters and stays rounded: buffers; without pairs pooler and NSP head.)
         state.model.float()
         optim.copy_to_model(state.masters, state.model)
         segments = getattr(state.model.embeddings, "segments", None)

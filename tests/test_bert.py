@@ -250,7 +250,7 @@ def test_a_wrong_config_is_one_line(saved, content):
     if isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(content)
-    with pytest.raises(bert.ModelError, match=f"^{folder} is no model folder.*$"):
+    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
         bert.load_huggingface(folder)
 
 
@@ -264,7 +264,7 @@ def test_wrong_weights_are_one_line(saved):
     wrong = [content[:-4], content[:5000], b"", bert.pack({}), bert.pack(turned)]
     for number, content in enumerate(wrong):
         path.write_bytes(content)
-        with pytest.raises(bert.ModelError, match=f"^{folder} is no model folder.*$"):
+        with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
             bert.load_huggingface(folder)
             pytest.fail(f"file {number} is read")
 
@@ -309,7 +309,7 @@ def test_the_program(saved, monkeypatch):
     path = folder / "tokenizer.model"
     for message, spoil in [("'ascii' codec", lambda: path.write_bytes(b"damaged")),
                            (path.name, path.unlink), (path.name, (folder / "config.json").unlink),
-                           ("no model folder", None)]:
+                           ("holds no model of this program", None)]:
         with pytest.raises(SystemExit, match=f"^bert.py: .*{message}"):
             bert.main()
         if spoil:
