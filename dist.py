@@ -45,6 +45,10 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
+# One function, two names: torch 2.13 has the first; 2.11, which GPU machines have, the second.
+ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 @dataclasses.dataclass
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
@@ -102,7 +106,8 @@ class World:
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
-        self._run(distributed.all_gather, list(gathered), tensor)        # writes to its rows
+        # `flatten` copies nothing: what torch writes there stands in `gathered`.
+        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
         return gathered
 
     def all_gather_object(self, value):

@@ -70,16 +70,14 @@ class LocalWorld(dist.World):
             result = values[group_src].clone()
         elif collective is distributed.all_to_all_single:
             result = torch.stack([rows[self.rank] for rows in values])
-        elif collective is distributed.all_gather:
-            result = torch.stack(values)
+        elif collective is dist.ALL_GATHER:
+            result = torch.cat(values)
         else:
             result = functools.reduce(torch.add, values)
 
         self._wait(call)                           # until all have read, since `own` may be a value
         if collective is distributed.all_gather_object:
             own[:] = result
-        elif collective is distributed.all_gather:
-            torch._foreach_copy_(own, list(result))
         elif collective is not distributed.reduce or self.rank == group_dst:
             own.copy_(result)
 
