@@ -30,6 +30,8 @@ import optim
 import train
 
 CUDA = beside.DEVICE.type == "cuda"
+# Hugging Face's attention shall not be cuDNN's: that prepares anew for each shape, and many come.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def say(args, text):
