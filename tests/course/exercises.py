@@ -158,6 +158,8 @@ def load(folder, path):
     try:
         if not file.exists():
             file = min(folder.rglob(str(path)), default=file, key=lambda found: len(found.parts))
+        if not file.exists():
+            raise CourseError(f"there is no {path} in it")
         text = decoded(file.read_bytes())
         parse(text, path)                # its errors name the file and the line
         return text
@@ -454,22 +456,32 @@ def look_at(name, folder):
     return ", ".join(found)
 
 
-def unpack(submission, place):
-    """Returns the folder of what was handed in: itself, or `place` with the Python files of the zip
-    that it is, or of all zips in it if it has no Python file."""
-    if any(submission.rglob("*.py")):
+def unpack(submission, names, place):
+    """Returns the folder of what was handed in: itself if it has a file of these exercises; else
+    `place`, with the Python files of the zip that it is, or of all zips in it."""
+    files = {path.name for name in names for path, _ in functions_of(name)}
+    if any(path.name in files for path in submission.rglob("*.py")):
         return submission
     for path in [submission] if submission.is_file() else submission.rglob("*.zip"):
-        with zipfile.ZipFile(path) as archive:
-            archive.extractall(place, [name for name in archive.namelist() if name.endswith(".py")])
-    return Path(place)
+        unzip(path, place)
+    return place
+
+
+def unzip(path, folder):
+    """Writes the Python files of a zip to a folder, and those of zips in it."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith((".py", ".zip"))]
+        archive.extractall(folder, names)
+    for name in names:
+        if name.endswith(".zip"):
+            unzip(folder / name, folder)
 
 
 def marks_of(submission, names, limit, seed):
     """Returns of a submission {exercise: (marks, what to look at)}."""
     with tempfile.TemporaryDirectory() as place:
         try:
-            folder = unpack(submission, place)
+            folder = unpack(submission, names, Path(place))
             return {name: (grade_one(name, folder, limit, seed), look_at(name, folder))
                     for name in names}
         except Exception as error:               # whatever it is, the others are graded
@@ -500,6 +512,9 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
     Each exercise of each submission runs in a process and folder of its own, with a time limit, so
     it cannot harm the next by accident. This is no sandbox: the code runs with your rights.
     """
+    missing = [str(submission) for submission in submissions if not submission.exists()]
+    if missing:
+        raise CourseError(f"{', '.join(missing)}: no file, no folder, no exercise")
     header = ["submission", *names, "total", "first thing wrong in each"]
     rows = read_table(file, header)
     print("submission".ljust(20), *names, "total")
@@ -593,7 +608,7 @@ def main():
     add = parser.add_argument
     add("command", choices=[*FOLDERS, "grade", "compete"])
     add("words", nargs="*", metavar="FOLDER or EXERCISE")
-    add("--track", choices=TRACKS, default="term", help="if no exercise is named; term is all")
+    add("--track", choices=TRACKS, help="if no exercise is named; term is all")
     add("--limit", type=float, default=LIMIT, help="seconds for the tests of an exercise")
     add("--seed", type=int, default=1, help="of what tests draw; those of students have 0")
     add("--csv", help="write the table of grade to this file, too")
@@ -605,8 +620,10 @@ def main():
     if len(paths) != FOLDERS.get(flags.command, len(paths)):
         parser.error(f"{flags.command} {' '.join(flags.words)}: too few or too many words, or none "
                      f"of {', '.join(EXERCISES)}")
+    if flags.command == "grade" and not names and not flags.track:
+        parser.error("grade: name the exercises, or give the --track: what was not blank is right")
     try:
-        sys.exit(do(flags.command, names or TRACKS[flags.track], paths, flags))
+        sys.exit(do(flags.command, names or TRACKS[flags.track or "term"], paths, flags))
     except CourseError as error:
         sys.exit(f"exercises.py: {error}")
 

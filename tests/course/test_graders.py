@@ -314,7 +314,7 @@ def test_schedule_rates(power, rng):
         found = optim.learning_rate(done, phase)
         assert found == pytest.approx(rate), (
             f"at {done:.4g} of a phase with lr {lr:.4g}, warmup {warmup:.4g} and power {power} the "
-            f"rate is {rate:.4g}, not {found:.4g}")
+            f"rate should be {rate:.4g}; yours is {found:.4g}")
 
 
 N_A, N_B = DRAW.randrange(7, 12), DRAW.choice([3, 4])
@@ -339,8 +339,8 @@ def test_schedule_progress(case):
     found = train.progress(args, state)
     assert found == pytest.approx(NEXT[case]), (
         f"phases of {N_A}, 0, {N_B} steps; --hours {hours} --max-steps {max_steps}: after "
-        f"{phase_step} of phase {phase} and {seconds:.0f} s `progress` is {NEXT[case]}, not "
-        f"{found}")
+        f"{phase_step} of phase {phase} and {seconds:.0f} s `progress` should be {NEXT[case]}; "
+        f"yours is {found}")
 
 
 # ----- precision -----
@@ -357,7 +357,8 @@ def test_precision_scale(rng):
         assert taken != overflow, f"a step with overflow {overflow}: update returns {taken}"
         assert scaler.scale == scale, (
             f"from 8 on, growth_interval {growth}, largest 16, overflows in the steps {growth} and "
-            f"{2 * growth + 1}: after step {step} the scale is {scale}, not {scaler.scale:g}")
+            f"{2 * growth + 1}: after step {step} the scale should be {scale}; yours is "
+            f"{scaler.scale:g}")
     assert scaler.skipped == 2, f"two steps were skipped, and `skipped` is {scaler.skipped}"
     scaler = optim.LossScaler(scale=4.0, smallest=2.0)
     assert not scaler.update(True, 41), "at `smallest` itself training goes on"
@@ -531,7 +532,7 @@ def test_dealing_divisor(shards):
     (found, first), (other, second) = on_threads(counts_of, 2, shards)
     right = first + second
     assert right == found == other, (
-        f"ranks have {first} and {second} masked tokens; the sum is {right}, not {found}")
+        f"ranks have {first} and {second} masked tokens, together {right}; yours is {found}")
 
 
 # ----- buckets -----
