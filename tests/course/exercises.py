@@ -246,7 +246,7 @@ def ideas_of(name):
     for node in parse((ROOT / GRADERS).read_text()).body:
         if getattr(node, "name", "").startswith(f"test_{name}_"):
             points, _, idea = ast.get_docstring(node).partition(" points: ")
-            found.append((int(points), idea, node.name))
+            found.append((int(points), " ".join(idea.split()), node.name))
     return found
 
 
