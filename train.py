@@ -23,6 +23,7 @@ import dataclasses
 import errno
 import faulthandler
 import fcntl
+import io
 import itertools
 import json
 import math
@@ -547,12 +548,15 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU). Raises OSError if the disk fails; a damaged file can
-    raise any exception."""
-    if zipfile.ZipFile(path).testzip():              # the name of the first damaged part
+    """Returns a checkpoint (dict, on the CPU); this takes memory of twice the file's size. Raises
+    OSError if the disk fails; a damaged file can raise any other exception."""
+    # In memory: there a damaged file that points before its beginning is no error of a disk.
+    file = io.BytesIO(path.read_bytes())
+    if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
         raise ValueError("wrong checksum")
+    file.seek(0)
     # torch.save writes a pickle, which could run any code; with weights_only none runs.
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def newest_checkpoint(args, log, tensors):

@@ -99,21 +99,25 @@ def test_a_damaged_checkpoint_is_passed_over(finished, whole, train_here, capsys
 def test_a_flipped_bit_is_found_or_changes_nothing(finished):
     path = finished / "step-00000014.pt"
     content, expected = path.read_bytes(), last_state(finished)
+    size = len(content)
+    positions = [*range(7, size, size // 20), *range(size - 50, size)]
     found = 0
-    for position in range(7, len(content), len(content) // 20):
+    for position in positions:
         path.write_bytes(flipped(content, position))
         try:
             checkpoint = train.read_checkpoint(path)
+        except OSError as error:
+            pytest.fail(f"damage of byte {position} is taken for an error of the disk: {error}")
         except Exception:
             found += 1
         else:
             assert_same(expected, checkpoint)
-    assert found > 15, f"{found} of 20 flipped bits are found"
+    assert found > 15, f"{found} of {len(positions)} flipped bits are found"
 
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here, monkeypatch):
     with monkeypatch.context() as patch:     # if the disk does not give them, they may be whole
-        patch.setattr(train.zipfile, "ZipFile", lambda path: os.stat("/nowhere"))
+        patch.setattr(train.Path, "read_bytes", lambda path: os.stat("/nowhere"))
         with pytest.raises(OSError, match="nowhere"):
             train_here(finished, *ARGV)
     assert steps_kept(finished) == [12, 14], "what cannot be read now has lost its name"
