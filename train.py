@@ -779,10 +779,10 @@ def evaluate(args, world, log, state):
     losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
-    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. (A PretrainingData that
-    masks otherwise is evaluated so: compare its losses with no others.) unigram_loss is the
-    loss on the same tokens of a predictor that knows only how often the training text has each
-    token: the loss to beat. Of 1,024 examples the NSP accuracy's standard error is about
+    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. (One that masks or
+    pairs otherwise is evaluated so: compare its losses with no others.) unigram_loss is the loss on
+    the same tokens of a predictor that knows only how often the training text has each token: the
+    loss to beat. Of 1,024 examples the NSP accuracy's standard error is about
     sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     counters = state.counters
