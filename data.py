@@ -31,7 +31,6 @@ import re
 import shutil
 import string
 import sys
-import time
 import unicodedata
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -448,13 +447,16 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     try:
         if tokenizer:
             tokenizer = load_tokenizer(tokenizer)
-        documents = sum(map(len, blocks(corpus)))
+        documents = checksum = 0
+        for block in blocks(corpus):
+            documents += len(block)
+            checksum += checksum_of(block)           # all blocks come again, so a sum will do
         if not documents:
             raise DataError("there is no text in the corpus")
         if not tokenizer:
             tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
-        manifest = write_shards(corpus, folder, tokenizer, shards, documents)
+        manifest = write_shards(corpus, folder, tokenizer, shards, documents, checksum)
         manifest["files"] = {name: sha256_of(folder / name) for name in file_names(shards)}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
@@ -483,6 +485,11 @@ def clean(text):
     """Returns a text without INVISIBLE, in Unicode's form NFKC (one way to write a character, where
     there are several), as bert.py does it."""
     return unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
+
+
+def checksum_of(block):
+    """Returns a checksum of a list of documents."""
+    return zlib.crc32("\n".join(block).encode())
 
 
 def cut_text(text, n):
@@ -521,15 +528,15 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def write_shards(corpus, folder, tokenizer, shards, documents):
+def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
-    says of them.
+    says of them. checksum: the sum of `checksum_of` of its blocks.
 
     Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
     that comes twice is either trained on or held out, and is held out once. (But the parts of a
     long one are documents of their own: some of a book can be held out, and others trained on.)
     Documents of less than two tokens are left out, since they have no A and B. Raises DataError if
-    a shard has less than two documents, or if the corpus has more documents or fewer now.
+    a shard has less than two documents, or if the corpus has another checksum now.
     """
     vocab_size = tokenizer.get_piece_size()
     names = shard_names(shards)
@@ -545,9 +552,9 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of the texts that are held out
     threads = min(usable_cores(), 16)           # more have little to do, and may not be allowed
-    found = 0                                   # documents in this pass
+    found = 0                                   # the checksum of now
     for block in blocks(corpus, documents):
-        found += len(block)
+        found += checksum_of(block)
         encoded = tokenizer.encode(block, num_threads=threads)
         for document, tokens in zip(block, encoded):
             crc = zlib.crc32(document.strip().encode())
@@ -564,7 +571,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents):
             token_files[shard].write(tokens)
             document_files[shard].write(ends[shard])
 
-    if found != documents:
+    if found != checksum:
         raise DataError("the text has changed while it was read; wait until it is whole")
     unigrams.tofile(folder / "unigrams")
     # A number has 8 bytes; the first one, 0, ends no document.
@@ -627,7 +634,8 @@ class TextFiles:
 
 
 def files_in(folder):
-    """Yields the paths of the files in a folder and in those below it, but for hidden ones."""
+    """Yields the files of a folder that are not hidden, nor behind a link to another folder. Raises
+    OSError if a folder cannot be read (Path.rglob would pass over it)."""
     for path in sorted(folder.iterdir()):
         if path.name[0] == ".":
             continue
@@ -878,10 +886,9 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, printed once a node: train.py uses it, too."""
 
     def error(self, message):
-        # The ranks of a node have the same command line. The first one tells what is wrong with it,
-        # and ends torchrun, which ends the others.
+        # The ranks of a node have the same command line.
         if (os.environ.get("LOCAL_RANK") or "0") != "0":
-            time.sleep(10)
+            self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 
 

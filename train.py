@@ -999,8 +999,12 @@ def main():
     try:
         args = parse_arguments()
     except SystemExit as end:
-        if end.code:
-            dist.end_torchrun()          # a restart would have the same flags
+        if end.code and dist.TORCHRUN:
+            # A restart would have the same flags. The node's first rank has told what is wrong with
+            # them; the others wait until it has ended torchrun, which ends them.
+            if os.environ["LOCAL_RANK"] != "0":
+                time.sleep(10)
+            dist.end_torchrun()
         raise
     keep_freed_memory()
     torch.set_num_threads(data.usable_cores())
