@@ -162,7 +162,7 @@ def attention_in_one_call(qkv, bounds, longest, dropout):
     Torch does not document the two functions. They take both twice, of the queries and of the keys.
     """
     if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
-        # FlashAttention (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
+        # FlashAttention-2 (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
         # is (8, 0), or a newer GPU.
         q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
         # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
@@ -512,14 +512,16 @@ def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
     It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
-    save_pretrained of transformers' BertForPreTraining does, in any format of 16 bits or more.
-    (Of an activation other than GELU only the type can tell, see MODEL_TYPES.) Raises ModelError if
-    one is missing or damaged.
+    save_pretrained of transformers' BertForPreTraining does, in fp32, fp16 or bf16. Raises
+    ModelError if one is missing or damaged, or if the model computes otherwise.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
         if described["model_type"] not in MODEL_TYPES:
             raise ValueError(f"its type is {described['model_type']}")
+        for field, ours in {"hidden_act": "gelu", "tie_word_embeddings": True}.items():
+            if described.get(field, ours) != ours:
+                raise ValueError(f"its {field} is {described[field]}, not {ours}")
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
         # On the device "meta" tensors have a shape and no memory, so a wrong width cannot fill it.
         # Below, assign=True puts the loaded tensors in their places.

@@ -151,7 +151,7 @@ class Spans(NamedTuple):
 # a word, like "▁The".
 # Marks: of Europe (";" ends Greek questions; other texts are cut there, too), Chinese and Japanese,
 # Urdu, Arabic, Armenian, Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. (`blocks` has made
-# "..." of "…".)
+# "..." of "…".) Where German closes with “, which opens in Chinese, the cut is before it.
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
 # Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any
 # letter (\w) can follow a mark. (Thai seldom has one, but it has "?" and "!".)
@@ -634,12 +634,13 @@ class TextFiles:
 
 
 def files_in(folder):
-    """Yields the files of a folder that are not hidden, nor behind a link to another folder. Raises
-    OSError if a folder cannot be read (Path.rglob would pass over it)."""
+    """Yields the files of a folder that are not hidden, nor behind a link to another folder. A link
+    to nowhere is one, too: to open it is an error. Raises OSError if a folder cannot be read
+    (Path.rglob would pass over it)."""
     for path in sorted(folder.iterdir()):
         if path.name[0] == ".":
             continue
-        if path.is_file():
+        if path.is_file() or not path.exists():
             yield path
         elif path.is_dir() and not path.is_symlink():
             yield from files_in(path)

@@ -34,7 +34,7 @@ class Phase:
 
 
 # A recipe: the phases, the optimizer's two betas, and what four flags of train.py (--optimizer,
-# --dropout, --mask-fraction, --pairs) are if they are not given. Each needs all six.
+# --dropout, --mask-fraction, --pairs) are if they are not given. Each needs all six keys.
 RECIPES = {
     # A model of 2 layers on 5 MB of text, in minutes. With 30 % of the tokens masked it learned
     # faster than with 20; BERT masks 15 %. (For large models: arXiv 2202.08005.)
@@ -164,7 +164,7 @@ class LossScaler:
 
     bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1,
     growth_interval=100). It, too, skips steps that are not finite, and its scale counts them: each
-    halves it, and 100 good steps double it again, up to 1. After 15 halvings it is below
+    halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it is below
     `smallest`, and the training stops; so a bad step now and then is forgiven. (Gradients times
     such a scale, a power of two, lose no bits.)
     """
@@ -322,7 +322,7 @@ class LAMB(Optimizer):
 
         w = w - lr ratio u
         ratio = min(||w|| / ||u||, 0.3)        for matrices; 0.3 if w or u is 0
-        ratio = 1                              for vectors: biases and LayerNorm, without decay
+        ratio = 1                              for vectors: biases and LayerNorm
 
     So a matrix moves by the part lr of its own norm, however large its gradient is; by less where
     the bound of 0.3 holds. That lets training take large batches, which need a large lr.
@@ -334,9 +334,10 @@ class LAMB(Optimizer):
     """
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to lists of parameters: w, m and v change in place."""
+        """Applies one update to lists of parameters, all matrices or all vectors: w, m and v change
+        in place."""
         u = adam_update(group, w, g, m, v)
-        if group["weight_decay"]:                  # the group of the matrices
+        if w[0].dim() > 1:
             # Norms and ratios are tensors (n,), of n matrices: for Python numbers the CPU would
             # wait for the GPU. (Where u is 0 the quotient is inf, and the clamp makes it 0.3.)
             w_norm = torch.stack(torch._foreach_norm(w))

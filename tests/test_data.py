@@ -289,6 +289,10 @@ def test_a_folder_of_files_of_all_forms(documents, tmp_path, program):
     os.mkfifo(tmp_path / "text/pipe")
     corpus = [text.strip() for text in data.TextFiles(["text"])]
     assert corpus == expected, "a folder is not its files, each once, in the order of their names"
+    (tmp_path / "text/nowhere").symlink_to("gone")
+    with pytest.raises(OSError, match="nowhere"):
+        list(data.TextFiles(["text"]))
+    (tmp_path / "text/nowhere").unlink()
 
     said = program("text", "--out", "shards/ü", "--vocab-size", 320, "--cased")
     assert re.match(r"400 documents .* 320 pieces, 0...% \[UNK\]; 8 shards, \d+ different ", said)

@@ -70,9 +70,16 @@ def test_adamw_is_torchs(problem):
     assert_near(ours, stepped(torchs, *problem), "adam_update (its corrections by t?) and AdamW")
 
 
-def test_lamb_is_its_equations(problem):
+@pytest.mark.parametrize("decay", [DECAY, 0], ids=["", "no decay"])
+def test_lamb_is_its_equations(problem, decay):
     weights, gradients = problem
-    ours = stepped(lambda weights: optim.make_optimizer("lamb", weights, BETAS), *problem)
+
+    def make(weights):
+        lamb = optim.make_optimizer("lamb", weights, BETAS)
+        lamb.param_groups[0]["weight_decay"] = decay         # of the matrices
+        return lamb
+
+    ours = stepped(make, *problem)
     b1, b2 = BETAS
     for name, w in weights.items():
         m = v = np.zeros_like(w)
@@ -82,7 +89,7 @@ def test_lamb_is_its_equations(problem):
             u = m / (1 - b1 ** t) / (np.sqrt(v / (1 - b2 ** t)) + EPS)
             ratio = 1.0
             if w.ndim > 1:
-                u += DECAY * w
+                u += decay * w
                 ratio = 0.3
                 if w.any() and u.any():
                     ratio = min(ratio, np.linalg.norm(w) / np.linalg.norm(u))

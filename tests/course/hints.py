@@ -47,7 +47,7 @@ HINTS = {
         "`adam_update`: first m and v, in place; then u, as new tensors. m and v keep what is not "
         "corrected. w, g, m and v are lists: begin with a loop over zip(w, g, m, v), and let "
         "torch._foreach_ functions take its place when it is right.",
-        "The ratio is of the norms of w and of all of u, decay included. A group without decay has "
+        "The ratio is of the norms of w and of all of u, decay included. Vectors have "
         "none.",
         "eps is added after the root of the corrected v. `torch.where` chooses without an `if`, "
         "which would make the CPU wait for the GPU. What changes is each w itself, in place.",

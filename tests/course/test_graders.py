@@ -430,8 +430,8 @@ def options(rng):
             "weight_decay": rng.uniform(0.02, 0.08)}
 
 
-def test_lamb_without_decay_is_adam(options):
-    """4 points: without decay it is Adam."""
+def test_lamb_of_vectors_is_adam(options):
+    """4 points: for vectors, which do not decay, it is Adam."""
     ours = torch.randn(5).double()
     theirs = ours.clone()
     options["weight_decay"] = 0
@@ -444,7 +444,7 @@ def test_lamb_without_decay_is_adam(options):
         without_t = ours - options["lr"] * u               # right in the first step only
         lamb.step()
         adam.step()
-        assert_near(ours, theirs, f"a tensor without decay after step {t}", 1e-9,
+        assert_near(ours, theirs, f"a vector, without decay, after step {t}", 1e-9,
                     {"m and v are not divided by 1 - b^t": without_t})
 
 
@@ -460,9 +460,9 @@ def lamb_equations(w, m, v, g, t, lr, eps, betas, weight_decay):
 
 
 def test_lamb_is_its_equations(options):
-    """6 points: with decay it is its equations."""
+    """6 points: for matrices it is its equations."""
     tensors = [torch.randn(5, 7).double() / 10, torch.zeros(3, 4).double(),
-               torch.randn(6).double(), torch.randn(4, 5).double()]
+               torch.randn(6, 1).double(), torch.randn(4, 5).double()]
     lamb = optim.LAMB(tensors, **options)
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
     for t in range(1, 31):
@@ -472,7 +472,7 @@ def test_lamb_is_its_equations(options):
         lamb.step()
         kinds = "of small weights", "of zeros", "without gradient", "of large weights"
         for what, w, right in zip(kinds, tensors, exact):
-            assert_near(w, right[0], f"a tensor {what}, with decay, after step {t}", 1e-9)
+            assert_near(w, right[0], f"a matrix {what}, after step {t}", 1e-9)
 
 
 # ----- dealing -----

@@ -71,7 +71,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
             f = (r * f + 1 - r).clamp(0.5, 4.0)
             state["f"].copy_(f.clamp(0.9 * state["f"], 1.1 * state["f"]))
             ratio = state["C"] * state["f"]
-        elif group["weight_decay"]:
+        elif w.dim() > 1:
             ratio = common.ratio(w.norm(), u.norm()).clamp(0.01, optim.LARGEST_RATIO)        # c
             state["C"].lerp_(ratio, 0.1)
         else:
