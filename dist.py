@@ -192,6 +192,7 @@ class Reducer:
         communication thread    averages buckets (`_average`); there is none if W is 1
         loader thread           makes batches (data.py)
         `watch`                 waits until some rank has failed
+        train.Clock             looks for pauses
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
     without them the parameters, in fp32, are stepped themselves. After `finish`: `bytes_sent` by
@@ -457,17 +458,17 @@ class ErrorFeedback:
     one then:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
-        q, e'_r = mean(v_r)                    q: the mean that all get, the same on every rank
+        q = mean(v_r)                          q: the mean that all get, the same on every rank;
+                                               what is sent is taken out of v_r
         g = loss_scale * q                     what is then in the bucket
-        e_r = e'_r                             `commit`: only if the step is taken
+        e_r = v_r                              what is left: `commit`, only if the step is taken
 
     If the step is skipped, after an overflow, the next one begins with the same e_r.
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
-        value (n + padding,)   v_r, filled up with zeros to whole blocks for each rank. The function
-                               takes out of it, in place, what it sends; what is left is the
-                               residual
+        value (n + padding,)   v_r, and after it padding, with a residual of its own: whole blocks
+                               for each rank. The function takes out of it, in place, what it sends
         mean (n + padding,)    q
         state                  a dict, empty at first: what the function keeps from step to step. It
                                is not changed: the next state is a new one

@@ -81,7 +81,7 @@ RECIPES = {
 
 def learning_rate(done, phase):
     r"""Returns the learning rate. done: the part of the phase that is over, from 0 to 1. The rate
-    grows from 0 to lr, and decays to 0:
+    grows from 0 to lr, and decays to 0 (with power 0 it stays):
 
         lr |     /\
            |   /     \

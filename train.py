@@ -263,7 +263,8 @@ STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_nor
 
 
 def step_line(figures):
-    """Returns the line of a step for the terminal; figures: as of `step_figures`."""
+    """Returns the line of a step for the terminal; figures: as of `step_figures`, and more, see
+    `training_loop`."""
     losses = ""
     for name, value in figures.items():
         if name.endswith("_loss"):
@@ -832,9 +833,9 @@ class Clock:
 
     def __init__(self, seconds):
         self.start = STARTED - seconds       # of earlier starts
-        threading.Thread(target=self.watch, daemon=True).start()
+        threading.Thread(target=self.leave_out_pauses, daemon=True).start()
 
-    def watch(self):
+    def leave_out_pauses(self):
         """In a thread: a second that has taken more than a minute was a pause."""
         while True:
             before = time.monotonic()

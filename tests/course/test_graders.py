@@ -651,9 +651,10 @@ def test_overlap_gradients(tmp_path):
             assert_near(ours[name], gradient, f"the bucket's view of the gradient of {name}, on 2 "
                         "ranks,", 1e-5, slips)
         assert_near(small, torch.full((4,), 600.0), "the sum of 600 gradients of 1 in bf16")
-    alone = dist.Reducer(tower(), dist.World(), "bf16")                  # without a thread
+    model = tower()
+    alone = dist.Reducer(model, dist.World(), "bf16")                    # without a thread
+    model(torch.ones(1, 32)).sum().backward()
     alone.flats[0].fill_(1 + 2 ** -12)
-    alone.missing.clear()
     alone.finish()
     assert (alone.flats[0] == 1).all(), "one rank does not average its buckets"
 
@@ -697,6 +698,17 @@ def test_overlap_in_order(tmp_path):
         assert beside, "a bucket is averaged in the thread of backward, which waits meanwhile"
 
 
+def must_raise(kind, function, when):
+    """Fails if function() does not raise an error of this kind."""
+    try:
+        function()
+    except kind:
+        return
+    except Exception as error:
+        pytest.fail(f"{when}, it must raise {kind.__name__}, not {error!r}", pytrace=False)
+    pytest.fail(f"{when}, it must raise {kind.__name__}, and raises nothing", pytrace=False)
+
+
 def test_overlap_errors():
     """2 points: what is missing or fails is an error."""
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(2, 1)])
@@ -709,28 +721,34 @@ def test_overlap_errors():
     backward(model)
     reducer.last_micro_batch = True
     backward(model[:1])
-    with pytest.raises(dist.DistError):          # 1.weight and 1.bias take no part in the loss
-        reducer.finish()
+    must_raise(dist.DistError, reducer.finish, "finish: where 1.weight and 1.bias take no part in "
+               "the loss of the last micro-batch")
     reducer.zero_grad()
     reducer.buckets[1].average = lambda scale: 1 / 0
     backward(model)                              # nothing is raised inside backward
-    with pytest.raises(ZeroDivisionError):
-        reducer.finish()
-    with pytest.raises(KeyError):                # a second last micro-batch
-        backward(model)
-    reducer.zero_grad()
-    model.zero_grad()                            # drops p.grad
-    with pytest.raises(dist.DistError):
-        backward(model)
+    must_raise(ZeroDivisionError, reducer.finish, "finish: where a job in the thread has failed")
+    must_raise(KeyError, lambda: backward(model),
+               "_ready: where a second backward follows that of the last micro-batch")
+    for last in False, True:
+        reducer.zero_grad()
+        reducer.last_micro_batch = last
+        model.zero_grad()                        # drops p.grad
+        must_raise(dist.DistError, lambda: backward(model), "_ready: where p.grad is no view of "
+                   f"its bucket, in a micro-batch with last_micro_batch = {last}")
 
 
 def test_overlap_tells():
     """1 points: what an error names, and the figures of the log."""
     model = nn.ParameterDict({name: torch.ones(1) for name in ("first", "second", "third")})
     reducer = dist.Reducer(model, one_of_two())
-    reducer.buckets[0].average = lambda scale: time.sleep(0.6) or 7
+    (bucket,) = reducer.buckets
+    bucket.average = lambda scale: time.sleep(0.6) or 7
+    began = time.perf_counter()
     sum(model.values()).backward()
     reducer.finish()
+    launched = getattr(bucket, "launched", None)
+    assert launched and began <= launched <= time.perf_counter(), (
+        f"bucket.launched is {launched}, not the moment when _launch launched it")
     seconds, sent = getattr(reducer, "wait_seconds", 0), getattr(reducer, "bytes_sent", 0)
     assert seconds > 0.1 and sent == 7, (
         f"the bucket takes 0.6 s and 7 bytes; wait_seconds is {seconds:.3f}, bytes_sent {sent}")
@@ -1014,7 +1032,7 @@ def test_resume_names_files(shards, tmp_path):
 
 def sharded(world, weights, gradients):
     """Three steps, each rank with its own gradients. Returns the weights, the bytes that it sent,
-    and those of its moments."""
+    those of its moments, and whether its part is a view."""
     sent = []
     run = world._run
 
@@ -1032,7 +1050,10 @@ def sharded(world, weights, gradients):
         flat.copy_(gradient[world.rank])
         ours.step()
     moments = [tensor for state in ours.adam.state.values() for tensor in state.values()]
-    return weights, sum(sent), sum(tensor.untyped_storage().nbytes() for tensor in moments)
+    is_view = all(part.untyped_storage().data_ptr() == weights.data_ptr()
+                  for part in ours.adam.param_groups[0]["params"])
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in moments)
+    return weights, sum(sent), kept, is_view
 
 
 @pytest.fixture(params=[2, 3])
@@ -1052,22 +1073,30 @@ def shared_out(request):
 def test_sharding_is_adamw(shared_out):
     """5 points: all ranks get the weights of AdamW, on two ranks the same bits."""
     tolerance = 1e-6 * (shared_out.size > 2)
-    for rank, (weights, _, _) in enumerate(shared_out.ranks):
+    size = shared_out.size
+    flats = torch.arange(2.0 * size * size).view(size, -1)               # rank r has the row r
+    means = on_threads(lambda world: scale.scatter_mean(world, flats[world.rank]), size)
+    for rank, mean in enumerate(means):
+        right = flats.mean(0).chunk(size)[rank]
+        assert_near(mean, right, f"rank {rank} of {size}: its part of the mean, by scatter_mean,",
+                    slips={"it is the sum": size * right})
+    for rank, (weights, *_) in enumerate(shared_out.ranks):
         assert_near(weights, shared_out.exact, f"rank {rank} of {shared_out.size}: the weights "
                     "after three steps of AdamW with the mean of all gradients", tolerance)
 
 
 def test_sharding_saves_memory(shared_out):
     """3 points: each rank has moments of its part alone."""
-    for _, _, kept in shared_out.ranks:
+    for _, _, kept, is_view in shared_out.ranks:
         right = 8 * 48 / shared_out.size
         assert kept == right, (
             f"moments of 48 weights on {shared_out.size} ranks take {kept} bytes, not {right:g}")
+        assert is_view, "the part that AdamW steps is a copy, not a view of the weights"
 
 
 def test_sharding_sends_no_more(shared_out):
     """2 points: no more bytes than an all-reduce."""
-    for _, sent, _ in shared_out.ranks:
+    for _, sent, *_ in shared_out.ranks:
         right = 3 * 2 * 4 * 48 * (shared_out.size - 1) / shared_out.size
         assert sent == pytest.approx(right), (
             f"in 3 steps with 48 weights each of {shared_out.size} ranks sends {sent:g} bytes, and "
