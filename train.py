@@ -105,7 +105,9 @@ def parse_arguments(argv=None):
     add("--data", type=data.path_of, default=DEMO_SHARDS,
         help="train on the shards in this folder (default: this machine's documentation)")
     add("--out", type=data.path_of, help="write all results here (default: a folder below runs/)")
-    add("--init", type=data.path_of, help="begin with the weights in this model folder")
+    add("--init", type=data.path_of,
+        help="begin with the weights in this model folder (with another --seed: else the examples "
+             "are those that it has read)")
 
     # The model and the recipe.
     add("--model", choices=bert.PRESETS, default="tiny", help="(default: %(default)s)")

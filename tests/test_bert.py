@@ -54,19 +54,42 @@ def torchs_block(block, x):
     return functional_call(layer, weights, x)
 
 
-def torchs_logits(model, batch):
-    """Returns the logits, {task: tensor}, of a BERT made of torch's layers."""
-    embeddings, examples = model.embeddings, []
+def torchs_stages(model, batch):
+    """Returns what the parts of a BERT made of torch's layers give, {part: tensor}: hidden states
+    of the rows that ours computes, then logits."""
+    embeddings = model.embeddings
+    stages = {name: [] for name in parts_of(model)}
     for rows in torch.arange(batch.bounds[-2]).split(batch.lengths[:-1].tolist()):
         x = embeddings.tokens(batch.tokens[rows]) + embeddings.segments(batch.segments[rows])
         x = embeddings.norm(x + embeddings.positions.weight[:len(rows)])
-        for block in model.blocks:
+        stages["embeddings"].append(x)
+        for number, block in enumerate(model.blocks):
             x = torchs_block(block, x)
-        examples.append(x)
-    pooled = torch.tanh(model.pooler(torch.stack([x[0] for x in examples])))
-    hidden = F.gelu(model.mlm_transform(torch.cat(examples)[batch.masked_rows]))
-    mlm_logits = model.mlm_norm(hidden) @ embeddings.tokens.weight.T + model.mlm_bias
-    return {"mlm": mlm_logits, "nsp": model.nsp(pooled)}
+            stages[f"block {number}"].append(x)
+    stages = {name: torch.cat(examples) for name, examples in stages.items()}
+    last = [*stages][-1]
+    cls, masked = stages[last][batch.bounds[:-2]], stages[last][batch.masked_rows]
+    stages[last] = torch.cat([cls, masked])
+    hidden = F.gelu(model.mlm_transform(masked))
+    stages["mlm"] = model.mlm_norm(hidden) @ embeddings.tokens.weight.T + model.mlm_bias
+    stages["nsp"] = model.nsp(torch.tanh(model.pooler(cls)))
+    return stages
+
+
+def parts_of(model):
+    """Returns {name: module} of what computes hidden states, in order."""
+    return {"embeddings": model.embeddings,
+            **{f"block {number}": block for number, block in enumerate(model.blocks)}}
+
+
+def our_stages(model, batch):
+    """Returns what `torchs_stages` does, of our model."""
+    stages = {}
+    for name, part in parts_of(model).items():
+        part.register_forward_hook(
+            lambda part, inputs, output, name=name: stages.update({name: output}))
+    logits = model(batch)
+    return stages | logits
 
 
 def on_gpu(*values):
@@ -93,13 +116,17 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
     exact_model.load_state_dict(model.state_dict())              # rounded
     rows = []                                                    # of the last block's feed-forward
     model.blocks[-1].up.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
-    exact = torchs_logits(exact_model, batch)
-    found = model(make_batch(shards, seq_len, examples, mask_fraction, device))
-    for logits in exact, found:
-        sum(logits[task].square().sum() / len(batch.tokens) for task in exact).backward()
-    for task, right in exact.items():
-        error = (found[task].cpu() - right).norm() / right.norm().clamp(min=1e-9)
-        assert error < tolerance, f"the logits of {task} are {error:.2g} away from torch's layers'"
+    exact = torchs_stages(exact_model, batch)
+    found = our_stages(model, make_batch(shards, seq_len, examples, mask_fraction, device))
+    for stages in exact, found:
+        loss = stages["mlm"].square().sum() + stages["nsp"].square().sum()
+        (loss / len(batch.tokens)).backward()
+    for name, right in exact.items():
+        ours = found[name][:len(right)].cpu()                    # without the rows of padding
+        error = (ours - right).norm() / right.norm().clamp(min=1e-9)
+        assert error < tolerance, (
+            f"{name}: {error:.2g} away from what torch's layers give; all that comes before it in "
+            f"{[*exact]} is right")
     total = nn.utils.get_total_norm([p.grad for p in exact_model.parameters()])
     for name, p in exact_model.named_parameters():
         error = (model.get_parameter(name).grad.cpu() - p.grad).norm() / total
@@ -120,7 +147,8 @@ def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(sh
     assert torch.equal(evaluated, undropped), "something is dropped in evaluation"
     block.train().dropout.p = 0.5
     block.dropout.eval()
-    assert not torch.equal(block(x, *rows), block(x, *rows)), "attention weights are not dropped"
+    same = torch.equal(block(x, *rows), block(x, *rows))
+    assert not same, "attention weights are not dropped"
 
 
 @pytest.mark.parametrize("device, dtype", [
@@ -328,7 +356,8 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     model.mlm_bias.data[320:] = 100.0
     words = [tokenizer.id_to_piece(id).strip("▁") for id in ids]
     found = bert.fill_mask(model, tokenizer, text, 2)
-    assert found == ["{} 75%, {} 25%".format(*words)]
+    assert found == ["{} 75%, {} 25%".format(*words)], (
+        f"{found}: of each [MASK] the pieces (320, without the columns of padding) share 100 %")
     assert not model.training, "the model is not in evaluation mode"
     for refused in text + ".", "The":
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):

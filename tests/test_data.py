@@ -50,7 +50,11 @@ def plain_batch(dataset, indices):
         a = [data.CLS, *text[spans.a:spans.a_end], data.SEP]
         b = [*text[spans.b:spans.b_end], data.SEP] if dataset.pairs == "nsp" else []
         tokens, positions = np.array(a + b), np.arange(len(a + b))
+        before = tokens.copy()
         rows, labels = dataset.mask(tokens, i * dataset.seq_len + positions)
+        assert np.array_equal(labels, before[rows]), "mask: labels are not the tokens before it"
+        chosen = set(before[rows])
+        assert chosen.isdisjoint({data.CLS, data.SEP}), "mask: [CLS] or [SEP] is chosen"
         examples.append({"tokens": tokens, "segments": [0] * len(a) + [1] * len(b),
                          "positions": positions, "masked_rows": rows, "mlm": labels,
                          "nsp": [spans.pair_label]})
@@ -81,7 +85,12 @@ def test_a_batch_is_its_examples_one_after_another(shards, options):
             del expected_fields["nsp"]
             assert "nsp" not in found, "there are labels, and no pairs"
         for name, expected in expected_fields.items():
-            assert found[name].tolist() == expected, f"{name} of {len(indices)} examples"
+            ours = found[name].tolist()
+            off = [k for k, (one, other) in enumerate(zip(ours, expected)) if one != other]
+            assert ours == expected, (
+                f"{name} of {len(indices)} examples: {len(ours)} values, not {len(expected)}; the "
+                f"first wrong ones are at {off[:3]}, where the tokens are "
+                f"{[expected_fields['tokens'][k] for k in off[:3]]} (2 is [CLS], 3 [SEP])")
             kind = "int32" if name == "bounds" else "int64"
             assert found[name].dtype == kind, f"{name} is {found[name].dtype}, not {kind}"
 

@@ -139,14 +139,18 @@ def assert_same(a, b, where="the checkpoint"):
     assert type(a) is type(b), f"{where} is {type(b)}, not {type(a)}"
     if isinstance(a, dict):
         assert a.keys() == b.keys(), f"{where} has {list(b)}, not {list(a)}"
-        for key in a.keys() - {"seconds"}:
+        tensors = [key for key in a if torch.is_tensor(a[key])]
+        off = [key for key in tensors if not torch.equal(a[key], b[key])]
+        assert not off, (f"{where}: {len(off)} of {len(tensors)} tensors have other bits, the first "
+                         f"is {off[0]} (all of them: the steps differed; some: what became of these?)")
+        for key in a.keys() - {"seconds", *tensors}:
             assert_same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, (list, tuple)):
         assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
     elif torch.is_tensor(a):
         assert torch.equal(a, b), f"{where} has other bits"
     else:
-        assert a == b, f"{where} is {b}, not {a}"
+        assert a == b, f"{where} is {b}, not {a}: not saved, not restored, or counted otherwise"
 
 
 # ----- Sabotage: patches of a rank's process, see `training` -----
