@@ -51,7 +51,8 @@ def test_a_run_resumes_on_other_ranks(shards, tmp_path):
         for line in metrics(one, kind):
             for field in "mlm_loss", "nsp_loss":
                 assert found[line["step"]][field] == pytest.approx(line[field], rel=1e-4), (
-                    f"{field} of the line {kind} of step {line['step']}")
+                    f"{field} of step {line['step']} ({kind}) is another one after resumes on other "
+                    "ranks: other examples, masks or weights")
     assert column(many, "seconds") == sorted(column(many, "seconds")), "seconds begin anew"
 
 

@@ -50,10 +50,11 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
         tokens = line["tokens_per_second"] / line["examples_per_second"] / 64 / line["phase"]
         assert 0.5 < tokens <= 1, f"examples have {tokens:.0%} of the phase's length"
     # After ten seconds it would be printed. Phase 1 has a third of the tokens.
-    line = metrics(out)[0]
-    assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm",
-                    train.step_line(line))
-    assert column(out, "minutes_left") == pytest.approx([2 * line["seconds"] / 60, 0])
+    first_line = metrics(out)[0]
+    said = train.step_line(first_line)
+    assert re.match(r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm", said), (
+        f"{said}: in the middle of phase 1 its rate is 0.008 ((1 - 1/2) / (1 - 0.05))^0.5")
+    assert column(out, "minutes_left") == pytest.approx([2 * first_line["seconds"] / 60, 0])
     assert {path.name for path in out.iterdir()} == {
         "metrics.jsonl", "model", "run", "step-00000001.pt", "step-00000002.pt"}
     config = json.loads((out / "model" / "tokenizer_config.json").read_text())
