@@ -715,16 +715,17 @@ def meet(world, init_method, limit):
         distributed.rendezvous(init_method, world.rank, world.size, timeout=limit))
     root.add("newest attempt", 1)
     deadline = time.monotonic() + limit.total_seconds()
+    everyone = [f"here/{rank}" for rank in range(world.size)]
     while True:
         if torchrun_died():
             raise RuntimeError("its torchrun has died")    # a new one may start this rank anew
         newest = root.add("newest attempt", 0)     # adding 0 reads the number
         attempt = distributed.PrefixStore(str(newest), root)
         attempt.set(f"here/{world.rank}", "")
-        absent = ranks_without(attempt, "here", world.size)
-        if not absent:
+        if attempt.check(everyone):
             return attempt
         if time.monotonic() > deadline:
+            absent = ranks_without(attempt, "here", world.size)
             raise RuntimeError(f"rank {absent} did not come in time")
         time.sleep(0.1)
 
@@ -841,8 +842,9 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. (NCCL waits twice the --timeout for either.) So a rank that fails
-# only has to end, and all come to `leave`. One of them prints its error: the first to put its
+# --timeout from one that hangs. (Ranks that exchange nothing with it: when a neighbour has ended.
+# NCCL waits twice the --timeout for either.) So a rank that fails only has to end, and all come to
+# `leave`. One of them prints its error: the first to put its
 # number into the store. (The error of a collective only tells that some rank is gone. Then the
 # first one asks which.) Keys in the store:
 #

@@ -72,6 +72,8 @@ class ConfigError(ValueError):
 # Errors that a user can mend, or has to know of: their messages say it.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError)
+# What network disks say that are away, and may be back in a minute. (A bad disk says EIO, too.)
+DISK_AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 def explain(error):
@@ -477,12 +479,13 @@ def shapes_of(tensors):
 
 
 def numbers_of(state):
-    """Returns the rest of what training changes, as a dict of numbers and plain containers."""
+    """Returns the rest of what training changes, as a dict of numbers and plain containers. Raises
+    TypeError for anything else: a checkpoint that held it could not be read."""
     numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler)}
     numbers["groups"] = []                           # the optimizer's counts and options
     for group in state.optimizer.param_groups:
         numbers["groups"].append({key: group[key] for key in group if key != "params"})
-    return numbers
+    return json.loads(json.dumps(numbers))           # of NumPy's float it makes Python's
 
 
 def check_weights(world, state):
@@ -497,13 +500,19 @@ def check_weights(world, state):
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
-                     f"has other weights after step {state.counters.step} (bad memory?)")
+                     f"has other weights after step {state.counters.step} (bad memory? the same "
+                     "command resumes from the last checkpoint)")
 
 
 def checkpoints_in(folder):
-    """Returns {step: path} of the checkpoints in a folder; a file of any other name is not ours."""
-    paths = folder.glob(f"step-{'[0-9]' * 8}.pt")
-    return {int(path.stem.removeprefix("step-")): path for path in paths}
+    """Returns {step: path} of the checkpoints in a folder, {} if there is none; a file of any other
+    name is not ours. Raises OSError if a disk is away (Path.glob would find nothing)."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if re.fullmatch(r"step-\d{8}\.pt", name):
+                found[int(name[5:13])] = folder / name
+    return found
 
 
 def save(args, world, log, state):
@@ -524,7 +533,8 @@ def save(args, world, log, state):
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     number = ""
-    with contextlib.suppress(OSError):               # who removes the file only takes this check
+    # Who removes or spoils the file only takes this check.
+    with contextlib.suppress(OSError, ValueError):
         number = (args.out / "run").read_text()
     if number not in ("", log.number):
         raise ConfigError(f"another run has begun in {args.out}; start with another --out")
@@ -968,9 +978,9 @@ def train(args, world):
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
-    # From here on a signal does not end the program, but asks for a checkpoint and a stop. (Several
-    # ranks have listened since they met.)
-    dist.listen_to_signals()
+    if world.size == 1:      # several ranks have listened since they met
+        # From here on a signal does not end the program, but asks for a checkpoint and a stop.
+        dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
     log_start(args, world, log, state)
@@ -1022,9 +1032,7 @@ def main():
         line = explain(error)
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
-        # A network disk that was away says so; it may be back in a minute. (A bad disk says EIO,
-        # too.)
-        disk_lost = getattr(error, "errno", None) in (errno.EIO, errno.ESTALE)
+        disk_lost = getattr(error, "errno", None) in DISK_AWAY
         # A restart may help after these and after a bug, but not after what a user has to mend or
         # has stopped.
         restart_helps = line is None or rank_lost or disk_lost

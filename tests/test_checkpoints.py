@@ -7,7 +7,9 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -210,6 +212,29 @@ def test_a_run_saves_by_the_clock(train_here, tmp_path, monkeypatch):
             train_here(tmp_path, *EIGHT, "--max-steps", last)
     assert [line["step"] for line in metrics(tmp_path, "eval")] == [4, 7, 8]
     assert steps_kept(tmp_path) == [7, 8]
+
+
+def test_a_disk_that_is_away_has_not_lost_its_checkpoints(tmp_path, monkeypatch):
+    assert train.checkpoints_in(tmp_path / "nowhere") == {}
+    monkeypatch.setattr(os, "listdir", lambda folder: os.stat(tmp_path / "file/stale"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):      # else a run would begin anew, and remove them
+        train.checkpoints_in(tmp_path)
+
+
+@pytest.mark.parametrize("value, saved", [
+    (np.float64(2.5), True), (np.float32(2.5), False), (torch.tensor(2.5), False)])
+def test_what_a_resume_could_not_read_is_not_saved(value, saved):
+    """A figure of a student's own in Counters."""
+    counters = train.Counters()
+    counters.seconds = value
+    optimizer = optim.make_optimizer("lamb", {"w": torch.zeros(2, 2)}, (0.9, 0.98))
+    state = SimpleNamespace(counters=counters, scaler=optim.LossScaler(), optimizer=optimizer)
+    if not saved:
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            train.numbers_of(state)
+    else:
+        assert type(train.numbers_of(state)["counters"]["seconds"]) is float
 
 
 def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, capsys):

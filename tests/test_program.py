@@ -227,6 +227,7 @@ def test_a_gpu_of_two_ranks_is_said_by_all(tmp_path):
     (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), False),
     (dist.DistError("rank 1 was started differently"), False),
     (dist.RankLost("rank 1 died"), True), (OSError(errno.ESTALE, "Stale file handle"), True),
+    (OSError(errno.ETIMEDOUT, "Connection timed out"), True),
     (ZeroDivisionError("a bug"), True)])
 def test_a_restart_helps_after_bugs_and_lost_ranks_and_disks(
         train_here, shards, tmp_path, monkeypatch, error, restart_helps):
