@@ -361,10 +361,12 @@ def log_start(args, world, log, state):
             f"parameters, vocabulary {config.vocab_size:,}\n"
             f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, each with "
             f"{torch.get_num_threads()} CPU threads\n"
-            f"{args.precision}, optimizer {args.optimizer} (the recipe's rates and betas are for "
-            f"{optim.RECIPES[args.recipe]['optimizer']})\n"
+            f"{args.precision}, optimizer {args.optimizer}\n"
             f"{args.micro_tokens:,} tokens at once, compression {args.compression}, buckets of "
             f"{args.bucket_mb:g} MB")
+    made_for = optim.RECIPES[args.recipe]["optimizer"]
+    if args.optimizer != made_for:
+        log.say(f"warning: the recipe's rates and betas are for {made_for}")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
         part = data.part_long_enough(args.data, phase.seq_len)

@@ -21,7 +21,7 @@ import train
 from tests.conftest import ROOT
 from tests.course import race
 from tests.ranks import no_room, run_ranks, run_script
-from tests.training import SHORT, args_of, column, last_state, metrics, run
+from tests.training import LITTLE, SHORT, args_of, column, last_state, metrics, run
 
 # ----- A whole program -----
 
@@ -279,6 +279,13 @@ def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):
         log.step({"step": clock})
     assert column(tmp_path, "step") == [*range(1, 30), 70, 110]
     assert capsys.readouterr().out.split() == ["11", "22", "70", "110"]
+
+
+@pytest.mark.parametrize("optimizer, warned", [("adamw", True), ("lamb", False)])
+def test_rates_of_another_optimizer_are_said(train_here, tmp_path, capsys, optimizer, warned):
+    train_here(tmp_path, *LITTLE, "--max-steps", 1, "--optimizer", optimizer)
+    said = capsys.readouterr().out
+    assert ("warning: the recipe's rates and betas are for lamb" in said) == warned, said
 
 
 def test_the_other_ranks_are_silent(tmp_path, capsys):
