@@ -27,6 +27,8 @@ def pytest_configure(config):
     if not __debug__:
         raise pytest.UsageError("python -O leaves out assertions: unset PYTHONOPTIMIZE")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    if config.option.tbstyle == "auto":
+        config.option.tbstyle = "short"      # what a failure says shall stand near its beginning
     # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two threads take longer than one for tensors as small as those of the tests

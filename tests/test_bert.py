@@ -125,8 +125,8 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
         ours = found[name][:len(right)].cpu()                    # without the rows of padding
         error = (ours - right).norm() / right.norm().clamp(min=1e-9)
         assert error < tolerance, (
-            f"{name}: {error:.2g} away from what torch's layers give; all that comes before it in "
-            f"{[*exact]} is right")
+            f"{name}: {error:.2g} away from what torch's layers give; what comes before it is "
+            f"right, in the order {', '.join(exact)}")
     total = nn.utils.get_total_norm([p.grad for p in exact_model.parameters()])
     for name, p in exact_model.named_parameters():
         error = (model.get_parameter(name).grad.cpu() - p.grad).norm() / total
@@ -357,7 +357,8 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     words = [tokenizer.id_to_piece(id).strip("▁") for id in ids]
     found = bert.fill_mask(model, tokenizer, text, 2)
     assert found == ["{} 75%, {} 25%".format(*words)], (
-        f"{found}: of each [MASK] the pieces (320, without the columns of padding) share 100 %")
+        f"{found}: of each [MASK] all pieces together have 100 %, by a softmax over the vocabulary "
+        "(without the columns of padding)")
     assert not model.training, "the model is not in evaluation mode"
     for refused in text + ".", "The":
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):

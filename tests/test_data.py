@@ -88,9 +88,9 @@ def test_a_batch_is_its_examples_one_after_another(shards, options):
             ours = found[name].tolist()
             off = [k for k, (one, other) in enumerate(zip(ours, expected)) if one != other]
             assert ours == expected, (
-                f"{name} of {len(indices)} examples: of {len(ours)} values (not {len(expected)}?) "
-                f"the first wrong ones are at {off[:3]}, where the tokens are "
-                f"{[expected_fields['tokens'][k] for k in off[:3]]} (2 is [CLS], 3 [SEP])")
+                f"{name} of {len(indices)} examples: the first wrong values are at {off[:3]}, "
+                f"where the tokens are {[expected_fields['tokens'][k] for k in off[:3]]} (2 is "
+                f"[CLS], 3 [SEP]); it has {len(ours)} of {len(expected)} values")
             kind = "int32" if name == "bounds" else "int64"
             assert found[name].dtype == kind, f"{name} is {found[name].dtype}, not {kind}"
 
