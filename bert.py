@@ -155,27 +155,33 @@ def attention_by_length(qkv, lengths, dropout):
     return torch.cat(outputs).to(dtype)
 
 
-def attention_in_one_call(qkv, bounds, longest, dropout):
-    """Returns what `attention` does, on a GPU. bounds: where each example begins; longest: the
-    largest of their lengths.
+def flash_attention(qkv, bounds, longest, dropout):
+    """Returns what `attention` does, by FlashAttention-2 (Dao, arXiv 2307.08691), on a GPU that has
+    it: the fastest. bounds: where each example begins; longest: the largest of their lengths.
 
-    Torch does not document the two functions. They take both twice, of the queries and of the keys.
+    Torch does not document this function. It takes both twice, of the queries and of the keys.
     """
-    if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
-        # FlashAttention-2 (Dao, arXiv 2307.08691) is the fastest. It needs 16 bits, and Ampere, which
-        # is (8, 0), or a newer GPU.
-        q, k, v = qkv.unbind(1)                                  # (N, H, D/H) each
-        # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
+    q, k, v = qkv.unbind(1)                                      # (N, H, D/H) each
+    # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
 
-    # Memory-efficient attention (Rabe and Staats, arXiv 2112.05682) also takes fp32, and runs on
-    # older GPUs (V100, T4). (None: no bias is added to the scores. 0: no token is hidden from the
-    # others of its example. True: backward will come.)
-    q, k, v = qkv.unsqueeze(0).unbind(2)                         # (1, N, H, D/H) each
-    output = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, bounds, bounds, longest, longest, dropout, 0, True)[0]
-    return output.squeeze(0)
+
+def padded_attention(qkv, bounds, longest, dropout):
+    """Returns what `attention` does, by one call for examples that are padded to the longest: on a
+    GPU without FlashAttention, and in fp32. bounds, longest: as in `flash_attention`.
+
+    (Torch's _efficient_attention_forward would need no padding. But it counts the random numbers of
+    dropout otherwise than its backward does (pytorch's issue 115590), which so takes the gradients
+    of weights that were not the ones dropped.)
+    """
+    lengths = bounds.diff()                                      # (b,), on the GPU
+    mask = torch.arange(longest, device=qkv.device) < lengths[:, None]       # (b, T)
+    batch = qkv.new_zeros(*mask.shape, *qkv.shape[1:])           # (b, T, 3, H, D/H)
+    batch[mask] = qkv
+    q, k, v = batch.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
+    output = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], dropout)
+    return output.transpose(1, 2)[mask]                          # (N, H, D/H)
 
 
 def attention(qkv, bounds, lengths, dropout):
@@ -192,9 +198,13 @@ def attention(qkv, bounds, lengths, dropout):
     The padding is treated as one more example, whose results nobody reads; its length can be 0.
     lengths is on the CPU, bounds on the model's device. dropout is that of the attention weights.
     """
-    if qkv.is_cuda:
-        return attention_in_one_call(qkv, bounds, int(lengths.max()), dropout)
-    return attention_by_length(qkv, lengths, dropout)
+    if not qkv.is_cuda:
+        return attention_by_length(qkv, lengths, dropout)
+    longest = int(lengths.max())
+    # FlashAttention needs 16 bits, and Ampere, which is (8, 0), or a newer GPU.
+    if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
+        return flash_attention(qkv, bounds, longest, dropout)
+    return padded_attention(qkv, bounds, longest, dropout)
 
 
 class Block(nn.Module):
