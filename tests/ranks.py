@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import operator
 import os
 import pickle
 import re
@@ -89,6 +90,7 @@ def _main(function, arguments, rank, store, timeout, environment, path):
     torch.set_num_threads(1)
     # Ranks look at their store ten times as often: there is no network to spare
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
+    outcome = None
     try:
         world = dist.init(timeout, f"file://{store}")
         outcome = function(world, *arguments)
@@ -96,12 +98,11 @@ def _main(function, arguments, rank, store, timeout, environment, path):
             world.barrier()
     except BaseException as error:
         traceback.print_exc()
+        if not isinstance(error, (AssertionError, ValueError, dist.DistError, ArithmeticError)):
+            error = RuntimeError(repr(error))      # others may not survive pickle
+        error.add_note(f"on rank {rank}\n{traceback.format_exc()}")
         outcome = error
-        if isinstance(error, AssertionError):
-            outcome = AssertionError(f"on rank {rank}: {error}\n\n{traceback.format_exc()}")
-        elif not isinstance(error, (ValueError, dist.DistError, ArithmeticError)):
-            outcome = RuntimeError(f"{error!r} on rank {rank}\n{traceback.format_exc()}")
-    Path(path).write_bytes(pickle.dumps((time.monotonic(), outcome)))
+    Path(path).write_bytes(pickle.dumps(outcome))
     if isinstance(outcome, BaseException):
         os._exit(1)  # a rank whose peers are gone can hang in a clean exit
 
@@ -116,7 +117,7 @@ def one_of_two():
 def together(*calls):
     """Returns what each of the calls of run_ranks returns: at the same time, as there are cores."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result() for each in [pool.submit(call) for call in calls]]
+        return list(pool.map(operator.call, calls))
 
 
 def computed(process):
@@ -124,7 +125,7 @@ def computed(process):
     try:
         # "PID (NAME) STATE ...", where NAME can be anything
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):       # before the file is opened, and after
+    except OSError:                                # it has ended
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -170,64 +171,66 @@ def where(said):
     return " and ".join(places)
 
 
-def run_ranks(function, size, tmp_path, *arguments, local_size=None, check=True, gpu=False,
-              timeout=60, store=None):
+def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None, check=True,
+              gpu=False, timeout=60, store=None):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
-    the outcome of a rank that was killed. Of several exceptions the cause is raised: the first that
-    is not of a rank which has lost another one. What ranks print is logged, and in a test that
-    fails it is shown. store: a file in tmp_path that ranks met in before.
+    the outcome of a rank that was killed. Of several exceptions the cause is raised: one that is
+    not of a rank which has lost another one. What ranks print is logged, and in a test that fails
+    it is shown. nodes: how many ranks each node has, if not local_size. store: a file in tmp_path
+    that ranks met in before.
     """
     __tracebackhide__ = True                 # pytest shows the call, not these lines
     start_server()
     store = tmp_path / (store or f"store-{uuid.uuid4().hex}")
     local_size = local_size or size
-    environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
+    nodes = nodes or [local_size] * (size // local_size)
+    environment = os.environ | {"WORLD_SIZE": str(size)}
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""      # Gloo also where there is a GPU
     one_gpu = gpu and torch.cuda.device_count() < size
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
-        for rank in range(size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size)}
-            if one_gpu:
-                # NCCL refuses two ranks of one host on one GPU; those of two meet over sockets
-                own["NCCL_HOSTID"] = str(rank)
-            path = f"{folder}/{rank}"
-            Path(f"{path}.said").touch()
-            ranks.append(CONTEXT.Process(target=_main, args=(
-                function, arguments, rank, store, timeout, environment | own, path)))
-            ranks[rank].start()
+        for node_size in nodes:
+            for local_rank in range(node_size):
+                rank = len(ranks)
+                own = {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}",
+                       "LOCAL_WORLD_SIZE": f"{node_size}"}
+                if one_gpu:
+                    # NCCL refuses two ranks of one host on one GPU; those of two meet over sockets
+                    own["NCCL_HOSTID"] = f"{rank}"
+                path = f"{folder}/{rank}"
+                Path(f"{path}.said").touch()
+                ranks.append(CONTEXT.Process(target=_main, args=(
+                    function, arguments, rank, store, timeout, environment | own, path)))
+                ranks[rank].start()
         hanging = end_hanging(ranks, 2 * timeout + 10)
 
         outcomes = []
         places = []
-        failures = []                        # (how far from the cause, when, the error)
+        ended = True                         # all of them, and have left an outcome
         for rank, process in enumerate(ranks):
             fate = f"ended with exit code {process.exitcode}"
             if rank in hanging:
                 fate = f"hangs, as ranks {hanging} do,"
             said = Path(folder, f"{rank}.said").read_text(errors="replace")
+            LOG.info(f"rank {rank} {fate} and has printed:\n{said[-5000:]}")
             places.append(f"rank {rank}: {where(said) or fate}")
-            LOG.info(text := f"rank {rank} {fate} and has printed:\n{said[-5000:]}")
-            try:
-                moment, outcome = pickle.loads(Path(folder, str(rank)).read_bytes())
-            except FileNotFoundError:
-                outcome = None
-                failures.append((1, 0, RuntimeError(text)))
-            if isinstance(outcome, BaseException):
-                lost = isinstance(outcome, dist.RankLost)
-                failures.append((2 if lost else 0, moment, outcome))
-            outcomes.append(outcome)
-        if failures and (check or hanging):
-            distance, _, error = min(failures, key=lambda failure: failure[:2])
-            if distance:                         # no rank has an error of its own
-                error = AssertionError(
-                    "the ranks wait for each other, or one has died (do all call the same "
-                    f"collectives, in the same order?): {', '.join(places)}\n\n{error}")
-            raise error
-        return outcomes
+            result = Path(folder, f"{rank}")
+            ended = ended and result.exists()
+            outcomes.append(pickle.loads(result.read_bytes()) if result.exists() else None)
+
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    causes = [error for error in errors if not isinstance(error, dist.RankLost)]
+    if check or hanging:
+        if causes:
+            raise causes[0]
+        if errors or not ended:
+            raise AssertionError(
+                "the ranks wait for each other, or one has died (do all call the same collectives, "
+                f"in the same order?): {', '.join(places)}; {errors or ''}")
+    return outcomes
 
 
 def _script(arguments, cwd, environment, folder):
