@@ -453,13 +453,17 @@ def unpack(content):
     header = json.loads(content[8:values])
     header.pop("__metadata__", None)
     tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensor = torch.frombuffer(content, dtype=DTYPES[entry["dtype"]], offset=values + begin,
+    place = 0                                                # where the next tensor begins
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = torch.frombuffer(content, dtype=DTYPES[entry["dtype"]], offset=values + place,
                                   count=math.prod(entry["shape"]))
-        if tensor.nbytes != end - begin:
-            raise ValueError(f"{name} has not the size of its shape")
+        end = place + tensor.nbytes
+        if entry["data_offsets"] != [place, end]:
+            raise ValueError(f"{name} has not the size of its shape, or is not in its place")
         tensors[name] = tensor.view(entry["shape"])
+        place = end
+    if values + place != len(content):
+        raise ValueError("its size is not that of its tensors")
     return tensors
 
 

@@ -1,12 +1,15 @@
 """bert.py: its logits and gradients beside torch's own encoder, its model folder, fill_mask.
 
-The tokenizer of the folder: test_huggingface.py. Attention by itself: course/test_graders.py.
+With transformers, and the tokenizer of the folder: test_huggingface.py. Attention by itself:
+course/test_graders.py.
 """
 import io
 import json
 import math
 import re
+import runpy
 import sys
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -14,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import pad_sequence
 
 import bert
 import data
-from tests.ranks import no_room, run_script
+from tests.conftest import ROOT
+from tests.ranks import no_room
 
 CONFIG = bert.BertConfig(
     layers=2, width=128, heads=2, feed_forward=192, vocab_size=320, dropout=0.0)
@@ -58,42 +61,50 @@ def torchs_stages(model, batch):
     """Returns what the parts of a BERT made of torch's layers give, {part: tensor}: hidden states
     of the rows that ours computes, then logits."""
     embeddings = model.embeddings
-    stages = {name: [] for name in parts_of(model)}
+    examples = defaultdict(list)
     for rows in torch.arange(batch.bounds[-2]).split(batch.lengths[:-1].tolist()):
         x = embeddings.tokens(batch.tokens[rows]) + embeddings.segments(batch.segments[rows])
         x = embeddings.norm(x + embeddings.positions.weight[:len(rows)])
-        stages["embeddings"].append(x)
+        examples["embeddings"].append(x)
         for number, block in enumerate(model.blocks):
             x = torchs_block(block, x)
-            stages[f"block {number}"].append(x)
-    stages = {name: torch.cat(examples) for name, examples in stages.items()}
-    last = [*stages][-1]
-    cls, masked = stages[last][batch.bounds[:-2]], stages[last][batch.masked_rows]
-    stages[last] = torch.cat([cls, masked])
+            examples[f"blocks.{number}"].append(x)
+    stages = {name: torch.cat(parts) for name, parts in examples.items()}
+    last = stages["blocks.1"]
+    cls, masked = last[batch.bounds[:-2]], last[batch.masked_rows]
+    stages["blocks.1"] = torch.cat([cls, masked])
     hidden = F.gelu(model.mlm_transform(masked))
     stages["mlm"] = model.mlm_norm(hidden) @ embeddings.tokens.weight.T + model.mlm_bias
     stages["nsp"] = model.nsp(torch.tanh(model.pooler(cls)))
     return stages
 
 
-def parts_of(model):
-    """Returns {name: module} of what computes hidden states, in order."""
-    return {"embeddings": model.embeddings,
-            **{f"block {number}": block for number, block in enumerate(model.blocks)}}
-
-
 def our_stages(model, batch):
-    """Returns what `torchs_stages` does, of our model."""
+    """Returns what `torchs_stages` does, of our model, and what each other module gives."""
     stages = {}
-    for name, part in parts_of(model).items():
-        part.register_forward_hook(
-            lambda part, inputs, output, name=name: stages.update({name: output}))
-    logits = model(batch)
-    return stages | logits
+    for name, module in model.named_modules():
+        def keep(module, inputs, output, name=name):
+            stages[name] = output
+
+        module.register_forward_hook(keep)
+    return stages | model(batch)
 
 
 def on_gpu(*values):
     return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+def device_of(name, monkeypatch):
+    """Returns the device of this name. "padded" is the CPU, where attention is then that of a GPU
+    without FlashAttention."""
+    if name != "padded":
+        return name
+
+    def padded(qkv, bounds, lengths, dropout):
+        return bert.padded_attention(qkv, bounds, int(lengths.max()), dropout)
+
+    monkeypatch.setattr(bert, "attention", padded)
+    return "cpu"
 
 
 @pytest.mark.parametrize("seq_len, examples, mask_fraction, device, dtype, tolerance", [
@@ -102,11 +113,14 @@ def on_gpu(*values):
     (32, 6, 1e-9, "cpu", torch.float64, 1e-10),                  # masks no token
     (128, 9, 0.15, "cpu", torch.float32, 1e-5),
     (128, 9, 0.15, "cpu", torch.bfloat16, 0.1),
+    (128, 9, 0.15, "padded", torch.float64, 1e-10),
+    (16, 1, 0.5, "padded", torch.float64, 1e-10),
     on_gpu(512, 9, 0.15, "cuda", torch.float32, 1e-3),
     on_gpu(512, 9, 0.15, "cuda", torch.bfloat16, 0.1),
     on_gpu(512, 9, 0.15, "cuda", torch.float16, 0.05)])
 def test_logits_and_gradients_are_those_of_torchs_layers(
         shards, monkeypatch, seq_len, examples, mask_fraction, device, dtype, tolerance):
+    device = device_of(device, monkeypatch)
     # fp16 as on an older GPU
     capability = (7, 5) if dtype == torch.float16 else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -114,8 +128,6 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
     exact_model = make_model()
     model = make_model().to(device, dtype)
     exact_model.load_state_dict(model.state_dict())              # rounded
-    rows = []                                                    # of the last block's feed-forward
-    model.blocks[-1].up.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
     exact = torchs_stages(exact_model, batch)
     found = our_stages(model, make_batch(shards, seq_len, examples, mask_fraction, device))
     for stages in exact, found:
@@ -131,8 +143,8 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
     for name, p in exact_model.named_parameters():
         error = (model.get_parameter(name).grad.cpu() - p.grad).norm() / total
         assert error < tolerance, f"the gradient of {name} is {error:.2g} of all gradients away"
-    wanted = examples + len(batch.masked_rows)
-    assert rows == [wanted], f"the last block computes {rows} rows, and {wanted} are read"
+    rows, wanted = len(found["blocks.1.up"]), examples + len(batch.masked_rows)
+    assert rows == wanted, f"the last block computes {rows} rows, and {wanted} are read"
 
 
 def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(shards):
@@ -152,9 +164,11 @@ def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(sh
 
 
 @pytest.mark.parametrize("device, dtype", [
-    ("cpu", torch.float32), on_gpu("cuda", torch.float32), on_gpu("cuda", torch.bfloat16)])
-def test_gradients_are_those_of_the_weights_that_dropout_has_left(device, dtype):
+    ("cpu", torch.float32), ("padded", torch.float32),
+    on_gpu("cuda", torch.float32), on_gpu("cuda", torch.bfloat16)])
+def test_gradients_are_those_of_the_weights_that_dropout_has_left(monkeypatch, device, dtype):
     """Of many short examples, as in fine-tuning."""
+    device = device_of(device, monkeypatch)
     lengths = torch.tensor([5] * 100 + [17] * 100 + [60] * 56 + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
     torch.manual_seed(0)
@@ -171,19 +185,19 @@ def test_gradients_are_those_of_the_weights_that_dropout_has_left(device, dtype)
     assert (fixed - bert.attention(qkv, bounds, lengths, 0.0)).std() > 0.05, "none is dropped"
     assert 0.95 < fixed.mean() < 1.05, "those that are left are not scaled"
     (found * fixed).sum().backward()
-    q_k_v = qkv.grad.double().unbind(1)
-    # The output is linear in V.
-    assert (q_k_v[2] * qkv[:, 2]).sum().item() == pytest.approx(fixed.square().sum().item(), 0.01)
+    gradient = qkv.grad.double()
+    along_v = (gradient * qkv)[:, 2].sum().item()                # the output is linear in V
+    assert along_v == pytest.approx(fixed.square().sum().item(), 0.01), "the gradient of V"
     if dtype == torch.float32:
-        for part, gradient in enumerate(q_k_v[:2]):
+        for part, name in enumerate("QK"):
             step = torch.zeros_like(qkv)
-            step[:, part] = 0.01 * gradient / gradient.std()
-            more, less = ((attended(qkv + sign * step) * fixed).sum() for sign in (1, -1))
-            expected = 2 * (gradient * step[:, part]).sum()
-            assert (more - less).item() == pytest.approx(expected.item(), 0.02), "qk"[part]
+            step[:, part] = 0.01 * qkv.grad[:, part] / qkv.grad[:, part].std()
+            change = ((attended(qkv + step) - attended(qkv - step)) * fixed).sum()
+            expected = 2 * (gradient * step).sum()
+            assert change.item() == pytest.approx(expected.item(), 0.02), f"the gradient of {name}"
 
 
-def test_presets():
+def test_presets_and_initial_weights():
     torch.manual_seed(0)
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 192))
     for name, p in model.named_parameters():
@@ -213,6 +227,13 @@ def assert_same_weights(ours, theirs):
         assert torch.equal(p, q) and q.requires_grad, f"{name} has changed"
 
 
+def assert_refused(folder, what):
+    """Loads a wrong folder, which says so in one line; what: what is wrong."""
+    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
+        bert.load_huggingface(folder)
+        pytest.fail(f"{what} is loaded")
+
+
 def test_a_folder_comes_back_bit_for_bit(saved):
     model, folder, tokenizer = saved
     again = bert.load_huggingface(folder)
@@ -221,7 +242,7 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     assert again.training, "the model is not in training mode"
     assert (folder / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     config = json.loads((folder / "config.json").read_text())
-    assert config["attention_probs_dropout_prob"] == 0.25
+    assert config["attention_probs_dropout_prob"] == config["hidden_dropout_prob"] == 0.25
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 64, "this is not the longest example of training"
 
@@ -230,28 +251,6 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     for name, third in zip(["query", "key", "value"], thirds):
         weight = stored[f"bert.encoder.layer.1.attention.self.{name}.weight"]
         assert torch.equal(weight, third), f"transformers would find something else for {name}"
-
-
-def test_transformers_gives_the_same_logits(saved, shards):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model, folder, _ = saved
-    batch = make_batch(shards)
-    logits = model.eval()(batch)
-    ids, types, mask = (
-        pad_sequence(part.split(batch.lengths.tolist())[:-1], batch_first=True)
-        for part in (batch.tokens, batch.segments, torch.ones_like(batch.tokens)))
-    for kind in "PreTraining", "MaskedLM":
-        theirs = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder).eval()
-        mlm_logits, *more = theirs(ids, mask, types, return_dict=False)
-        torch.testing.assert_close(mlm_logits[mask.bool()][batch.masked_rows], logits["mlm"])
-        if more:
-            torch.testing.assert_close(more[0], logits["nsp"])
-        theirs.save_pretrained(folder.parent / kind)
-    assert_same_weights(model, bert.load_huggingface(folder.parent / "PreTraining"))     # and back
-    with pytest.raises(bert.ModelError, match="pooler"):             # which a MaskedLM has not
-        bert.load_huggingface(folder.parent / "MaskedLM")
-    with pytest.raises(bert.ModelError, match="missing or .* copy it from runs"):
-        bert.init_from(folder.parent / "PreTraining", model, shards / "tokenizer.model")
 
 
 def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
@@ -271,7 +270,7 @@ def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
 @pytest.mark.parametrize("content", [
     b"", b"{}", b"[]", b"[" * 10 ** 5, {"num_hidden_layers": 3}, {"hidden_size": 65},
     {"vocab_size": 191}, {"max_position_embeddings": 513}, {"hidden_act": "relu"},
-    {"tie_word_embeddings": False},
+    {"tie_word_embeddings": False}, {"model_type": "roberta"},
     {"intermediate_size": 10 ** 12}])                            # which would fill the memory
 def test_a_wrong_config_is_one_line(saved, content):
     _, folder, _ = saved
@@ -279,23 +278,37 @@ def test_a_wrong_config_is_one_line(saved, content):
     if isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(content)
-    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
-        bert.load_huggingface(folder)
+    assert_refused(folder, "it")
 
 
-def test_wrong_weights_are_one_line(saved):
+WRONG_ENTRIES = {                    # of a matrix (2, 128)
+    "dtype": ["F64", "F8_E4M3", None],
+    "shape": [[2 ** 62, 2 ** 62], [-1], [0], [1e9], ["a"], None, [128, 2]],
+    "data_offsets": [[4, 1024], [4, 1028], [-8, 1016], [2 ** 62, 2 ** 62 + 1024], [0], None]}
+
+
+def test_damaged_weights_are_one_line(saved):
     _, folder, _ = saved
     path = folder / "model.safetensors"
     content = path.read_bytes()
-    weights = weights_in(folder)
-    name = "bert.encoder.layer.0.output.dense.weight"            # (128, 192)
-    turned = weights | {name: weights[name].T.contiguous()}
-    wrong = [content[:-4], content[:5000], b"", bert.pack({}), bert.pack(turned)]
-    for number, content in enumerate(wrong):
-        path.write_bytes(content)
-        with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
-            bert.load_huggingface(folder)
-            pytest.fail(f"file {number} is read")
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + size])
+    assert content[8 + size - 1] == ord(" "), "this is a test of headers without their last byte"
+    name = "cls.seq_relationship.weight"
+    headers = [[1, 2], {"a": 1}, {}, None, "x", 3]
+    for key, values in WRONG_ENTRIES.items():
+        headers += [header | {name: header[name] | {key: value}} for value in values]
+    wrong = {f"a file cut to {length}": content[:length] for length in (0, 4, 8, 100, 5000, -4)}
+    for length in 0, size // 2, size - 1, 2 ** 64 - 1:
+        wrong[f"a header of {length} bytes"] = length.to_bytes(8, "little") + content[8:]
+    for damaged in headers:
+        text = json.dumps(damaged).encode()
+        entry = damaged.get(name) if isinstance(damaged, dict) else damaged
+        wrong[f"a header with {entry}"] = b"".join(
+            [len(text).to_bytes(8, "little"), text, content[8 + size:]])
+    for what, damaged in wrong.items():
+        path.write_bytes(damaged)
+        assert_refused(folder, what)
 
 
 def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
@@ -306,9 +319,12 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
     for change in {"vocab_size": 256}, {"max_positions": 128}, {"layers": 3}, {"heads": 1}:
         with pytest.raises(bert.ModelError, match="is not of the shape"):
             bert.init_from(folder, make_model(**change), tokenizer)
-    (folder / "tokenizer.model").write_bytes(b"other pieces")
-    with pytest.raises(bert.ModelError, match=f"not a copy of {tokenizer}; .* --tokenizer"):
-        bert.init_from(folder, other, tokenizer)
+    own = folder / "tokenizer.model"
+    for spoil in lambda: own.write_bytes(b"other pieces"), own.unlink:
+        spoil()
+        with pytest.raises(bert.ModelError, match=f"missing or not a copy of {tokenizer}; copy it "
+                                                  "from runs.* --tokenizer"):
+            bert.init_from(folder, other, tokenizer)
 
 
 def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(saved):
@@ -326,23 +342,30 @@ def tokenizer(shards):
     return data.load_tokenizer(shards / "tokenizer.model")
 
 
-def test_the_program(saved, monkeypatch):
+def test_the_program_prints_a_line_for_each_mask_or_one_line_that_says_why_not(
+        saved, monkeypatch, capsys):
     _, folder, _ = saved
-    run = run_script("bert.py", folder, "The [MASK] of the school [MASK].")
-    assert run.returncode == 0, run.stderr
-    assert len(re.findall(r"\d%", run.stdout)) == 10, f"not five words for each: {run.stdout}"
-    assert run.stdout.count("\n") == 2
-    monkeypatch.setattr(sys, "argv", ["bert.py", str(folder), "[MASK]"])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    monkeypatch.setattr(bert, "fill_mask", lambda *_: "ü")
-    path = folder / "tokenizer.model"
-    for message, spoil in [("'ascii' codec", lambda: path.write_bytes(b"damaged")),
-                           (path.name, path.unlink), (path.name, (folder / "config.json").unlink),
-                           ("holds no model of this program", None)]:
+    monkeypatch.setattr(sys, "argv", ["bert.py", str(folder), "The [MASK] of the school [MASK]."])
+    runpy.run_path(str(ROOT / "bert.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert [len(re.findall(r"\d%", line)) for line in printed.splitlines()] == [5, 5], (
+        f"not five words for each: {printed}")
+
+    def assert_ends(message):
         with pytest.raises(SystemExit, match=f"^bert.py: .*{message}"):
             bert.main()
-        if spoil:
-            spoil()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+        patch.setattr(bert, "fill_mask", lambda *_: "ü")
+        assert_ends("'ascii' codec")
+    path = folder / "tokenizer.model"
+    path.write_bytes(b"damaged")
+    assert_ends(path.name)
+    path.unlink()
+    assert_ends(path.name)
+    (folder / "config.json").unlink()
+    assert_ends("holds no model of this program")
 
 
 def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer):

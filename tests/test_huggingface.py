@@ -1,4 +1,4 @@
-"""The model folder in transformers: tokens, offsets, model classes, fill-mask.
+"""The model folder in transformers: tokens, offsets, weights, logits, fill-mask.
 
 Needs transformers, which is not in requirements.txt (.ci/run installs it); skips without.
 """
@@ -46,6 +46,8 @@ def tokenizers(request, documents, tmp_path_factory):
     ours = sentencepiece.SentencePieceProcessor(model_file=str(path))
     torch.manual_seed(0)
     model = bert.BertForPreTraining(bert.BertConfig(2, 128, 2, 256, 512))
+    for p in model.parameters():                   # so that no two are alike
+        p.data += 0.1 * torch.randn_like(p)
     torch.nn.init.normal_(model.mlm_bias)          # so that some words are likelier than others
     model.mlm_bias.data[len(ours):] = -10          # as training leaves the rows that only pad
     bert.save_huggingface(model, path, folder / "model", 64)
@@ -76,9 +78,8 @@ def test_token_ids_are_those_of_training(tokenizers, documents):
 
 def test_special_tokens_and_lengths(tokenizers):
     ours, theirs, _ = tokenizers
-    special = [theirs.pad_token, theirs.unk_token, theirs.cls_token, theirs.sep_token]
-    assert [*special, theirs.mask_token] == data.SPECIALS
-    assert theirs.convert_ids_to_tokens([0, 1, 2, 3, 4]) == data.SPECIALS
+    ids = [theirs.pad_token_id, theirs.unk_token_id, theirs.cls_token_id, theirs.sep_token_id]
+    assert [*ids, theirs.mask_token_id] == [0, 1, 2, 3, 4]
     assert len(theirs) == len(ours)
     assert theirs.model_max_length == 64
 
@@ -97,29 +98,29 @@ def test_pairs_have_types_and_offsets_of_words_without_spaces(tokenizers):
                        for i, character in enumerate(text) if character != " "}
 
 
-def test_transformers_collator_masks_whole_words(tokenizers, documents):
-    _, theirs, _ = tokenizers
-    collator = transformers.DataCollatorForLanguageModeling(
-        theirs, whole_word_mask=True, mlm_probability=0.3, mask_replace_prob=1,
-        random_replace_prob=0, seed=0)
-    encoded = theirs(" ".join(documents[:20]), return_offsets_mapping=True,
-                     return_special_tokens_mask=True)
-    masked = collator([dict(encoded)])["labels"][0] >= 0
-    starts = torch.tensor([piece[0] in " [" for piece in encoded.tokens()])
-    within = ~starts[1:]                                   # a token of the word before it
-    assert torch.equal(masked[1:][within], masked[:-1][within]), "a part of a word is masked"
-    assert 0.2 < masked.float().mean() < 0.4
-
-
-def test_the_model_classes_load(tokenizers):
+def test_the_logits_are_those_of_transformers(tokenizers, shards):
     _, _, folder = tokenizers
-    own = {"MaskedLM": set(), "PreTraining": set(),
-           "QuestionAnswering": {"qa_outputs.weight", "qa_outputs.bias"},
-           "SequenceClassification": {"classifier.weight", "classifier.bias"}}
-    for kind, missing in own.items():
-        _, info = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
-            folder, output_loading_info=True)
-        assert set(info["missing_keys"]) == missing, kind
+    batch = data.PretrainingData(shards, 64).batch(range(9)).to("cpu")
+    logits = bert.load_huggingface(folder).eval()(batch)
+    theirs, info = transformers.AutoModelForPreTraining.from_pretrained(
+        folder, output_loading_info=True)
+    assert not info["missing_keys"], "these have other names"
+    arguments = padded(batch)
+    found = theirs.eval()(**arguments)
+    mlm_logits = found.prediction_logits[arguments["attention_mask"].bool()]
+    torch.testing.assert_close(mlm_logits[batch.masked_rows], logits["mlm"])
+    torch.testing.assert_close(found.seq_relationship_logits, logits["nsp"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_folder_of_save_pretrained_comes_back(tokenizers, tmp_path, dtype):
+    _, _, folder = tokenizers
+    theirs = transformers.BertForPreTraining.from_pretrained(folder, dtype=dtype)
+    theirs.save_pretrained(tmp_path)
+    found = bert.load_huggingface(tmp_path).state_dict()
+    for name, tensor in bert.load_huggingface(folder).state_dict().items():
+        assert found[name].dtype == torch.float32, f"{name} is {found[name].dtype}"
+        assert torch.equal(found[name], tensor.to(dtype).float()), f"{name} differs"
 
 
 def test_fill_mask_is_the_pipelines(tokenizers):

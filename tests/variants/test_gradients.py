@@ -25,44 +25,39 @@ ELEMENTS = 72                # of each of the five layers, and of each bucket
 # ----- Reducers, on two ranks -----
 
 def counted_step(world, kind, tower):
-    """Returns a step in bf16, and how many all-reduces it took."""
+    """Returns a step in bf16, with its masters' gradients, and `calls`: how many all-reduces."""
     calls = []
     all_reduce = world.all_reduce
     world.all_reduce = lambda tensor: calls.append(tensor.numel()) or all_reduce(tensor)
     step = one_step(world, tower, kind, torch.bfloat16, before=lambda _: calls.clear())
+    step.calls = len(calls)
+    step.gradients = {name: w.grad for name, w in step.masters.items()}
     for name, p in step.model.named_parameters():
-        assert p.grad.data_ptr() == step.masters[name].grad.data_ptr(), (
+        assert p.grad.data_ptr() == step.gradients[name].data_ptr(), (
             f"{name} and its master have two gradients")
-    return step, len(calls)
+    return step
 
 
 @pytest.mark.parametrize("kind, calls", [
     (one_by_one.OneByOne, 10), (buckets_after.BucketsAfter, 5)])
 def test_a_lower_rung_averages_the_same_after_backward(kind, calls):
     model = tower()
-    for rank in range(2):
-        plain, _ = on_threads(counted_step, 2, dist.Reducer, model)[rank]
-        step, found = on_threads(counted_step, 2, kind, model)[rank]
-        gradients = [{name: w.grad for name, w in each.masters.items()} for each in (plain, step)]
-        assert_same(*gradients, f"the gradient of rank {rank}")
+    on_top, below = (on_threads(counted_step, 2, each, model) for each in (dist.Reducer, kind))
+    for rank, (plain, step) in enumerate(zip(on_top, below)):
+        assert_same(plain.gradients, step.gradients, f"the gradient of rank {rank}")
         assert plain.early == [True] * 5, "train.py averages after backward"
         assert not any(step.early), "a bucket was launched during backward"
-        assert found == calls, f"{found} all-reduces, not one for each of {calls}"
+        assert step.calls == calls, f"{step.calls} all-reduces, not one for each of {calls}"
         assert step.reducer.bytes_sent == plain.reducer.bytes_sent == 4 * 5 * ELEMENTS
         assert step.reducer.norm() == pytest.approx(plain.reducer.norm(), rel=1e-5)
 
 
 def test_one_rank_alone_averages_its_buckets_after_backward():
     model, inputs = tower()
-    reducer = buckets_after.BucketsAfter(model, dist.World(), bucket_mb=256e-6)
+    reducer = buckets_after.BucketsAfter(model, dist.World())
     model(inputs[0, 0]).sum().backward()
     reducer.finish()
     assert reducer.norm() > 0
-
-
-def test_tensors_one_by_one_are_sent_in_full():
-    with pytest.raises(train.ConfigError, match="leave out --compression"):
-        one_by_one.OneByOne(nn.Linear(2, 2), dist.World(), "int8")
 
 
 @pytest.mark.parametrize("factor, scale", [(1000, 1), (1000, 1024), (0.001, 1)])
@@ -80,41 +75,40 @@ def test_each_bucket_is_clipped_before_it_is_averaged(factor, scale):
 
 
 def local_step(world, tower, number):
-    """Returns a step of local steps, with masters that differ by 1, and what its begin has made of
-    them and of the model's weights: the differences to rank 0's."""
+    """Returns a step of local steps, the number-th, after the one before it. In between the masters
+    of rank 1 drift by 1."""
     def reducer_with_state(module, world, masters, **options):
         reducer = local_steps.WeightReducer(module, world, masters=masters, **options)
         reducer.state = SimpleNamespace(
-            counters=train.Counters(step=number), masters=masters, model=module)
+            counters=train.Counters(step=number - 1), masters=masters, model=module)
         return reducer
 
     def drift(step):
+        step.reducer.state.counters.step = number
         for w in step.masters.values():
             w += world.rank
 
-    step = one_step(world, tower, reducer_with_state, torch.bfloat16, before=drift)
-    drifted = []
-    for name, w in tower[0].named_parameters():
-        for ours in step.masters[name], step.model.get_parameter(name):
-            drifted.append(float((ours - w).detach().mean()))
-    return step, drifted
+    return one_step(world, tower, reducer_with_state, torch.bfloat16, before=drift)
 
 
-def test_local_steps_average_the_weights_that_are_due(monkeypatch):
+# Buckets, of which the first has the last layer
+@pytest.mark.parametrize("number, due", [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [0, 1])])
+def test_local_steps_average_the_weights_that_are_due(number, due, monkeypatch):
     """And no gradients."""
     monkeypatch.setattr(local_steps, "PERIOD", 3)
-    # Buckets, of which the first has the last layer
-    for number, due in enumerate([[0, 1], [2, 3], [4], [0, 1]]):
-        for rank, (step, drifted) in enumerate(on_threads(local_step, 2, tower(), number)):
-            expected = []
-            for layer in range(5):
-                expected += 2 * ([0.5, 0.5] if 4 - layer in due else [rank, 0])
-            assert drifted == pytest.approx(expected, abs=0.01), (
-                f"rank {rank} in step {number}: weight by weight, it has drifted otherwise")
-            assert step.reducer.bytes_sent == 4 * ELEMENTS * len(due)
-            for name, w in step.masters.items():
-                torch.testing.assert_close(w.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
-                                           msg=f"{name} has another rank's gradient")
+    model = tower()
+    for rank, step in enumerate(on_threads(local_step, 2, model, number)):
+        assert step.reducer.bytes_sent == 4 * ELEMENTS * len(due)
+        for name, w in model[0].named_parameters():
+            master = step.masters[name]
+            mean = 4 - int(name[0]) in due
+            for what, ours, drift in [("master", master, 0.5 if mean else rank),
+                                      ("model", step.model.get_parameter(name), 0.5 * mean)]:
+                found = (ours - w).mean().item()
+                assert found == pytest.approx(drift, abs=0.01), (
+                    f"{name} in the {what} of rank {rank} is {found} away, not {drift}")
+            torch.testing.assert_close(master.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
+                                       msg=f"{name} has another rank's gradient")
 
 
 def norms(world, kind, flat):
@@ -135,15 +129,14 @@ def test_norms_of_ranks_that_keep_their_gradients():
 
 # ----- Compressors -----
 
-SHAPES = {"a": (7, 33), "b": (5,), "c": (40, 33)}
+SHAPES = [(7, 33), (5,), (40, 33)]
 
 
 def repeated_means(world):
     """Returns what the mean of the same tensors is each time, and bytes; after 30 it forgets."""
-    masters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-    mean = onebit_adam.CompressedMean(masters, list(masters.values()), world)
     generator = torch.Generator().manual_seed(world.rank)
-    given = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    given = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    mean = onebit_adam.CompressedMean(dict(zip("abc", given)), given, world)
     found = []
     for call in range(31):
         if call == 30:
@@ -158,7 +151,7 @@ def test_the_compressed_mean_is_the_mean_in_the_long_run():
     ranks = on_threads(repeated_means, 3)
     for _, found, sent in ranks:
         assert sent == 2 * 2 * 2 * (512 // 8 + 4), "two blocks of signs, to two others, twice"
-        for number, shape in enumerate(SHAPES.values()):
+        for number, shape in enumerate(SHAPES):
             assert torch.equal(found[30][number], found[0][number]), "it has not forgotten"
             exact = sum(given[number] for given, *_ in ranks) / 3
             mean = sum(tensors[number] for tensors in found[:30]) / 30
@@ -173,16 +166,13 @@ def test_powersgd_is_its_algorithm(monkeypatch):
 
 
 def exchanged(world, compressor):
-    """Returns (value before, what is left, mean, bytes, the mean where rank 1 has an inf)."""
+    """Returns (value before, what is left, mean, bytes)."""
     generator = torch.Generator().manual_seed(world.rank)
     before = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
+    before = before.roll(1024 * world.rank)                # each has another chunk that is largest
     value = before.clone()
-    state = {"shapes": [(64, 48), (37,)]}
-    mean, _, sent = compressor(world, value, state)
-    assert state == {"shapes": [(64, 48), (37,)]}, "the state of a skipped step is lost"
-    broken = before.clone()
-    broken[5] = torch.inf if world.rank else 0.0
-    return before, value, mean, sent, compressor(world, broken, state)[0]
+    mean, _, sent = compressor(world, value, {})
+    return before, value, mean, sent
 
 
 def largest_elements(values, rank):
@@ -203,18 +193,27 @@ def test_what_is_largest_is_sent_and_the_rest_is_left(compressor, chosen, sent):
     ranks = on_threads(exchanged, 2, compressor)
     values = [before for before, *_ in ranks]
     mean = sum(value * chosen(values, rank) for rank, value in enumerate(values)) / 2
-    for rank, (before, rest, found, bytes_sent, _) in enumerate(ranks):
+    for rank, (before, rest, found, bytes_sent) in enumerate(ranks):
         assert torch.equal(rest, before * ~chosen(values, rank)), "something else is left"
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-6, msg="the mean is another")
+        assert torch.equal(found, ranks[0][2]), "the ranks have other bits of a mean"
         assert bytes_sent == sent
 
 
+def mean_with_inf(world, compressor):
+    """Returns the mean where rank 1 alone has an inf; then the step is skipped."""
+    value = torch.linspace(1, 2, 3109)
+    value[5] = torch.inf if world.rank else 0.0
+    state = {"shapes": [(64, 48), (37,)]}
+    mean, _, _ = compressor(world, value, state)
+    assert state == {"shapes": [(64, 48), (37,)]}, "the state before a skipped step is lost"
+    return mean
+
+
 @pytest.mark.parametrize("compressor", [powersgd.powersgd, topk.topk, gradientflow.chunk])
-def test_means_are_the_same_on_all_ranks_an_inf_too(compressor):
-    ranks = on_threads(exchanged, 2, compressor)
-    for rank, (_, _, mean, _, broken) in enumerate(ranks):
-        assert torch.equal(mean, ranks[0][2]), "the ranks have other means"
-        assert not broken.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
+def test_all_ranks_learn_of_an_inf(compressor):
+    for rank, mean in enumerate(on_threads(mean_with_inf, 2, compressor)):
+        assert not mean.isfinite().all(), f"rank {rank} does not learn of an inf on rank 1"
 
 
 def test_a_compressor_is_told_shapes_and_what_it_kept():
@@ -224,11 +223,8 @@ def test_a_compressor_is_told_shapes_and_what_it_kept():
         told.append(state)
         return value.clone(), {"kept": len(told)}, 0
 
-    def install():
+    with installed(common.tell_shapes):
         common.use_compression("spy", mean)
-        common.tell_shapes()
-
-    with installed(install):
         bucket = dist.Bucket({"a": (2, 3), "b": (4,)}, dist.World(), "spy")
         for _ in range(2):
             bucket.average(1.0)

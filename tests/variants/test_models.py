@@ -8,7 +8,6 @@ from torch import nn
 
 import bert
 import data
-import dist
 import optim
 import train
 from tests.local_ranks import on_threads
@@ -30,25 +29,19 @@ def test_an_albert_is_a_bert_with_equal_layers():
     batch = random_batch(192, examples=8, length=64)
     nn.init.normal_(shared.mlm_bias)
     plain = albert.written_out(shared)
-    gradients = []
-    losses = []
-    for model in shared, plain:
-        loss = loss_of(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    ours, theirs = gradients
+    losses = [loss_of(model, batch) for model in (shared, plain)]
+    sum(losses).backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
     # The chain rule through W = table widen
     table, widen = (layer.weight.detach() for layer in shared.embeddings.tokens)
     of_product = theirs["embeddings.tokens.weight"]
-    expected = {"embeddings.tokens.0.weight": of_product @ widen,
-                "embeddings.tokens.1.weight": of_product.T @ table}
-    for name, gradient in ours.items():
-        of_layers = [theirs.get(name.replace("blocks.0", f"blocks.{n}")) for n in range(3)]
-        if name not in expected:
-            expected[name] = sum(of_layers) if name.startswith("blocks.") else theirs[name]
-        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-4), (
+    expected = theirs | {"embeddings.tokens.0.weight": of_product @ widen,
+                         "embeddings.tokens.1.weight": of_product.T @ table}
+    for name, p in shared.named_parameters():
+        if name.startswith("blocks."):
+            expected[name] = sum(theirs[name.replace(".0.", f".{n}.", 1)] for n in range(3))
+        assert torch.allclose(p.grad, expected[name], rtol=1e-4, atol=1e-4), (
             f"{name} has another gradient than the sum over its uses")
 
 
@@ -107,59 +100,47 @@ def test_a_modern_is_its_equations_on_packed_rows():
 
 # ----- Stacking: a step of each stage -----
 
-def step_in_each_stage(world, model, batch, trainable):
-    """Takes a step in each stage, in bf16. trainable: the names of what trains in each."""
-    model = copy.deepcopy(model)
-    masters = optim.cast_with_masters(model, torch.bfloat16)
-    reducer = dist.Reducer(model, world, masters=masters)
-    optimizer = optim.LAMB(masters.values(), lr=0.01)
-    state = train.State(model, masters, reducer, optimizer, optim.LossScaler(), train.Counters())
-    args = args_of("--bucket-mb", 0.01)
-    stacking.prepare(args, world, state)
-    for stage, names in enumerate(trainable):
-        before = copy.deepcopy(model)
+def step_in_each_stage(world, shards):
+    """Takes a step in each stage, in bf16, of a model of two layers."""
+    args = args_of("--data", shards, *"--precision bf16 --bucket-mb 0.01 --dropout 0".split())
+    args.vocab_size = 320
+    state = train.build(args, world)
+    batch = random_batch(320, 8, 64)
+    masters = state.masters
+    lower = {name for name in masters if name.startswith(("embeddings.", "blocks.0."))}
+    upper = {name for name in masters if name.startswith("blocks.1.")}
+    for stage, names in enumerate([masters.keys() - upper, masters.keys() - lower, {*masters}]):
+        before = copy.deepcopy(state.model)
         stacking.begin_stage(args, state, stage, grow=True)
         old = {name: master.clone() for name, master in masters.items()}
-        reducer.zero_grad()
-        loss = loss_of(model, batch)
+        state.reducer.zero_grad()
+        loss = loss_of(state.model, batch)
         loss.backward()
-        reducer.finish()
-        optimizer.step()
-        optim.copy_to_model(masters, model)
+        state.reducer.finish()
+        for group in state.optimizer.param_groups:
+            group["lr"] = 0.01
+        state.optimizer.step()
+        optim.copy_to_model(masters, state.model)
         with_gradient = {name for name, w in masters.items() if w.grad is not None}
         assert with_gradient == names, f"stage {stage} has other gradients"
         changed = {name for name, w in masters.items() if not torch.equal(w, old[name])}
         assert changed <= names, f"stage {stage} changes {changed - names}, which are frozen"
         assert len(changed) > 0.9 * len(names), f"stage {stage} changes {changed} alone"
         expected = 4 * sum(masters[name].numel() for name in names)
-        assert reducer.bytes_sent == expected, f"stage {stage} does not send what it trains"
+        assert state.reducer.bytes_sent == expected, f"stage {stage} does not send what it trains"
         if stage == 1:
-            twice, once = loss_of(repeated(before), batch), loss_of(before, batch)
-            assert torch.allclose(loss, twice), "the upper layers are no copies of the lower ones"
+            once = loss_of(before, batch)
+            before.depth = 2
+            before.blocks[1] = before.blocks[0]
+            twice = loss_of(before, batch)
+            assert torch.allclose(loss, twice), "the upper layer is no copy of the lower one"
             assert not torch.allclose(twice, once), "this test cannot tell copies"
     assert torch.allclose(loss, loss_of(before, batch)), "to train all layers changes weights"
 
 
-def repeated(model):
-    """Returns a plain BERT of four layers, the first two of a model's twice."""
-    plain = bert.BertForPreTraining(model.config).bfloat16()
-    weights = model.state_dict()
-    for name in weights:
-        source = name.replace("blocks.2.", "blocks.0.").replace("blocks.3.", "blocks.1.")
-        plain.get_parameter(name).data.copy_(weights[source])
-    return plain
-
-
-def test_what_each_stage_of_stacking_trains():
-    torch.manual_seed(0)
-    config = bert.BertConfig(4, 64, heads=1, feed_forward=128, vocab_size=128, dropout=0.0)
-    model = stacking.GrowingBert(config)
-    names = {name for name, _ in model.named_parameters()}
-    lower = {name for name in names if name.startswith(("blocks.0.", "blocks.1."))}
-    upper = {name for name in names if name.startswith(("blocks.2.", "blocks.3."))}
-    embeddings = {name for name in names if name.startswith("embeddings.")}
-    on_threads(step_in_each_stage, 2, model, random_batch(128, 8, 64),
-               [names - upper, names - lower - embeddings, names])
+def test_what_each_stage_of_stacking_trains(shards):
+    with installed(stacking.install):
+        on_threads(step_in_each_stage, 2, shards)
 
 
 def test_the_schedule_of_stacking():
@@ -172,16 +153,14 @@ def test_the_schedule_of_stacking():
     assert stages[0].steps == stages[1].steps == 920 and len(stages) == len(plain) + 2
 
 
-def test_every_stage_begins_one_without_steps_too(monkeypatch):
-    """And that of a checkpoint, where no layers are copied."""
+def test_a_stage_without_steps_copies_its_layers_too(monkeypatch):
     told = []
-    monkeypatch.setattr(stacking, "begin_stage", lambda *which, grow: told.append((which[2], grow)))
-    for name in "begin_phase", "restore":
-        monkeypatch.setattr(train, name, lambda *_: None)
+    monkeypatch.setattr(train, "begin_phase", lambda *_: None)
+    monkeypatch.setattr(stacking, "begin_stage", lambda args, state, *which, grow: told.append(
+        (*which, grow)))
     with installed(stacking.install):
         train.begin_phase(None, None, train.State(*[None] * 5, train.Counters()), 2)
-        train.restore(None, None, None, train.State(*[None] * 5, train.Counters(phase=1)))
-    assert told == [(1, True), (2, True), (1, False)], "(stage, whether layers are copied)"
+    assert told == [(1, True), (2, True)], "(stage, whether layers are copied)"
 
 
 # ----- Data -----
@@ -226,26 +205,21 @@ def test_where_a_word_begins(shards):
     assert examples.word_starts(tokens).tolist() == expected
 
 
-def test_balance_deals_every_example_by_length(shards):
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_balance_deals_every_example_in_snake_order(shards, size):
+    """From the longest on. A rank ends with its longest."""
     plain = data.PretrainingData(shards, 64).batch(range(17, 34))
+    longest_first = sorted(plain.lengths[:-1].tolist(), reverse=True)
+    snake = [*range(size), *reversed(range(size))]
+    expected = [[] for _ in range(size)]
+    for place, length in enumerate(longest_first):
+        expected[snake[place % len(snake)]].insert(0, length)
     balanced = balance.BalancedData(shards, 64)
-    lengths = []
-    for rank in range(3):
-        batches = [balanced.batch(share) for share in balance.shares(1, 17, 4, rank, 3)]
-        assert len(batches) == 2, f"rank {rank} has {len(batches)} micro-batches"
-        lengths.append([n for batch in batches for n in batch.lengths[:-1].tolist()])
-        assert lengths[-1] == sorted(lengths[-1]), f"rank {rank} does not end with its longest"
-    assert sorted(sum(lengths, [])) == sorted(plain.lengths[:-1].tolist()), (
-        "other examples than those of the step")
-
-
-def test_balance_deals_in_snake_order():
-    owners = [None] * 8                                    # from the longest on
-    for rank in range(3):
-        [share] = balance.shares(0, 8, 9, rank, 3)
-        for place in share.places:
-            owners[7 - place] = rank
-    assert owners == [0, 1, 2, 2, 1, 0, 0, 1]
+    for rank, lengths in enumerate(expected):
+        batches = [balanced.batch(share) for share in balance.shares(1, 17, 4, rank, size)]
+        assert len(batches) == -(-len(lengths) // 4), f"rank {rank}: {len(batches)} micro-batches"
+        found = [n for batch in batches for n in batch.lengths[:-1].tolist()]
+        assert found == lengths, f"the lengths of rank {rank}"
 
 
 def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):

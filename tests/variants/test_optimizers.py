@@ -91,46 +91,41 @@ def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     assert sum(kept) == 30 * 50 + 2 * (30 + 50), f"elements kept: {kept}"
 
 
-@pytest.mark.parametrize("precision,tolerance", [("bf16", 1e-5), ("fp32", 3e-3)])
-def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(precision, tolerance):
+@pytest.mark.parametrize("kind, precision, tolerance", [
+    (bert.BertForPreTraining, "bf16", 1e-5), (modern.Modern, "fp32", 3e-3)])
+def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(kind, precision, tolerance):
     """torch's computes in bf16."""
     torch.manual_seed(0)
-    model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 128, 128))
+    model = kind(bert.BertConfig(1, 64, 1, 128, 128))
     masters = optim.cast_with_masters(model, torch.float32)
-    others = {name: w.clone() for name, w in masters.items()}
-    parts = {}                                             # of matrices of blocks; Q, K, V apart
-    for name, w in masters.items():
-        if name.startswith("blocks.") and w.dim() > 1:
-            parts[name] = w.clone().chunk(3 if "qkv" in name else 1)
     groups = [group | {"precision": precision} for group in muon.groups_of(masters)]
+    ours = muon.Muon(groups, betas=(0.9, 0.98))
+    expected = {name: w.clone() for name, w in masters.items()}
+    others = dict(expected)
+    matrices = []                                          # each a part of a tensor of blocks
+    for name, w in expected.items():
+        masters[name].grad = w.grad = torch.zeros_like(w)
+        if name.startswith("blocks.") and w.dim() > 1:
+            count = {"qkv": 3, "up_and_gate": 2}.get(name.split(".")[2], 1)
+            for matrix, gradient in zip(w.chunk(count), w.grad.chunk(count)):
+                matrix.grad = gradient
+                matrices.append(matrix)
+            del others[name]
     optimizers = [
-        muon.Muon(groups, betas=(0.9, 0.98)),
-        optim.make_optimizer("adamw", others, (0.9, 0.98)),
-        torch.optim.Muon([part for each in parts.values() for part in each], weight_decay=0.01,
-                         momentum=muon.MOMENTUM, adjust_lr_fn="match_rms_adamw")]
+        ours, optim.make_optimizer("adamw", others, (0.9, 0.98)),
+        torch.optim.Muon(matrices, weight_decay=0.01, momentum=0.95,
+                         adjust_lr_fn="match_rms_adamw")]
     for _ in range(10):
-        for name, w in masters.items():
-            w.grad = others[name].grad = torch.randn(w.shape)
-            own = parts.get(name, [])
-            for part, gradient in zip(own, w.grad.clone().chunk(max(1, len(own)))):
-                part.grad = gradient
+        for w in masters.values():
+            w.grad.normal_()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.01
             optimizer.step()
     for name, w in masters.items():
-        expected = torch.cat(parts[name]) if name in parts else others[name]
-        assert torch.allclose(w, expected, tolerance, tolerance), f"{name} has other weights"
-        kept = optimizers[0].state[w]["exp_avg_sq"].numel()
-        assert kept == (0 if name in parts else w.numel()), f"second moment of {name}: {kept}"
-
-
-def test_muon_knows_the_matrices_of_a_modern():
-    with torch.device("meta"):
-        model = modern.Modern(bert.BertConfig.preset("base", 8192))
-    parts = {group["parts"]: len(group["params"])
-             for group in muon.groups_of(dict(model.named_parameters())) if group["parts"]}
-    assert parts == {3: 12, 2: 12, 1: 24}, "of Q, K and V; of gate and input; single ones"
+        assert torch.allclose(w, expected[name], tolerance, tolerance), f"{name}: other weights"
+        kept = ours.state[w]["exp_avg_sq"].numel()
+        assert kept == (w.numel() if name in others else 0), f"second moment of {name}: {kept}"
 
 
 def test_all_ranks_compute_muon_as_rank_0_does(monkeypatch):
@@ -141,8 +136,8 @@ def test_all_ranks_compute_muon_as_rank_0_does(monkeypatch):
     monkeypatch.setattr(train, "build", build)
     with installed(muon.install):
         states = on_threads(lambda world: train.build(None, world), 2)
-    found = [state.optimizer.param_groups[0]["precision"] for state in states]
-    assert found == ["bf16", "bf16"]
+    for state in states:
+        assert state.optimizer.param_groups == [{"precision": "bf16"}, {}]
 
 
 # ----- On ranks that step alone, or whose mean is compressed -----
