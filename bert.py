@@ -171,15 +171,16 @@ def padded_attention(qkv, bounds, longest, dropout):
     """Returns what `attention` does, by one call for examples that are padded to the longest: on a
     GPU without FlashAttention, and in fp32. bounds, longest: as in `flash_attention`.
 
-    (Torch's _efficient_attention_forward would need no padding. But it counts the random numbers of
-    dropout otherwise than its backward does (pytorch's issue 115590), which so takes the gradients
-    of weights that were not the ones dropped.)
+    (Torch's _efficient_attention_forward needs no padding. But of several examples its dropout is
+    wrong: backward draws other random numbers than forward, and so takes the gradients of other
+    weights than those that were kept; see pytorch's issue 115590.)
     """
     lengths = bounds.diff()                                      # (b,), on the GPU
     mask = torch.arange(longest, device=qkv.device) < lengths[:, None]       # (b, T)
     batch = qkv.new_zeros(*mask.shape, *qkv.shape[1:])           # (b, T, 3, H, D/H)
     batch[mask] = qkv
     q, k, v = batch.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
+    # (Where an example has no rows, as the padding can, the result is NaN. Nobody reads it.)
     output = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], dropout)
     return output.transpose(1, 2)[mask]                          # (N, H, D/H)
 
