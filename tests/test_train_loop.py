@@ -243,15 +243,21 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path,
 
 # ----- Steps that are not taken, and what ends a run -----
 
-def spoil_loss(world, calls, patch=setattr):
-    """The loss is inf in these micro-batches, each (rank, number), counted from 1."""
+def spoil_loss(world, calls, infinite=(), patch=setattr):
+    """The loss is inf in these micro-batches, each (rank, number), counted from 1; and in others a
+    gradient is, while the loss is as it was."""
     forward = bert.BertForPreTraining.forward
     count = itertools.count(1)
 
     def patched(self, batch):
         logits = forward(self, batch)
-        if self.training and (world.rank, next(count)) in calls:
+        number = next(count) if self.training else 0
+        if (world.rank, number) in calls:
             logits["mlm"] = logits["mlm"] * math.inf
+        if (world.rank, number) in infinite:
+            bias = self.mlm_bias.clone()
+            bias.register_hook(lambda gradient: gradient + math.inf)
+            logits["mlm"] = logits["mlm"] + (bias - bias.detach())
         return logits
 
     patch(bert.BertForPreTraining, "forward", patched)
@@ -261,7 +267,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
     # Two micro-batches a step and a rank: the last one of step 4, and then the first one of step 6
     run(shards, tmp_path / "out", *"--steps 20 0 --max-steps 7 --batch 4 --micro-tokens 32 "
         "--precision fp16 --compression onebit".split(), size=2,
-        sabotage=(spoil_loss, {(1, 8), (0, 11)}))
+        sabotage=(spoil_loss, {(0, 11)}, {(1, 8)}))
     found = column(tmp_path / "out", "skipped")
     assert found == [0, 0, 0, 1, 1, 2, 2], (
         f"steps 4 and 6 overflow, and skipped is {found} (if one more is skipped, residuals of a "
@@ -274,7 +280,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
 
 
 def test_training_stops_at_the_floor_and_says_where(train_here, tmp_path, monkeypatch):
-    spoil_loss(dist.World(), {(0, call) for call in range(9, 91)}, monkeypatch.setattr)
+    spoil_loss(dist.World(), {(0, call) for call in range(9, 91)}, patch=monkeypatch.setattr)
     message = "step 23: the gradients of 15 of 23 steps were not finite.*--lr-scale"
     with pytest.raises(optim.TrainingStopped, match=message):
         train_here(tmp_path, *SHORT, "--steps", 90, 0, "--batch", 4, "--precision", "fp32")
