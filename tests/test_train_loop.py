@@ -219,7 +219,13 @@ def test_runs_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tm
 
 def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path, monkeypatch):
     seen = []
+    scales = set()
     step = optim.LAMB.step
+    average = dist.Bucket.average
+
+    def noted_average(self, loss_scale):
+        scales.add(loss_scale)
+        return average(self, loss_scale)
 
     def noted_step(self):
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
@@ -228,7 +234,9 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path,
         step(self)
 
     monkeypatch.setattr(optim.LAMB, "step", noted_step)
+    monkeypatch.setattr(dist.Bucket, "average", noted_average)
     args = train_here(tmp_path, *SHORT, "--precision", "fp16")           # at a loss scale of 65536
+    assert scales == {65536}, f"by {scales} int8 and onebit would unscale what they keep"
     expected = [optim.learning_rate(step / (phase.steps + 1), phase)
                 for phase in args.phases for step in range(1, phase.steps + 1)]
     assert column(tmp_path, "lr") == pytest.approx(expected)
