@@ -37,6 +37,9 @@ def test_phases_share_the_time_and_a_resume_goes_on(train_here, monkeypatch, tmp
         left = 60 * line["minutes_left"]
         assert left == pytest.approx(max(0, 3564 - before), rel=1e-6), line
     assert 3564 <= before < 3564 + 160, f"the last step ends after {before} s"
+    last_steps = {line["phase"]: line["step"] for line in metrics(tmp_path / "whole")}
+    evaluated = {line["step"] for line in metrics(tmp_path / "whole", "eval")}
+    assert {*last_steps.values()} <= evaluated, f"a phase ends without an evaluation: {evaluated}"
 
     for more in ("--max-steps", 15), ("--max-steps", 30), (), ():
         train_by_clock(tmp_path / "parts", *more)
