@@ -11,61 +11,57 @@ import train
 from tests.tools import check
 
 
-def pretend(command, fault):
-    """Does what a program with a fault does, in place of subprocess.run."""
-    ranks = 2 if "--nproc_per_node=2" in command else 1
-    out = Path(command[command.index("--out") + 1])
-    if fault == "dies" and ranks == 2:
+def pretend(command, wrong_in, loss):
+    """Does what a program does, in place of subprocess.run. wrong_in: a word of the command, "the
+    run NAME", or "a resumed run". There the program "dies", or has this loss, not 6.0, and always
+    another model."""
+    flags = dict(zip(command, command[1:]))          # each word, and the one behind it
+    run = Path(flags["--out"])
+    log = run / "metrics.jsonl"
+    (run / "model").mkdir(parents=True, exist_ok=True)
+    log.touch()
+    before = log.read_text().splitlines()
+    words = [*command, f"the run {run.name}"]
+    if before:
+        words.append("a resumed run")
+    wrong = wrong_in in words
+    if wrong and loss == "dies":
         noise = "W1128 torch/distributed/run.py\ntrain.py: rank 1: ValueError\nRoot Cause"
         return SimpleNamespace(returncode=1, stderr=noise)
 
-    def flag(name, default):
-        return command[command.index(name) + 1] if name in command else default
-
-    (out / "model").mkdir(parents=True, exist_ok=True)
-    path = out / "metrics.jsonl"
-    before = path.read_text().splitlines() if path.exists() else []
-    first = len(before) // 2
-    last = 0 if "--init" in command else min(10, int(flag("--max-steps", 10)))
-    wrong = {"seed": out.name == "again", "counter": before, "mean": "--micro-tokens" in command,
-             "ranks": ranks == 2, "folder": "--init" in command,
-             "rounding": "bf16" in command[5:], "nan": before}.get(fault)
-    loss = 6.1 if wrong else 6.0
-    if fault == "nan" and wrong:
-        loss = None
-    with open(path, "a") as file:
-        for step in range(first, last + 1):
+    last = min(2 * int(flags["--steps"]), int(flags.get("--max-steps", 10)))
+    with open(log, "a") as file:
+        for step in range(len(before) // 2, last + 1):
             for kind in "train", "eval":
-                file.write(json.dumps({"kind": kind, "step": step, "mlm_loss": loss}) + "\n")
-    average = "wrong" if fault == "average" and before else "right"
-    (out / "model/model.safetensors").write_text(average)
-    return SimpleNamespace(returncode=0, stderr="")
+                line = {"kind": kind, "step": step, "mlm_loss": loss if wrong else 6.0}
+                file.write(json.dumps(line) + "\n")
+    (run / "model/model.safetensors").write_text("wrong" if wrong else "right")
+    return SimpleNamespace(returncode=0)
 
 
-@pytest.mark.parametrize("fault, seen_by", [
-    ("none", []),
-    ("seed", [check.same_again]),
-    ("counter", [check.same_after_resume, check.same_from_two_to_one]),
-    ("nan", [check.same_after_resume, check.same_from_two_to_one]),
-    ("average", [check.same_after_resume]),
-    ("mean", [check.same_one_at_a_time]),
-    ("ranks", [check.same_on_two_ranks, check.same_from_two_to_one]),
-    ("dies", [check.same_on_two_ranks, check.same_from_two_to_one]),
-    ("folder", [check.same_from_folder]),
-    ("rounding", [check.near_in_bf16]),
-])
-def test_a_fault_is_seen(tmp_path, monkeypatch, capsys, fault, seen_by):
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: pretend(command, fault))
+@pytest.mark.parametrize("wrong_in, loss, seen_by", [
+    ("no run", 6.1, ""),
+    ("the run again", 6.1, "same_again"),
+    ("a resumed run", 6.1, "same_after_resume same_from_two_to_one"),
+    ("a resumed run", None, "same_after_resume same_from_two_to_one"),
+    ("a resumed run", 6.0, "same_after_resume"),
+    ("--micro-tokens", 6.1, "same_one_at_a_time"),
+    ("--nproc_per_node=2", 6.1, "same_on_two_ranks same_from_two_to_one"),
+    ("--nproc_per_node=2", "dies", "same_on_two_ranks same_from_two_to_one"),
+    ("--init", 6.1, "same_from_folder"),
+    ("bf16", 6.1, "near_in_bf16")])
+def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: pretend(command, wrong_in, loss))
     monkeypatch.setattr(sys, "argv", ["check.py"])
-    monkeypatch.setattr(check.optim, "choose_precision", lambda *arguments: "bf16")
+    monkeypatch.setattr(check.optim, "choose_precision", lambda *_: "bf16")
     with pytest.raises(SystemExit) as end:
         check.main()
     lines = capsys.readouterr().out.splitlines()
-    seen = [question for line, question in zip(lines, check.QUESTIONS.values())
+    seen = [question.__name__ for question, line in zip(check.QUESTIONS.values(), lines)
             if not line.endswith("yes")]
-    assert seen == seen_by, lines
-    assert end.value.code == bool(seen_by)
-    if fault == "dies":
+    assert seen == seen_by.split(), lines
+    assert end.value.code == bool(seen)
+    if loss == "dies":
         assert "NO: train.py: rank 1: ValueError" in lines[3], "the program's own line is not shown"
 
 

@@ -1,4 +1,5 @@
 """tests/tools/finetune.py: its scores, its files, what it writes."""
+import math
 import sys
 
 import numpy as np
@@ -21,88 +22,95 @@ def on_the_cpu(monkeypatch):
 def finetuned(shards, tmp_path, monkeypatch):
     """Runs the program on two files' bytes, with a model that was never trained."""
     monkeypatch.setitem(bert.MODULE_NAMES, "nsp", bert.MODULE_NAMES["nsp"])      # is put back
+    monkeypatch.chdir(tmp_path)
     model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "model", 64)
 
-    def run(train, dev, *flags):
+    def run(train, dev):
         (tmp_path / "train.tsv").write_bytes(train)
         (tmp_path / "dev.tsv").write_bytes(dev)
-        words = [tmp_path / name for name in ("model", "train.tsv", "dev.tsv")]
-        monkeypatch.setattr(sys, "argv", ["finetune.py", *map(str, words), *flags])
+        monkeypatch.setattr(sys, "argv", "- model train.tsv dev.tsv --out sorted".split())
         finetune.main()
 
     return run
 
 
 def test_scores():
-    # A bag whose tokens 0 and 1 are sure of the label with their number; nobody guesses 2.
-    bag = finetune.BagOfTokens(2, 3, [([], 0)])
-    bag.weight.data = torch.eye(2, 3)
+    # A bag whose tokens 0 and 1 are sure of the label with their number. Nobody guesses 2; label 3
+    # is not there at all.
+    bag = finetune.BagOfTokens(2, 4, [([], 2)])
+    assert bag.weight.argmax(1).tolist() == [2, 2], "not trained, it guesses the largest class"
+    bag.weight.data = torch.eye(2, 4)
     examples = [(np.array([[guess], [0], [0]]), label)
                 for guess, label in zip([0, 0, 0, 1, 1], [0, 0, 1, 1, 2])]
-    f1s = [2 * 2 / (3 + 2), 2 * 1 / (2 + 2), 0]
-    # Gorodkin: 5 examples, 3 right; guessed (3, 2, 0), true (2, 2, 1)
-    matthews = (5 * 3 - 10) / ((25 - 13) * (25 - 9)) ** 0.5
-    assert finetune.score(bag, examples).tolist() == pytest.approx([3 / 5, sum(f1s) / 3, matthews])
+    # Of 5 examples 3 are right. Guessed are p = (3, 2, 0) of the labels, true are t = (2, 2, 1).
+    f1 = (4 / 5 + 2 / 4 + 0) / 3                     # 2 right / (t + p)
+    # Gorodkin: (5 x 3 right - t p) / sqrt((5^2 - p p) (5^2 - t t))
+    matthews = (15 - 10) / math.sqrt((25 - 13) * (25 - 9))
+    found = finetune.score(bag, examples * 200)      # two batches
+    assert found.tolist() == pytest.approx([3 / 5, f1, matthews])
 
 
-@pytest.mark.parametrize("bad", [b"no tab", b"", b"a\tb\tc\td", b"x\t", b"x\tmaybe", b"\xff\tyes"])
+@pytest.mark.parametrize("bad", [b"yes", b"", b"a\tb\tc\tyes", b"x\tmaybe", b"\xff\tyes"])
 def test_a_bad_line_is_named(finetuned, bad):
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^finetune.py: dev.tsv, line 2: .*$"):
         finetuned(GOOD, b"text\tyes\n" + bad + b"\ntext\tno\n")
-    assert "dev.tsv, line 2: " in end.value.code and "\n" not in end.value.code
-    with pytest.raises(SystemExit, match="dev.tsv has 0 lines"):
-        finetuned(GOOD, b"")
 
 
-def test_tables(shards, tmp_path, monkeypatch):
+def test_too_few_lines_are_refused(finetuned):
+    with pytest.raises(SystemExit, match="dev.tsv has 4 lines"):
+        finetuned(GOOD, b"text\tyes\n" * 4)
+
+
+def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypatch):
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     path = tmp_path / "a.tsv"
+    # A byte order mark, and carriage returns; a pair whose first text is too long.
     path.write_bytes(b"\xef\xbb\xbf" + b"way " * 99 + b"\ttime day\tb\r\n" + b"year\ta\r\n" * 4)
-    labels = {"b": 0, "a": 1}                                    # without carriage return
     monkeypatch.setattr(finetune, "LONGEST", 32)
-    pair, single, *_ = finetune.read(path, tokenizer, labels)
-    year = [2, *tokenizer.encode("year"), 3]
-    assert single[0].tolist() == [year, [0] * len(year), list(range(len(year)))]
-    first = [2, *tokenizer.encode("way " * 99)[:14], 3]           # cut; no byte order mark
+    (pair, _), (single, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
+    first = [2, *tokenizer.encode("way " * 99)[:14], 3]
     second = [*tokenizer.encode("time day"), 3]
-    assert pair[0][:2].tolist() == [first + second, [0] * len(first) + [1] * len(second)]
+    segments = [0] * len(first) + [1] * len(second)
+    assert pair.tolist() == [first + second, segments, list(range(len(segments)))]
+    assert single[0].tolist() == [2, *tokenizer.encode("year"), 3]
+    assert label == 1
 
 
-def test_learns_and_transformers_gives_its_logits(finetuned, tmp_path, capsys, monkeypatch):
-    kept = []
-    save = finetune.save
-    monkeypatch.setattr(finetune, "save", lambda *words: kept.append(words[0]) or save(*words))
+def test_learns_and_transformers_gives_its_logits(finetuned, tmp_path, capsys):
     lines = [f"the {word} of home\tsome day\t{word}é\n" for word in ("water", "money")]
     table = "".join(lines * 60).encode()
-    finetuned(table, table, "--out", str(tmp_path / "sorted"))
-    rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()}
-    assert rows["largest class"][0] == "0.500" and rows["largest class"][6] == "0.000"
-    assert rows["bag of tokens"][0] == rows["three seeds"][0] == "1.000"
+    finetuned(table, table)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "largest class 0.500 +- 0.000 0.333 +- 0.000 0.000 +- 0.000" in said
+    assert "bag of tokens 1.000 +- 0.000" in said
+    assert "three seeds 1.000 +- 0.000" in said
 
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "sorted")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "sorted")
-    examples = finetune.read(tmp_path / "dev.tsv", data.load_tokenizer(
-        tmp_path / "sorted" / "tokenizer.model"), dict(theirs.config.label2id))
-    with torch.no_grad():
-        ours = kept[0](finetune.batch_of(examples[1:2]))["nsp"]
-        inputs = tokenizer("the money of home", "some day", return_tensors="pt")
-        assert torch.allclose(ours, theirs.eval()(**inputs).logits, atol=1e-5)
-    assert theirs.config.id2label[int(ours.argmax())] == "moneyé"
+    folder = tmp_path / "sorted"
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("the money of home", "some day", return_tensors="pt")
+    logits = theirs.eval()(**inputs).logits
+    assert theirs.config.id2label[int(logits.argmax())] == "moneyé"
+    _, money, *_ = finetune.read(tmp_path / "dev.tsv", data.load_tokenizer(
+        folder / "tokenizer.model"), theirs.config.label2id)
+    ours = bert.load_huggingface(folder).eval()(finetune.batch_of([money]))["nsp"]
+    assert torch.allclose(ours, logits, atol=1e-5), f"{logits} of transformers, not {ours}"
 
 
 def test_the_best_epoch_is_kept(monkeypatch):
-    examples = [(np.array([[2], [0], [0]]), i % 2) for i in range(20)]
-    accuracies = iter([0.5, 0.9, 0.7])
+    example = np.array([[2], [0], [0]])
+    accuracies = iter([0.5, 0.9, 0.7, 0.6])
     weights = []
 
     def score(model, held):
-        assert len(held) == 4
+        assert len(held) == 4, "a fifth is set apart"
         weights.append(model.weight.detach().clone())
         return [next(accuracies)]
 
     monkeypatch.setattr(finetune, "score", score)
-    bag = finetune.BagOfTokens(3, 2, examples)
-    finetune.fit(bag, examples, 3, 0.1)
-    assert torch.equal(bag.weight, weights[1]) and not torch.equal(weights[1], weights[2])
+    bag = finetune.BagOfTokens(3, 2, [(example, 0)])
+    finetune.fit(bag, [(example, 1)] * 20, 4, 0.1)
+    same = [torch.equal(bag.weight, of_epoch) for of_epoch in weights]
+    assert same == [False, True, False, False], "of these epochs it has the weights"

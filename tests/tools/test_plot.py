@@ -1,38 +1,57 @@
 """tests/tools/plot.py: which lines count, where they stand, what is said without matplotlib."""
-import json
 import sys
 
 import pytest
 
 from tests.tools import plot
 
-PHASES = [{"seq_len": 64, "global_batch": 10}, {"seq_len": 128, "global_batch": 5}]
+# Step 2 stands there twice, and of a line only the half.
+METRICS = """\
+{"kind": "run", "phases": [{"seq_len": 64, "global_batch": 8}, {"seq_len": 128, "global_batch": 5}]}
+{"kind": "train", "step": 1, "phase": 1, "seconds": 1800, "mlm_loss": 6.0, "wait_seconds": null}
+{"kind": "train", "step": 2, "phase": 1, "seconds": 3600, "mlm_loss": 9.0}
+{"kind": "tr
+{"kind": "train", "step": 2, "phase": 1, "seconds": 3600, "mlm_loss": 5.0}
+{"kind": "eval", "step": 2, "mlm_loss": 5.5}
+{"kind": "train", "step": 3, "phase": 2, "seconds": 5400, "mlm_loss": 4.0}
+"""
 
 
-def test_runs_are_read_and_drawn(tmp_path, monkeypatch):
-    lines = [{"kind": "run", "phases": PHASES}]
-    for step, phase, loss in (1, 1, 6.0), (2, 1, 9.0), (2, 1, 5.0), (3, 2, 4.0):
-        lines.append({"kind": "train", "step": step, "phase": phase, "mlm_loss": loss,
-                      "seconds": 1800 * step, "wait_seconds": None})
-    lines.append({"kind": "eval", "step": 2, "mlm_loss": 5.5})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+@pytest.fixture
+def plot_run(tmp_path, monkeypatch):
+    """Runs plot.py on a folder, by two of its names, whose metrics.jsonl has this text."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        flags = "--against tokens --picture x.svg"
+        monkeypatch.setattr(sys, "argv", f"- . ../{tmp_path.name} {flags}".split())
+        plot.main()
+
+    return run
+
+
+def test_of_a_step_that_stands_twice_the_last_line_counts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
     steps = plot.read_run(tmp_path)
     found = [(line["mlm_loss"], line["tokens"], line["hours"]) for line in steps.values()]
-    assert found == [(6.0, 640, 0.5), (5.0, 1280, 1.0), (4.0, 1920, 1.5)]
+    assert found == [(6.0, 512, 0.5), (5.0, 1024, 1.0), (4.0, 1664, 1.5)]
     assert steps[2]["held_out"] == 5.5
 
+
+def test_a_run_is_drawn(plot_run, tmp_path):
     pytest.importorskip("matplotlib")
-    plot.draw({"a": steps, "b": steps}, "tokens", tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
+    plot_run(METRICS)
+    assert "<!-- tokens -->" in (tmp_path / "x.svg").read_text(), "no axis says --against tokens"
+
+
+def test_without_matplotlib_it_says_so(plot_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path), "--picture", "a.png"])
     with pytest.raises(SystemExit, match="plot.py: ModuleNotFoundError: .*matplotlib"):
-        plot.main()
+        plot_run(METRICS)
 
 
-@pytest.mark.parametrize("content", ["{", '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
-def test_what_is_no_run_is_one_line(tmp_path, monkeypatch, content):
-    (tmp_path / "metrics.jsonl").write_text(content)
-    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path), "--picture", str(tmp_path / "a")])
+@pytest.mark.parametrize("text", ["{", '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
+def test_what_is_no_run_is_one_line(plot_run, text):
     with pytest.raises(SystemExit, match="plot.py: .* train.py"):
-        plot.main()
+        plot_run(text)

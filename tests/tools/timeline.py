@@ -122,6 +122,8 @@ def draw_picture(steps, path):
 
 def draw_and_end(options, args, world, log, state):
     """Stands in the place of train.save, and draws the step before it. Collective."""
+    if state.counters.step == 1 and options.at_step != "1":
+        return               # train.py saves after the first step, too
     rows = sum(world.all_gather_object(
         rows_of(world.rank, getattr(state.reducer, "buckets", []))), [])
     if world.rank == 0:
