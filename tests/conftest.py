@@ -1,7 +1,6 @@
 """What several test files share: a small corpus, its shards, training in this process."""
 import os
 import random
-import signal
 import sys
 from pathlib import Path
 
@@ -29,8 +28,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"      # what a failure says shall stand near its beginning
-    # Shells start background jobs with Ctrl-C ignored, which the programs under test would inherit
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two threads take longer than one for tensors as small as those of the tests
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")            # of the programs

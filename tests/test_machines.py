@@ -1,12 +1,14 @@
 """What other people's machines do: locks, clocks, cores, terminals, disks."""
 import errno
 import fcntl
+import io
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,11 +22,32 @@ from tests.training import LITTLE, column, steps_kept
 
 # ----- The folder of a run -----
 
-def test_a_run_waits_for_the_lock_of_one_that_ends(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def after_step_3(monkeypatch):
+    """Does something, once, when a run has taken its third step."""
+    step = train.Log.step
+
+    def set_action(action):
+        def patched(log, figures):
+            step(log, figures)
+            if figures["step"] == 3:
+                monkeypatch.setattr(train.Log, "step", step)
+                action()
+
+        monkeypatch.setattr(train.Log, "step", patched)
+
+    return set_action
+
+
+def test_a_run_waits_for_the_lock_of_another_one(tmp_path, monkeypatch, capsys):
     other = train.Log(tmp_path, True)
     monkeypatch.setattr(train.time, "sleep", lambda seconds: other.file.close())
-    train.Log(tmp_path, True)
+    log = train.Log(tmp_path, True)
     assert f"another run writes to {tmp_path}; waiting" in capsys.readouterr().out
+    monkeypatch.setattr(train.time, "sleep", Mock())
+    with pytest.raises(train.ConfigError, match=f"another run writes to {tmp_path}; wait"):
+        train.Log(tmp_path, True)
+    log.file.close()
 
 
 def test_without_locks_a_warning_is_all(tmp_path, monkeypatch, capsys, train_here):
@@ -37,76 +60,54 @@ def test_without_locks_a_warning_is_all(tmp_path, monkeypatch, capsys, train_her
     assert steps_kept(tmp_path / "out")[-1] == 6, "it has not trained to the end"
 
 
-def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path, monkeypatch):
+def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path, after_step_3):
     """Locks that each node keeps for itself, or a folder that was removed and begun anew."""
-    step = train.Log.step
-
-    def another_begins(log, figures):
-        step(log, figures)
-        if figures["step"] == 3:
-            (tmp_path / "run").write_text("another number")
-
-    monkeypatch.setattr(train.Log, "step", another_begins)
+    after_step_3(lambda: (tmp_path / "run").write_text("another number"))
     with pytest.raises(train.ConfigError, match=f"another run has begun in {tmp_path}"):
         train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path) == [1], "it has saved among the other's checkpoints"
 
 
-def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, monkeypatch):
+def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, after_step_3):
     """Somebody tidies up, or the disk was full at the start."""
-    step = train.Log.step
-
-    def tidy_up(log, figures):
-        step(log, figures)
-        (tmp_path / "run").unlink(missing_ok=True)
-
-    monkeypatch.setattr(train.Log, "step", tidy_up)
+    after_step_3((tmp_path / "run").unlink)
     train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path) == [4, 6], "it has trained on without checkpoints"
 
 
 def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
-        train_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)    # as if of another node
-    step = train.Log.step
+        train_here, tmp_path, monkeypatch, after_step_3):
+    def start_another():
+        with pytest.raises(train.ConfigError, match=r"is of another run: seed 0 \(not 1"):
+            train_here(tmp_path, *LITTLE, "--seed", 1)
 
-    def another_is_refused(log, figures):
-        step(log, figures)
-        if figures["step"] == 3:
-            with monkeypatch.context() as patch:
-                patch.setattr(train.Log, "step", step)
-                with pytest.raises(train.ConfigError, match=r"is of another run: seed 0 \(not 1"):
-                    train_here(tmp_path, *LITTLE, "--seed", 1)
-
-    monkeypatch.setattr(train.Log, "step", another_is_refused)
+    monkeypatch.setattr(fcntl, "flock", Mock())                    # as if of another node
+    after_step_3(start_another)
     train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path)[-1] == 6
 
 
 def test_a_run_whose_shards_are_replaced_stops(
-        documents, shards, train_here, tmp_path, monkeypatch):
-    folder = tmp_path / "shards"
-    tokenizer = shards / "tokenizer.model"
-    data.prepare(documents, folder, tokenizer=tokenizer, shards=4)
-    step = train.Log.step
+        documents, shards, train_here, tmp_path, after_step_3):
+    folder = shutil.copytree(shards, tmp_path / "shards")
 
-    def replace(log, figures):
-        step(log, figures)
-        if figures["step"] == 3:
-            folder.rename(tmp_path / "old")
-            data.prepare(documents[:300], folder, tokenizer=tokenizer, shards=4)
+    def replace():
+        folder.rename(tmp_path / "old")
+        data.prepare(documents[:300], folder, tokenizer=shards / "tokenizer.model", shards=4)
 
-    monkeypatch.setattr(train.Log, "step", replace)
+    after_step_3(replace)
     with pytest.raises(train.ConfigError, match="are others than at the start"):
         train_here(tmp_path / "out", *LITTLE, "--data", folder)
     # The old shards are open still: what was learned until now is of them.
     assert steps_kept(tmp_path / "out") == [1, 4], "what was right is lost"
 
 
-def test_the_first_step_is_saved_and_what_was_not_is_said(train_here, tmp_path, capsys):
+def test_a_start_says_what_was_not_saved_and_which_rates_do_not_fit(train_here, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of one that was killed
-    train_here(tmp_path, *LITTLE, "--max-steps", 2)
-    assert "has ended before its first checkpoint: this one begins anew" in capsys.readouterr().out
+    train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer", "adamw")
+    said = capsys.readouterr().out
+    assert "has ended before its first checkpoint: this one begins anew" in said
+    assert "warning: the recipe's rates and betas are for lamb" in said
     assert steps_kept(tmp_path) == [1, 2]
 
 
@@ -131,27 +132,23 @@ def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
 # ----- The clock -----
 
 def test_a_suspended_job_does_not_lose_its_time(monkeypatch):
-    """A clock whose seconds pass as they do, but for a pause of ten hours in the third one."""
-    class Time:
-        now = 100.0
-        left = [1, 1.5, 36000, 20, 1]
+    """Seconds last as long as they do, but for a pause of ten hours in the third one."""
+    seconds = iter([1, 1.5, 36000, 20, 1])
+    time = SimpleNamespace(now=100.0)
+    time.monotonic = lambda: time.now
 
-        def monotonic(self):
-            return self.now
+    def sleep(_):
+        time.now += next(seconds)                # at last StopIteration, which ends the thread
 
-        def sleep(self, seconds):
-            if not self.left:
-                raise SystemExit                         # ends the thread
-            self.now += self.left.pop(0)
-
-    monkeypatch.setattr(train, "time", Time())
+    time.sleep = sleep
+    thread = Mock()
+    monkeypatch.setattr(train.threading, "Thread", thread)
+    monkeypatch.setattr(train, "time", time)
     monkeypatch.setattr(train, "STARTED", 90.0)
-    clock = train.Clock.__new__(train.Clock)
-    clock.start = 90.0 - 50.0
-    train.time.left = [1, 1.5, 36000, 20, 1]
-    with pytest.raises(SystemExit):
-        clock.leave_out_pauses()
-    assert clock.read() == pytest.approx(train.time.now - 40.0 - 36000.0), "the pause has counted"
+    clock = train.Clock(50.0)
+    with pytest.raises(StopIteration):
+        thread.call_args.kwargs["target"]()
+    assert clock.read() == pytest.approx(50 + 10 + 1 + 1.5 + 20 + 1), "the pause has counted"
 
 
 # ----- Cores -----
@@ -164,30 +161,23 @@ def test_threads_follow_the_share_of_a_container(monkeypatch, limit, cores):
     assert data.usable_cores() == cores
 
 
-def test_threads_do_not_spin_for_long_and_are_not_bound():
+@pytest.mark.parametrize("given, expected", [("", "1000 false"), ("GOMP_SPINCOUNT=5", "5 false")])
+def test_threads_do_not_spin_for_long_and_are_not_bound(given, expected):
     """Both have to be set before torch is imported."""
-    code = "import sys, os; sys.modules['torch'] = None\ntry: import train\nexcept ImportError: " \
-           "print(os.environ['GOMP_SPINCOUNT'], os.environ['OMP_PROC_BIND'])"
-    for given, expected in (None, "1000 false"), ("5", "5 false"):
-        environment = os.environ | {"OMP_PROC_BIND": "true"}
-        environment.pop("GOMP_SPINCOUNT", None)
-        if given:
-            environment["GOMP_SPINCOUNT"] = given
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
-                              text=True, env=environment)
-        assert done.stdout.strip() == expected, done
-
-
-def test_a_run_takes_the_threads_that_it_may_use(shards, tmp_path):
-    (tmp_path / "x.py").write_text(
-        "import data, train\ndata.usable_cores = lambda: 3\ntrain.main()")
-    done = run_script(tmp_path / "x.py", "--data", shards, "--out", tmp_path / "out", "--steps", 0)
-    assert "each with 3 CPU threads" in done.stdout, done
-
-
-def test_a_shard_that_is_cut_while_it_is_read_says_where(shards, tmp_path):
-    folder = shutil.copytree(shards, tmp_path / "shards")
     code = """
+import os, sys
+sys.modules["torch"] = None
+try:
+    import train
+except ImportError:
+    print(os.environ["GOMP_SPINCOUNT"], os.environ["OMP_PROC_BIND"])
+"""
+    command = "env", "-u", "GOMP_SPINCOUNT", "OMP_PROC_BIND=true", *given.split(), sys.executable
+    done = subprocess.run([*command, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == expected, done
+
+
+CUT = """
 import os, data, train
 batch = data.PretrainingData.batch
 def cut_and_read(self, indices):
@@ -198,7 +188,11 @@ def cut_and_read(self, indices):
 data.PretrainingData.batch = cut_and_read
 train.main()
 """
-    (tmp_path / "x.py").write_text(code)
+
+
+def test_a_shard_that_is_cut_while_it_is_read_says_where(shards, tmp_path):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    (tmp_path / "x.py").write_text(CUT)
     done = run_script(tmp_path / "x.py", "--data", folder, "--out", tmp_path / "out")
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr and "data.py" in done.stderr, done.stderr
@@ -206,56 +200,39 @@ train.main()
 
 # ----- Two nodes -----
 
-def test_a_broadcast_crosses_the_network_once_for_each_node():
+def test_a_broadcast_crosses_the_network_once_for_each_node(monkeypatch):
+    sizes = []                                   # of the group, for each rank that takes part
+    run = LocalWorld._run
+
+    def noted(self, *arguments, **options):
+        sizes.append(self.size)
+        run(self, *arguments, **options)
+
     def send(world):
-        sizes = []                               # of the groups that this rank broadcasts in
-        run = LocalWorld._run
-
-        def note(self, collective, *arguments, **options):
-            sizes.append(self.size)
-            run(self, collective, *arguments, **options)
-
-        for level in world, *world.levels:
-            level._run = note.__get__(level)
         tensor = torch.full((3,), float(world.rank))
         world.broadcast(tensor)
-        return sizes, tensor.tolist()
+        return tensor.tolist()
 
-    for rank, (sizes, tensor) in enumerate(on_threads(send, 6, local_size=3)):
-        assert tensor == [0.0] * 3, f"rank {rank} has {tensor}, not what rank 0 has"
-        assert sizes == ([2, 3] if rank % 3 == 0 else [3]), f"rank {rank} is in groups of {sizes}"
+    monkeypatch.setattr(LocalWorld, "_run", noted)
+    assert on_threads(send, 6, local_size=3) == [[0.0] * 3] * 6, "not what rank 0 has"
+    assert sorted(sizes) == [2] * 2 + [3] * 6, "more than the first ranks of the two nodes"
 
 
 # ----- Terminals -----
 
-def test_a_terminal_that_closes_or_has_no_utf_8_ends_nothing(documents, shards, tmp_path):
-    (tmp_path / "ü.txt").write_text("\n\n".join(documents[:200]))
-    command = [sys.executable, ROOT / "data.py", "ü.txt", "--out", "out", "--shards", "1",
-               "--tokenizer", shards / "tokenizer.model"]
-    read, write = os.pipe()
-    os.close(read)                                           # nobody reads what is printed
-    closed = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (closed.returncode, closed.stderr) == (0, ""), closed
-    command[4] = "ü"
-    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
-                           env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert plain.stdout.endswith("\n\\xfc is ready\n") and not plain.stderr, plain
+def test_a_terminal_without_utf_8_gets_escapes_and_none_gets_nothing(monkeypatch):
+    plain = io.TextIOWrapper(io.BytesIO(), "ascii")
+    for terminal in None, plain:                             # None: as `>&-` has it
+        monkeypatch.setattr(sys, "stdout", terminal)
+        data.say("ü")
+    assert plain.buffer.getvalue() == b"\\xfc\n"
 
 
-def test_a_profiler_and_a_notebook_live_on(shards, tmp_path):
-    """train.py ends there as any program, well and with a wrong flag."""
-    code = f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-for folder in {str(shards)!r}, "nowhere":
-    sys.argv = ["train.py", "--data", folder, "--out", "out", *"--steps 1 0 --batch 4".split()]
-    try:
-        runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
-        print("ended well")
-    except SystemExit as end:
-        print("ended with", end.code)
-"""
-    (tmp_path / "x.py").write_text(code)
-    done = run_script(tmp_path / "x.py", cwd=tmp_path)
-    assert re.findall("ended .*", done.stdout) == ["ended well", "ended with 1"], done
+def test_a_terminal_that_takes_nothing_ends_nothing(documents, shards, tmp_path):
+    """What is not taken stays in Python's buffer, which Python's own end would write."""
+    (tmp_path / "a.txt").write_text("\n\n".join(documents[:200]))
+    command = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, ROOT / "data.py", "a.txt",
+               "--out", "out", "--shards", "1", "--tokenizer", shards / "tokenizer.model"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done

@@ -1,8 +1,6 @@
 """How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
 import contextlib
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -12,19 +10,12 @@ from pathlib import Path
 import pytest
 
 import dist
-from tests.conftest import ROOT
 from tests.ranks import start_script
+from tests.training import column, steps_kept
 
 SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 # So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
-LONG = "--batch 512 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
-
-
-def steps(out):
-    """Returns the steps in a run's metrics.jsonl."""
-    path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"kind": "train"' in line]
+LONG = "--batch 128 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
 
 
 def wait_for(condition, what):
@@ -34,26 +25,46 @@ def wait_for(condition, what):
         time.sleep(0.05)
 
 
+def wait_for_a_step(out):
+    wait_for(lambda: steps_kept(out), f"no first step is saved in {out}")
+
+
 def alive(words):
     """Returns the numbers of the processes whose command lines have these words."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):                     # it has just ended
-            if words in path.read_bytes().replace(b"\0", b" ").decode():
+            if words in path.read_text():
                 found.append(int(path.parent.name))
     return found
+
+
+def ended(process, folder):
+    """Returns (status, stdout, stderr, what train.py says) of a program, at its end."""
+    process.join(100)
+    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    assert process.exitcode is not None, f"it does not end; it has printed:\n{stdout}{stderr}"
+    said = [line for line in stderr.splitlines() if line.startswith("train.py:")]
+    return process.exitcode, stdout, stderr, said
+
+
+def assert_stopped(out, said):
+    last = column(out, "step")[-1]
+    assert f"stopped after step {last}; the same command resumes" in said, said
+    assert steps_kept(out)[-1] == last, "the last step is not saved"
+    assert (out / "model").exists()
 
 
 # ----- Asked to stop -----
 
 @pytest.fixture
-def handlers():
+def handlers(monkeypatch):
     """Puts back what listens to signals, and what has come."""
-    before = {name: signal.getsignal(signal.Signals[name]) for name in SIGNALS}
+    monkeypatch.setattr(dist, "stop_requests", [])
+    before = {number: signal.getsignal(number) for number in dist.STOP_SIGNALS}
     yield
-    dist.stop_requests.clear()
-    for name, handler in before.items():
-        signal.signal(signal.Signals[name], handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("torchrun, before, asks", [
@@ -64,46 +75,28 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
     monkeypatch.setattr(dist, "TORCHRUN", torchrun)
     signal.signal(signal.Signals[name], before)
     dist.listen_to_signals()
-    assert dist.stop_requests == [], "before any signal there are requests"
     signal.raise_signal(signal.Signals[name])
     assert dist.stop_requests == [name] * asks
     if asks:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the next Ctrl-C does not end it"
 
 
-def test_signals_stop_with_a_checkpoint(shards, tmp_path):
-    cases = {"term": [signal.SIGTERM], "usr1": [signal.SIGUSR1], "twice": [signal.SIGINT] * 2}
-    runs = {}
-    for name in cases:                         # all at once, which takes less time
-        out = tmp_path / name
-        out.mkdir()
-        runs[name] = start_script(out, "train.py", "--data", shards, "--out", out, *LONG)
-    for name, signals in cases.items():
-        wait_for(lambda: steps(tmp_path / name), f"{name} takes no step")
-        for number in signals:
-            os.killpg(runs[name].pid, number)
-            time.sleep(0.1)
-    for name, process in runs.items():
-        process.join(60)
-    assert runs.pop("twice").exitcode == -signal.SIGINT, "a second Ctrl-C does not end a run"
-    for name, process in runs.items():
-        out = tmp_path / name
-        last = steps(out)[-1]
-        stdout, stderr = ((out / file).read_text() for file in ("stdout", "stderr"))
-        assert process.exitcode == 1, "whoever waits for the run shall know that it is not done"
-        assert f"stopped after step {last}; the same command resumes" in stderr, stderr
-        assert (out / f"step-{last:08d}.pt").exists() and (out / "model").exists(), os.listdir(out)
-        assert "held out" not in stdout, "there may be no time for an evaluation"
-        assert "Done" not in stdout
+def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
+    out = tmp_path / "out"
+    process = start_script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
+    wait_for_a_step(out)
+    os.killpg(process.pid, signal.SIGTERM)
+    status, stdout, _, (said,) = ended(process, tmp_path)
+    assert status == 1, "whoever waits for the run shall know that it is not done"
+    assert_stopped(out, said)
+    assert "held out" not in stdout, "there may be no time for an evaluation"
+    assert "Done" not in stdout
 
 
 # ----- Under torchrun -----
 
 FAILS = """
-import os, sys
-sys.path.insert(0, {root!r})
-import train
-
+import os, train
 save = train.save
 
 def fail(args, world, log, state):
@@ -114,26 +107,23 @@ def fail(args, world, log, state):
 
 train.save = fail
 train.EVAL_EXAMPLES = 64
-if __name__ == "__main__":
-    train.main()
+train.main()
 """
 TORCHRUN = [find_spec("torch.distributed.run").origin,
-            *"--standalone --max-restarts=1 --nproc_per_node=2".split()]
+            *"--standalone --max-restarts=1 --nproc_per_node=2 --no-python".split()]
 
 
 @pytest.fixture(scope="module")
 def torchruns(shards, tmp_path_factory):
     """Yields {name: (process, its folder)}: all at once, since they wait for one another and for
-    their imports. What begins with --no-python is by way of a shell that stays."""
+    their imports. Two have their ranks by way of a shell that stays."""
     folder = tmp_path_factory.mktemp("torchruns")
-    (folder / "fails.py").write_text(FAILS.format(root=str(ROOT)))
-    shell = ["--no-python", "bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
+    shell = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
     words = {
         "dies": [*shell, *LONG],
-        "fails": [folder / "fails.py",
+        "fails": [sys.executable, "-c", FAILS,
                   *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
-        "refused": [*shell, "--batch=1"],
-        "wrong": ["train.py", "--batch=0"]}
+        "refused": [*shell, "--batch=1"]}
     runs = {}
     for name in words:
         out = folder / name
@@ -141,47 +131,34 @@ def torchruns(shards, tmp_path_factory):
         runs[name] = start_script(
             out, *TORCHRUN, *words[name], "--data", shards, "--out", out / "out"), out
     yield runs
-    for process, out in runs.values():       # what no test has ended
+    for process, _ in runs.values():         # what no test has ended
         process.terminate()
-        for pid in alive(f"--out {out}"):
-            os.kill(pid, signal.SIGKILL)
-
-
-def ended(torchrun):
-    """Returns (status, stdout, stderr, its reasons) of a torchrun."""
-    process, folder = torchrun
-    process.join(240)
-    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    reasons = [line for line in stderr.splitlines() if line.startswith("train.py:")]
-    return process.exitcode, stdout, stderr, reasons
+    for pid in alive(str(folder)):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
     process, folder = torchruns["dies"]
     out = folder / "out"
-    wait_for(lambda: steps(out), "no step is taken")
+    wait_for_a_step(out)
     process.kill()
-    wait_for(lambda: not alive(f"--out {out}"), "ranks train on")
-    *_, (said,) = ended(torchruns["dies"])
-    last = steps(out)[-1]
-    assert f"stopped after step {last}; the same command resumes" in said
-    assert (out / f"step-{last:08d}.pt").exists(), "ranks without torchrun do not save"
+    wait_for(lambda: not alive(str(out)), "ranks train on")
+    *_, (said,) = ended(process, folder)
+    assert_stopped(out, said)
 
 
 def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
-    status, stdout, stderr, (said,) = ended(torchruns["fails"])
+    process, folder = torchruns["fails"]
+    status, stdout, stderr, (said,) = ended(process, folder)
     assert status == 0, stderr
     assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
-    assert stdout.count("2 rank(s) on 1 node(s)") == 2, stdout
-    assert stdout.count("Done after step 4") == 1, stdout
-    out = torchruns["fails"][1] / "out"
-    assert set(steps(out)) == {1, 2, 3, 4}
-    assert not alive(f"--out {out}"), "ranks are left"
+    for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 3), ("Done after step 4", 1):
+        assert stdout.count(words) == times, f"not {times} times {words!r}:\n{stdout}"
+    assert column(folder / "out", "step") == [1, 2, 3, 4]
+    assert not alive(str(folder)), "ranks are left"
 
 
-@pytest.mark.parametrize("name, reason", [
-    ("refused", "a batch of 1 is too small for 2 ranks"), ("wrong", "--batch: must be in")])
-def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns, name, reason):
-    status, _, stderr, (said,) = ended(torchruns[name])
-    assert status == 1 and reason in said
+def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
+    status, _, stderr, (said,) = ended(*torchruns["refused"])
+    assert status == 1 and "a batch of 1 is too small for 2 ranks" in said
     assert "Traceback" not in stderr.split(said)[0]
