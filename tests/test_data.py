@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import stat
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -271,7 +272,7 @@ def program(documents, monkeypatch, capsys, tmp_path):
 
 
 PLAIN = "One.\nTwo.\n\nThree / é.\n".encode()
-# A line as wikiextractor 3.1.0 writes it, and one of the library datasets.
+# A line as wikiextractor 3.1.0 writes it, and one of the library datasets (see below)
 JSON = (b'{"id": "1", "revid": "1", "url": "x", "title": "One", "text": "One.\\nTwo."}\n'
         b'{"id":"2","text":"Three \\/ \\u00e9."}\n')
 DOCUMENTS = ["One.\nTwo.", "Three / é."]
@@ -299,6 +300,52 @@ def test_text_of_many_forms_is_read(name, tmp_path):
     (tmp_path / name).write_bytes(content)
     [block] = data.blocks(data.TextFiles([tmp_path / name]))
     assert [document.strip() for document in block] == documents
+
+
+DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">
+<siteinfo>
+<sitename>Wikipedia</sitename>
+<base>https://en.wikipedia.org/wiki/Main_Page</base>
+<namespaces>
+<namespace key="0" />
+<namespace key="10">Template</namespace>
+</namespaces>
+</siteinfo>
+"""
+PAGE = """<page>
+<title>Page {i}</title>
+<ns>0</ns>
+<id>{i}</id>
+<revision>
+<id>{i}</id>
+<text xml:space="preserve">'''Page {i}''' is a [[page]] of the {{{{test}}}} dump. {words}.
+
+== History ==
+It was written in {year} &amp; now. It has two paragraphs.</text>
+</revision>
+</page>
+"""
+
+
+def test_wikiextractor_makes_files_that_are_read(tmp_path, documents):
+    pytest.importorskip("wikiextractor", reason="wikiextractor is not installed")
+    pages = [PAGE.format(i=i, year=1900 + i, words=document.split("\n")[0].rstrip("."))
+             for i, document in enumerate(documents[:60], 1)]
+    with bz2.open(tmp_path / "dump.xml.bz2", "wt") as file:
+        file.write(DUMP + "".join(pages) + "</mediawiki>\n")
+    subprocess.run([sys.executable, "-m", "wikiextractor.WikiExtractor", "dump.xml.bz2", "--json",
+                    "--html-safe", "", "-o", "wiki"], cwd=tmp_path, check=True, capture_output=True)
+    found = list(data.TextFiles([tmp_path / "wiki"]))
+    assert len(found) >= 60
+    text = "\n".join(found)
+    assert "Page 7 is a page of the" in text and "[[" not in text and "in 1907 & now" in text
+
+
+def test_datasets_make_json_that_is_read(tmp_path, documents):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = {"id": [str(i) for i in range(len(documents))], "text": documents}
+    datasets.Dataset.from_dict(rows).to_json(tmp_path / "wiki.jsonl")
+    assert list(data.TextFiles([tmp_path / "wiki.jsonl"])) == documents
 
 
 def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
