@@ -345,6 +345,9 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the names of all")
     parser.add_argument("--soak", type=int, metavar="SEED", help="disturb one run 20 times instead")
     args = parser.parse_args()
+    for name in args.names:
+        if name not in CASES:
+            parser.error(f"no fault is called {name}, see --list")
     if args.list:
         return print(*CASES, sep="\n")
     signal.signal(TERM, lambda *_: sys.exit(1))              # so that all is cleaned up then, too
