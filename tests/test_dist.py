@@ -23,6 +23,7 @@ from tests.conftest import SEED
 from tests.local_ranks import on_threads
 from tests.ranks import one_of_two, run_ranks, together
 from tests.tools.plan import wire_bytes
+from tests.variants import common, gradientflow, powersgd, topk
 
 # (ranks, ranks of a node, of how many each exchanges with the others)
 SIZES = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 2, 2)]
@@ -152,9 +153,22 @@ def test_averaging_takes_one_core_and_backward_keeps_its_own():
 
 # ----- Lossy compression: what comes in goes out, if not in this step then later -----
 
-LOST = {"int8": 1e-6, "onebit": 0.05}                          # the share that may be lost
-COUNT = 5224                                                   # elements, in two buckets
+SHAPES = {"matrix": (64, 48), "vector": (37,), "small": (3, 5), "other": (70, 30)}
+COUNT = 5224                                                   # their elements
+VARIANTS = {"topk": topk.topk, "powersgd": powersgd.powersgd, "chunk": gradientflow.chunk}
+BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}              # of 512 elements, and their scale
 OVERFLOWS = {3: math.inf, 5: -math.inf, 7: math.nan}           # in these steps, on the last rank
+
+
+@pytest.fixture(params=[*BLOCK_BYTES, *VARIANTS])
+def lossy(request, monkeypatch):
+    """The name of a compressor of dist.py, or of tests/variants."""
+    if request.param in VARIANTS:
+        wire = functools.partial(dist.ErrorFeedback, VARIANTS[request.param])
+        monkeypatch.setattr(dist, "COMPRESSORS", dist.COMPRESSORS | {request.param: wire})
+        monkeypatch.setattr(dist, "Bucket", dist.Bucket)
+        common.tell_shapes()                                   # to powersgd
+    return request.param
 
 
 def gradient(rank, step):
@@ -165,16 +179,16 @@ def gradient(rank, step):
     return torch.randn(COUNT, generator=generator) * torch.linspace(0.1, 3, COUNT)
 
 
-def exchange(world, name):
+def exchange(world, name, exchanging):
     """Takes ten steps, of which some overflow, and then steps in which all gradients are zero."""
-    model = nn.ParameterList([torch.zeros(2000), torch.zeros(COUNT - 2000)])
+    model = nn.ParameterDict({key: torch.zeros(shape) for key, shape in SHAPES.items()})
     reducer = dist.Reducer(model, world, name, bucket_mb=0.01)
 
     def mean_of(own, scale=1.0):
         reducer.zero_grad(scale)
-        (torch.cat([*model]) @ own * scale).backward()
+        (nn.utils.parameters_to_vector(model.parameters()) @ own * scale).backward()
         reducer.finish()
-        return torch.cat([p.grad for p in model]).double() / scale
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double() / scale
 
     came_in = went_out = torch.zeros(COUNT, dtype=torch.float64)
     for step in range(160):
@@ -190,9 +204,15 @@ def exchange(world, name):
         if step >= 10 and not mean.any():
             break                                  # nothing is left
     lost = (came_in - went_out).norm() / came_in.norm()
-    assert lost < LOST[name], (
+    assert lost < {"onebit": 0.05}.get(name, 1e-6), (
         f"{name}: what came in is not what went out, but {lost:.2g} of it away, after steps with "
         "three loss scales and three overflows")
+
+    if name in BLOCK_BYTES:
+        blocks = sum(-(-len(flat) // (exchanging * 512)) for flat in reducer.flats)
+        leads = world.rank % world.local_size == 0 or world.nodes == 1
+        expected = 2 * (exchanging - 1) * blocks * BLOCK_BYTES[name] * leads
+        assert reducer.bytes_sent == expected, f"{name}: not {expected} bytes on rank {world.rank}"
     mean_of(gradient(world.rank, 0))
     reducer.commit(True)
     reducer.forget()
@@ -201,10 +221,9 @@ def exchange(world, name):
     return {f"{name}: what went out": went_out}
 
 
-@pytest.mark.parametrize("name", LOST)
-@pytest.mark.parametrize("size, local_size", [(1, 1), (3, 3), (4, 2)])
-def test_what_comes_in_goes_out(name, size, local_size):
-    check_same_bits(on_threads(exchange, size, name, local_size=local_size))
+@pytest.mark.parametrize("size, local_size, exchanging", SIZES)
+def test_what_comes_in_goes_out(lossy, size, local_size, exchanging):
+    check_same_bits(on_threads(exchange, size, lossy, exchanging, local_size=local_size))
 
 
 def test_codes_are_as_their_equations_say():

@@ -1,5 +1,5 @@
-"""Ranks on threads and of Gloo: errors that name the cause, instead of hangs. (That both have the
-same bits: test_dist.py.) By ranks on threads, the pictures in the docstrings of dist.py, computed."""
+"""Ranks on threads and of Gloo: errors that name the cause, instead of hangs; by ranks on threads,
+the pictures in the docstrings of dist.py, computed. That both have the same bits: test_dist.py."""
 import doctest
 import inspect
 import re

@@ -3,7 +3,6 @@ refused in one line, the README's words."""
 import errno
 import json
 import math
-import os
 import re
 import shutil
 import sys

@@ -63,8 +63,8 @@ def test_what_a_student_has_and_sees(tmp_path):
     exercises.release(folder, ["schedule"])
     other = shutil.copytree(folder, tmp_path / "other")
     path = other / "optim.py"
-    body = "    return 1e-9\n"
-    path.write_text(exercises.with_function(path.read_text(), "learning_rate", HEAD + body))
+    path.write_text(exercises.with_function(
+        path.read_text(), "learning_rate", f"{HEAD}    return 1e-9\n"))
     (status, said), (status_of_wrong, what_is_wrong) = together(
         lambda: run(folder, "check", "schedule"), lambda: run(other, "check", "schedule"))
     assert status_of_wrong == 1 and "\n   5 of 10  points, the most" in what_is_wrong
@@ -74,7 +74,7 @@ def test_what_a_student_has_and_sees(tmp_path):
 
 
 SUBMISSIONS = [                # points, what is wrong, body of learning_rate
-    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: pass"),   # the slowest first
+    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: pass"),    # slowest first
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
@@ -135,7 +135,8 @@ def test_a_slip_costs_a_point_and_all_else_half():
 def test_what_is_unusual_is_told():
     text = ("def f(x):\n    import sys\n    # gc\n    @cached\n    def g(): return sys.argv\n"
             "    np.x = x\n")
-    assert {*exercises.unusual(text)} == {"    import sys", "    @cached", "    np.x = x", "sys", "argv"}
+    assert {*exercises.unusual(text)} == {
+        "    import sys", "    @cached", "    np.x = x", "sys", "argv"}
 
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):

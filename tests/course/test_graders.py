@@ -707,11 +707,12 @@ def test_overlap_errors():
     must_raise(ZeroDivisionError, reducer.finish, "finish: where a job in the thread has failed")
     must_raise(KeyError, lambda: backward(model),
                "_ready: where a second backward follows that of the last micro-batch")
-    reducer.zero_grad()
-    reducer.last_micro_batch = False
-    model.zero_grad()                            # drops p.grad
-    must_raise(dist.DistError, lambda: backward(model), "_ready: where p.grad is no view of its "
-               "bucket, in a micro-batch that is not the last")
+    for last in False, True:
+        reducer.zero_grad()
+        reducer.last_micro_batch = last
+        model.zero_grad()                        # drops p.grad
+        must_raise(dist.DistError, lambda: backward(model), "_ready: where p.grad is no view of "
+                   f"its bucket, in a micro-batch with last_micro_batch = {last}")
 
 
 def test_overlap_tells():
@@ -1023,7 +1024,7 @@ def shared_out(request):
 
 
 def test_sharding_is_adamw(shared_out):
-    """5 points: all ranks get the weights of AdamW."""
+    """5 points: all ranks get the weights of AdamW, on two ranks the same bits."""
     size = shared_out.size
     flats = torch.arange(2.0 * size * size).view(size, -1)               # rank r has the row r
     means = on_threads(lambda world: scale.scatter_mean(world, flats[world.rank]), size)
@@ -1032,9 +1033,8 @@ def test_sharding_is_adamw(shared_out):
         assert_near(mean, right, f"rank {rank} of {size}: its part of the mean, by scatter_mean,",
                     slips={"it is the sum": size * right})
     for rank, (weights, *_) in enumerate(shared_out.ranks):
-        # Once in some sixty runs ranks on threads were 2e-6 off. Why is not known.
         assert_near(weights, shared_out.exact, f"rank {rank} of {size}: the weights after three "
-                    "steps of AdamW with the mean of all gradients", 1e-5)
+                    "steps of AdamW with the mean of all gradients", 1e-6 * (size > 2))
 
 
 def test_sharding_saves_memory(shared_out):

@@ -27,8 +27,8 @@ import torch  # noqa: E402
 
 import optim  # noqa: E402
 
-# Two ranks and small micro-batches cannot divide 13 examples equally. Ranks that wait for each other
-# end after a minute.
+# Two ranks and small micro-batches cannot divide 13 examples equally. Ranks that wait for each
+# other end after a minute.
 FLAGS = "--steps 5 --batch 13 --dropout 0 --precision fp32 --timeout 60".split()
 
 
