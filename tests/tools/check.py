@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch  # noqa: E402
+import torch
 
-import optim  # noqa: E402
+import optim
 
 # Two ranks and small micro-batches cannot divide 13 examples equally. Ranks that wait for each
 # other end after a minute.

@@ -21,16 +21,17 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-import data  # noqa: E402
+import bert
+import data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONGEST = 128           # tokens of an example

@@ -21,10 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import bert  # noqa: E402
-import data  # noqa: E402
-import optim  # noqa: E402
-import train  # noqa: E402
+import bert
+import data
+import optim
+import train  # first: it says how torch's threads wait
 
 # name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
 # the examples a second that somebody has published, times `flops_per_example`; none was

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import data  # noqa: E402
+import data
 
 PANELS = {
     "mlm_loss": "MLM loss, nats",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import data  # noqa: E402
+import data
 
 SEQ_LEN = 64
 EXAMPLES = range(2, 5)         # one whose B follows A, and two whose B does not

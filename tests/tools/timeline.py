@@ -34,13 +34,13 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import data  # noqa: E402
-import dist  # noqa: E402
-import train  # noqa: E402
+import data
+import dist
 
 # Of Okabe and Ito, and a light grey: they differ for colour-blind readers as well.
 COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#009E73"}

@@ -29,16 +29,17 @@ import dataclasses
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-import data  # noqa: E402
-from tests.variants import common  # noqa: E402
+import bert
+import data
+from tests.variants import common
 
 E = 128                      # the paper's, of widths from 768 on; at most half the width
 Bert = bert.BertForPreTraining                           # `install` puts Albert in its place

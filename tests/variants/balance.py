@@ -27,12 +27,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import data  # noqa: E402
-from tests.variants import common  # noqa: E402
+import data
+from tests.variants import common
 
 
 class Share(NamedTuple):

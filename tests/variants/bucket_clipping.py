@@ -23,13 +23,13 @@ import functools
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-import train  # noqa: E402
-from tests.variants import common  # noqa: E402
+import dist
+from tests.variants import common
 
 
 class ClippingReducer(dist.Reducer):

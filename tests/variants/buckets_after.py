@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
 
-import dist  # noqa: E402
-from tests.variants import common  # noqa: E402
+import dist
+from tests.variants import common
 
 
 class BucketsAfter(dist.Reducer):

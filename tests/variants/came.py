@@ -25,9 +25,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
 
-import optim  # noqa: E402
-from tests.variants import common  # noqa: E402
+import optim
+from tests.variants import common
 
 
 class CAME(optim.Optimizer):

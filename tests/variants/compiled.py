@@ -14,12 +14,13 @@ folder and the checkpoints are those of train.py; but neither takes up a checkpo
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-from tests.variants import common  # noqa: E402
+import bert
+from tests.variants import common
 
 
 def compile_blocks(args, world, state):

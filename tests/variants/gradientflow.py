@@ -19,12 +19,13 @@ given (or "none").
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.variants import common  # noqa: E402
+from tests.variants import common
 
 CHUNK = 1024                 # elements
 FRACTION = 0.05              # of the chunks is sent

@@ -25,12 +25,13 @@ phase with longer texts begins with copies of other positions (train.copy_positi
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import optim  # noqa: E402
-from tests.variants import common  # noqa: E402
+import optim
+from tests.variants import common
 
 
 class MERIT(optim.Optimizer):

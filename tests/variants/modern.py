@@ -29,15 +29,15 @@ import functools
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-import train  # noqa: E402
-from tests.variants import common, modern_export  # noqa: E402
+import bert
+from tests.variants import common, modern_export
 
 THETA = 10000.0              # positions up to about this can be told apart; ModernBERT's is 160,000
 Bert = bert.BertForPreTraining                           # `install` puts Modern in its place

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
 
-from tests.variants import common, modern, muon  # noqa: E402
+from tests.variants import common, modern, muon
 
 
 def install():

@@ -23,12 +23,13 @@ since only names tell which matrices are the blocks'. No second moment is kept o
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import optim  # noqa: E402
-from tests.variants import common  # noqa: E402
+import optim
+from tests.variants import common
 
 MOMENTUM = 0.95
 # The matrices that stand below each other in a tensor; others hold one. The second is modern.py's.

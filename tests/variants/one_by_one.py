@@ -25,14 +25,14 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-import train  # noqa: E402
-from tests.variants import common  # noqa: E402
+import dist
+from tests.variants import common
 
 
 class OneByOne:

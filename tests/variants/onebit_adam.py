@@ -27,15 +27,15 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-import optim  # noqa: E402
-import train  # noqa: E402
-from tests.variants import common  # noqa: E402
-from tests.variants.synchronised import LocalReducer  # noqa: E402
+import dist
+import optim
+from tests.variants import common
+from tests.variants.synchronised import LocalReducer
 
 FREEZE = 0.2                 # the fraction of a phase after which v is frozen, or the warm-up's end
 BETA2 = 0.999

@@ -26,12 +26,13 @@ What is changed: as in onebit_adam.py, with this optimizer.
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import optim  # noqa: E402
-from tests.variants import common, onebit_adam  # noqa: E402
+import optim
+from tests.variants import common, onebit_adam
 
 
 class OneBitLAMB(onebit_adam.OneBitAdam):

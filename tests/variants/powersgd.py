@@ -18,12 +18,13 @@ not given (or "none"); and dist.Bucket is one that tells it the shapes of its te
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.variants import common  # noqa: E402
-from tests.variants.common import mean_of_each, split  # noqa: E402
+from tests.variants import common
+from tests.variants.common import mean_of_each, split
 
 RANK = 4                     # of the factors, k
 

@@ -31,13 +31,14 @@ of ranks. Any other variant may run over it: call this install() after the varia
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 from torch import distributed
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import dist  # noqa: E402
-from tests.variants import common  # noqa: E402
+import dist
+from tests.variants import common
 
 
 def all_reduce(world, tensor):

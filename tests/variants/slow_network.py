@@ -32,13 +32,13 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 from torch import distributed
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import data  # noqa: E402
-import dist  # noqa: E402
-import train  # noqa: E402
+import data
+import dist
 
 GBPS = math.inf              # `install` reads it
 SENT = {                     # method of World: what a rank of W sends, times the tensor it gives

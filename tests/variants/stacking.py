@@ -34,15 +34,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import bert  # noqa: E402
-import dist  # noqa: E402
-import optim  # noqa: E402
-import train  # noqa: E402
-from tests.variants import common  # noqa: E402
+import bert
+import dist
+import optim
+from tests.variants import common
 
 STAGES, JOINT = 2, 0.2       # K, and the last part's fraction of the steps
 

@@ -1,7 +1,9 @@
 """Each variant as a program: train.py as it changes it, from its flags to a resumed run."""
 import functools
+import re
 import runpy
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +131,14 @@ def test_it_is_a_program_that_heeds_gbps(name, monkeypatch, capsys):
     assert "GBPS: must be in" in capsys.readouterr().err
     assert before == (bert.BertConfig.preset("tiny", 64), dist.World.all_reduce,
                       train.parse_arguments), "the five files are not as before"
+
+
+@pytest.mark.parametrize("name", variant_names())
+def test_train_is_imported_before_torch(name):
+    """For train.py says how libgomp's threads wait, which is read when torch is imported."""
+    imports = re.findall(r"^(?:import|from) (\w+)", (FOLDER / f"{name}.py").read_text(), re.M)
+    others = [module for module in imports if module not in sys.stdlib_module_names]
+    assert others[0] == "train", f"{name}.py imports {others[0]} before train"
 
 
 def test_a_variant_runs_as_a_script(shards, tmp_path):

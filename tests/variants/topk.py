@@ -18,12 +18,13 @@ given (or "none").
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.variants import common  # noqa: E402
+from tests.variants import common
 
 FRACTION = 0.01              # of the elements is sent
 

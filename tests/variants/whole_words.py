@@ -14,12 +14,13 @@ numbers of its first one. In held-out text tokens are masked as in train.py, so 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import data  # noqa: E402
-from tests.variants import common  # noqa: E402
+import data
+from tests.variants import common
 
 LONGEST_WORD = 8             # tokens; longer words are masked in parts: some scripts have no spaces
 

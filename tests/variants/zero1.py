@@ -34,13 +34,13 @@ import functools
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 from torch import distributed
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import train  # noqa: E402
-from tests.variants import common  # noqa: E402
+from tests.variants import common
 
 
 def deal_out(masters, size):

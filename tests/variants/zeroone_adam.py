@@ -30,13 +30,13 @@ resumes, on as many ranks, equals the run that saved there. With --hours j goes 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # first: it says how torch's threads wait
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import train  # noqa: E402
-from tests.variants import common, onebit_adam  # noqa: E402
-from tests.variants.synchronised import agree_before_save  # noqa: E402
+from tests.variants import common, onebit_adam
+from tests.variants.synchronised import agree_before_save
 
 VARIANCE_UPDATES = 16        # after so many updates k doubles
 AGREEMENT_STEPS = 32678      # after so many steps of 125,000 j doubles
