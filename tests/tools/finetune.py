@@ -130,8 +130,8 @@ def fit(model, examples, epochs, lr, size=32):
     """Trains a model in batches of `size`; it ends with the weights of its best epoch, by the
     accuracy on examples set apart."""
     apart = min(len(examples) // 5, 2000)
-    held, train = random_split(examples, [apart, len(examples) - apart])
-    batches = DataLoader(train, size, shuffle=True, collate_fn=batch_of)
+    held, rest = random_split(examples, [apart, len(examples) - apart])
+    batches = DataLoader(rest, size, shuffle=True, collate_fn=batch_of)
     optimizer = torch.optim.AdamW(model.parameters())
     # A tenth of the steps warms up to `lr`, then the rate falls as a cosine does.
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -179,20 +179,20 @@ def run(args):
     """Trains and prints the table; writes the folder."""
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
     labels = {}
-    train = read(args.train, tokenizer, labels, new_labels=True)
+    examples = read(args.train, tokenizer, labels, new_labels=True)
     dev = read(args.dev, tokenizer, labels)
-    print(f"{len(train):,} and {len(dev):,} examples, {len(labels)} labels\n"
+    print(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
           f"{'':<16}accuracy         macro F1         Matthews")
     torch.manual_seed(0)
-    bag = BagOfTokens(len(tokenizer), len(labels), train)
+    bag = BagOfTokens(len(tokenizer), len(labels), examples)
     row("largest class", [score(bag, dev)])
-    fit(bag, train, epochs=20, lr=0.1)
+    fit(bag, examples, epochs=20, lr=0.1)
     row("bag of tokens", [score(bag, dev)])
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
         model = classifier(args.model, len(labels), args.random, args.frozen)
-        fit(model, train, epochs=10, lr=0.01 if args.frozen else 0.1 / model.config.width)
+        fit(model, examples, epochs=10, lr=0.01 if args.frozen else 0.1 / model.config.width)
         found.append(score(model, dev))
     row("three seeds", found)
     if args.out:
@@ -209,8 +209,10 @@ def main():
     add("--frozen", action="store_true", help="train the linear layer alone")
     add("--random", action="store_true", help="begin with random weights, of the same shape")
     add("--out", type=Path, help="write a folder for transformers")
+    args = parser.parse_args()
+    torch.set_num_threads(data.usable_cores())
     try:
-        run(parser.parse_args())
+        run(args)
     except (data.DataError, bert.ModelError, OSError) as error:
         sys.exit(f"finetune.py: {error}")
 
