@@ -84,7 +84,8 @@ EXERCISES = {
         60, "how next-sentence pairs are made, and what a classifier could cheat by"),
     "attention": Exercise(
         "bert.plain_attention bert.attention_by_length",
-        90, "attention over examples that stand one after another, without padding or a mask"),
+        90, "attention over examples that stand one after another, without padding or a mask",
+        "bert.padded_attention"),
     "schedule": Exercise(
         "optim.learning_rate train.progress",
         40, "warm-up, decay, and how a run knows where it is: by steps or by the clock"),
@@ -95,7 +96,8 @@ EXERCISES = {
     "lamb": Exercise(
         "optim.adam_update optim.LAMB._update",
         60, "what lets a batch of 64K learn: a step as long as the layer's weights ask for",
-        "tests/variants/lans.LANS._update tests/variants/onebit_lamb.OneBitLAMB._update"),
+        "tests/variants/lans.LANS._update tests/variants/onebit_lamb.OneBitLAMB._update "
+        "tests/variants/slow_momentum.SlowMomentum._update"),
     "dealing": Exercise(
         "data.micro_batches data.loader train.count_labels",
         60, "the same step on any number of ranks: who takes which example, and the divisor"),
@@ -152,15 +154,9 @@ parse = functools.cache(ast.parse)       # the same text is asked for again and 
 
 
 def load(folder, path):
-    """Returns the text of a Python file; raises CourseError if it cannot be read or parsed. If the
-    folder has it only in a folder within, it is the outermost one."""
-    file = folder / path
+    """Returns the text of a Python file; raises CourseError if it cannot be read or parsed."""
     try:
-        if not file.exists():
-            file = min(folder.rglob(str(path)), default=file, key=lambda found: len(found.parts))
-        if not file.exists():
-            raise CourseError(f"there is no {path} in it")
-        text = decoded(file.read_bytes())
+        text = decoded((folder / path).read_bytes())
         parse(text, path)                # its errors name the file and the line
         return text
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -210,10 +206,15 @@ def blank(source, function):
     return with_function(source, function, "".join(lines))
 
 
+def is_blank(source, function):
+    """Returns whether a function is as `blank` leaves it."""
+    return text_of(source, function).endswith(f" {BLANK}\n")
+
+
 def blank_in(folder, name):
     """Returns the functions of an exercise that are blank in a folder, a list."""
     return [function for path, function in functions_of(name)
-            if text_of(load(folder, path), function).endswith(f" {BLANK}\n")]
+            if is_blank(load(folder, path), function)]
 
 
 def additions(theirs, ours):
@@ -356,14 +357,13 @@ def check(name, limit):
     points, wrong = points_in(name, marks)
     why = ", the most while more than a slip of 1 point is wrong" * (points == MOST)
     print(f"  {points:>2} of 10  points{why}")
-    if wrong:
-        return 1
     left = [other for other in EXERCISES if blank_in(ROOT, other)]
-    rewards = [name] if left else {name: 0, "resume": 0}
-    subprocess.run([sys.executable, "-m", "tests.course.rewards", *rewards], cwd=ROOT)
+    if not wrong:
+        rewards = [name] if left else {name: 0, "resume": 0}
+        subprocess.run([sys.executable, "-m", "tests.course.rewards", *rewards], cwd=ROOT)
     if left:
         print(f"\nstill blank in this folder: {', '.join(left)}")
-    return 0
+    return points < 10
 
 
 def hint(name):
@@ -423,67 +423,77 @@ def try_out(name, changed, limit, seed):
         return run_tests(copy, name, limit, seed)
 
 
+def handed_in(folder, path):
+    """Returns where the file of this name is in a submission, None if it is nowhere. In folders
+    within the outermost one counts; raises CourseError if there are two."""
+    first, *others = sorted(folder.rglob(path.name), key=lambda file: len(file.parts)) or [None]
+    if others and len(first.parts) == len(others[0].parts):
+        raise CourseError(f"{path.name} is in it twice; hand in one version")
+    return first
+
+
 def taken(name, folder):
     """Returns what is taken of a submission, in our files, {Path: text}: the exercise's functions,
-    imports, and new functions at the top level; all else, the tests too, is ours."""
+    imports, and new functions at the top level; all else, the tests too, is ours. What is not
+    there is blank."""
     changed = {}
     for path, function in functions_of(name):
-        theirs = load(folder, path)
         ours = load(ROOT, path)
-        text = changed.get(path) or ours + additions(theirs, ours)
-        changed[path] = with_function(text, function, text_of(theirs, function))
+        file = handed_in(folder, path)
+        if file:
+            theirs = load(file.parent, file.name)
+            text = changed.get(path) or ours + additions(theirs, ours)
+            changed[path] = with_function(text, function, text_of(theirs, function))
+        else:
+            changed[path] = blank(changed.get(path, ours), function)
     return changed
 
 
 def grade_one(name, folder, limit, seed):
-    """Returns the marks of a submission."""
+    """Returns the marks of a submission, and what a lecturer should look at in it, as text, "" if
+    nothing stands out. (Who wants to hide can: this finds what is done openly.)"""
     try:
-        empty = blank_in(folder, name)
-        if len(empty) == len(functions_of(name)):
-            return no_marks(name, f"blank: {', '.join(empty)}")
-        return try_out(name, taken(name, folder), limit, seed)
+        changed = taken(name, folder)
+        if all(is_blank(changed[path], function) for path, function in functions_of(name)):
+            return no_marks(name, "blank, or not there"), ""
+        look_at = Counter()
+        for path, text in changed.items():
+            look_at += unusual(text) - unusual(load(ROOT, path))
+        return try_out(name, changed, limit, seed), ", ".join(look_at)
     except (CourseError, SyntaxError) as error:
-        return no_marks(name, str(error))
-
-
-def look_at(name, folder):
-    """Returns what a lecturer should look at in a submission, as text, "" if nothing stands out.
-    Who wants to hide can: this finds what is done openly."""
-    found = Counter()
-    with contextlib.suppress(CourseError, SyntaxError):    # `grade_one` says what is wrong
-        for path, text in taken(name, folder).items():
-            found += unusual(text) - unusual(load(ROOT, path))
-    return ", ".join(found)
+        return no_marks(name, str(error)), ""
 
 
 def unpack(submission, names, place):
-    """Returns the folder of what was handed in: itself if it has a file of these exercises; else
-    `place`, with the Python files of the zip that it is, or of all zips in it."""
+    """Copies the files of these exercises that were handed in, loose and in zips, to `place`."""
+    if submission.is_file():
+        return unzip(submission, place)
     files = {path.name for name in names for path, _ in functions_of(name)}
-    if any(path.name in files for path in submission.rglob("*.py")):
-        return submission
-    for path in [submission] if submission.is_file() else submission.rglob("*.zip"):
-        unzip(path, place)
-    return place
+    for path in submission.rglob("*.*"):
+        copy = place / path.relative_to(submission)
+        if path.suffix == ".zip":
+            unzip(path, copy.with_suffix(""))
+        elif path.name in files:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
 
 
 def unzip(path, folder):
-    """Writes the Python files of a zip to a folder, and those of zips in it."""
+    """Writes the Python files of a zip to a folder, and those of zips in it to folders within."""
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.endswith((".py", ".zip"))]
         archive.extractall(folder, names)
     for name in names:
         if name.endswith(".zip"):
-            unzip(folder / name, folder)
+            unzip(folder / name, (folder / name).with_suffix(""))
 
 
 def marks_of(submission, names, limit, seed):
     """Returns of a submission {exercise: (marks, what to look at)}."""
     with tempfile.TemporaryDirectory() as place:
         try:
-            folder = unpack(submission, names, Path(place))
-            return {name: (grade_one(name, folder, limit, seed), look_at(name, folder))
-                    for name in names}
+            unpack(submission, names, Path(place))
+            return {name: grade_one(name, Path(place), limit, seed) for name in names}
         except Exception as error:               # whatever it is, the others are graded
             return {name: (no_marks(name, f"cannot be graded: {error!r}"), "") for name in names}
 
@@ -515,7 +525,7 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
     missing = [str(submission) for submission in submissions if not submission.exists()]
     if missing:
         raise CourseError(f"{', '.join(missing)}: no file, no folder, no exercise")
-    header = ["submission", *names, "total", "first thing wrong in each"]
+    header = ["submission", *names, "total", f"first thing wrong in each, by seed {seed}"]
     rows = read_table(file, header)
     print("submission".ljust(20), *names, "total")
     pool = ThreadPoolExecutor(max(1, jobs))
@@ -620,8 +630,8 @@ def main():
     if len(paths) != FOLDERS.get(flags.command, len(paths)):
         parser.error(f"{flags.command} {' '.join(flags.words)}: too few or too many words, or none "
                      f"of {', '.join(EXERCISES)}")
-    if flags.command == "grade" and not names and not flags.track:
-        parser.error("grade: name the exercises, or give the --track: what was not blank is right")
+    if flags.command in ("grade", "release") and not names and not flags.track:
+        parser.error(f"{flags.command}: name the exercises, or give the --track")
     try:
         sys.exit(do(flags.command, names or TRACKS[flags.track or "term"], paths, flags))
     except CourseError as error:

@@ -38,8 +38,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SAME_START = "device", "ranks", "torch", "python"    # of the first line
-SAME_FLAGS = "shards", "pairs"                       # of its field `flags`
+SAME = "device", "ranks", "torch", "python", "shards", "pairs"       # in a run and the baseline
 
 
 class RaceError(ValueError):
@@ -59,7 +58,7 @@ class Point(NamedTuple):
 class Run(NamedTuple):
     """What metrics.jsonl says of a run."""
     name: str                # its folder, as given
-    start: dict              # the first line
+    start: dict              # the fields of the first line, and of its field `flags`
     points: list             # of Point, in the order of steps
 
 
@@ -91,27 +90,21 @@ def read(folder):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         if not lines or lines[0]["kind"] != "run":
             raise ValueError("the first line is not that of a run")
-        points = points_of(lines)
-    except OSError as error:
-        raise RaceError(f"{path}: {error.strerror}") from None
-    except KeyError as error:
-        raise RaceError(f"{path}: a line lacks {error}") from None
-    except (ValueError, TypeError) as error:
-        raise RaceError(f"{path} is damaged, or the run has not ended: {error}") from None
-    if not points:
+        run = Run(str(folder), lines[0] | lines[0]["flags"], points_of(lines))
+    except (OSError, KeyError, ValueError, TypeError) as error:      # KeyError: of a field
+        raise RaceError(f"{path} is damaged, or the run has not ended: {error!r}") from None
+    if not run.points:
         raise RaceError(f"{path}: the run was never evaluated")
-    return Run(str(folder), lines[0], points)
+    return run
 
 
 def check(base, run, goal):
     """Raises RaceError if a run may not be compared with the baseline. goal: of it, a Point."""
-    ours, theirs = run.start["flags"], base.start["flags"]
-    for field in SAME_START + SAME_FLAGS:
-        own = run.start.get(field, ours.get(field))
-        other = base.start.get(field, theirs.get(field))
+    for field in SAME:
+        own, other = run.start.get(field), base.start.get(field)
         if own != other:
             raise RaceError(f"{run.name} has {field} {own}, the baseline {other}")
-    if ours.get("init") != "None":
+    if run.start.get("init") != "None":
         raise RaceError(f"{run.name} began with trained weights, --init")
     for point in run.points:
         # The same numbers are added up, in an order that depends on micro-batches.

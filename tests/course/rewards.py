@@ -148,9 +148,9 @@ def resume():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+    for name in filter(globals().get, sys.argv[1:]):
         print()
         try:
-            globals().get(name, print)()
+            globals()[name]()
         except NotImplementedError:
             print(f"What {name} is good for, another exercise that is blank has to show as well.")

@@ -48,7 +48,6 @@ def test_what_a_student_has_and_sees(tmp_path):
     exercises.start(folder, ["schedule", "lamb"])
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
-    assert "tests/course/README.md" not in names
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("verify",):
         refused = f"exercises.py: {command[0]} needs the solutions, which are not in this copy\n"
@@ -78,27 +77,30 @@ SUBMISSIONS = [                # points, what is wrong, body of learning_rate
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
-    (5, "NotImplementedError at optim.py:", exercises.BLANK)]       # `progress` is right
+    (5, "NotImplementedError at optim.py:", None),              # not there; `progress` is right
+    (0, "optim.py is in it twice", "return 1")]
 
 
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
-    folders = [tmp_path / str(number) for number in range(5)]
+    folders = [tmp_path / str(number) for number in range(6)]
     for folder, (points, _, body) in zip(folders, SUBMISSIONS):
         inner = folder / "handed in/week"
         inner.mkdir(parents=True)
+        shutil.copy(ROOT / "train.py", folder)
         text = exercises.with_function(source + helper, "learning_rate", f"{HEAD}    {body}\n")
-        (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
-        shutil.copy(ROOT / "train.py", inner)
-    shutil.make_archive(tmp_path / "packed/week", "zip", folders[3])
-    shutil.rmtree(folders[3])
-    shutil.make_archive(folders[3] / "again", "zip", tmp_path / "packed")         # a zip in a zip
-    (folders[3] / "evening.py").touch()
+        if body:
+            (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
+    shutil.copytree(folders[5] / "handed in", folders[5] / "old")
+    # A zip in a zip, beside a loose file
+    shutil.make_archive(tmp_path / "packed/week", "zip", folders[3] / "handed in")
+    shutil.rmtree(folders[3] / "handed in")
+    shutil.make_archive(folders[3] / "again", "zip", tmp_path / "packed")
     file, results = tmp_path / "points.csv", tmp_path / "results.json"
     exercises.grade(folders, ["schedule"], 25, 1, file, jobs=2)
     header, *rows = file.read_text().splitlines()
-    assert header == "submission,schedule,total,first thing wrong in each"
+    assert header == "submission,schedule,total,\"first thing wrong in each, by seed 1\""
     for row, (points, wrong, _) in zip(rows, SUBMISSIONS, strict=True):
         said = f"{points},{points},{'schedule: ' * (points < 10)}{wrong}"
         assert said in row.replace('"', ""), row

@@ -53,6 +53,7 @@ class SlowMomentum(optim.Optimizer):
 
     @common.one_by_one
     def _update(self, group, w, g, m, v):
+        """Applies one update to a parameter, w; its moments change in place, too."""
         b1, b2 = group["betas"]
         t = group["step"]
         s = self.state[w]["slow"]
