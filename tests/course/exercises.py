@@ -15,8 +15,8 @@ For lecturers, in the whole repository, and for all who learn alone:
     python tests/course/exercises.py grade FOLDER... --track week --csv points.csv --jobs 4
     python tests/course/exercises.py verify                         # the course itself
 
-Where no exercise is named, all of the track count, by default all; of hints the first. A
-folder with the name of an exercise is given as ./lamb.
+Where no exercise is named, all of the track count, by default all (but name them to release and
+to grade); of hints the first. A folder with the name of an exercise is given as ./lamb.
 
 Needs no git. This file needs Python's standard library alone, the checks what requirements.txt
 names. README.md beside it is for lecturers.
@@ -45,7 +45,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # only where the solutions are, too
-COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md"
+COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md", "tests/**/*.svg"
 NOT_FOR_STUDENTS = (
     "tests/bench/", "tests/RESULTS.md", "tests/course/README.md", "tests/course/answers.md",
     "tests/course/test_exercises.py", "tests/course/verify.py", "tests/course/wrong_solutions.md")
@@ -58,7 +58,7 @@ UNUSUAL = """
     __builtins__ __class__ __code__ __globals__ __import__ __subclasses__ _exit _getframe argv
     atexit builtins compile conftest ctypes currentframe environ eval exec f_back gc getattr getenv
     globals importlib inspect kill listdir locals mock monkeypatch open popen proc pytest report
-    request run_path SEED setattr settrace signal stack subprocess sys system test_graders tests
+    request run_path SEED setattr settrace signal subprocess sys system test_graders tests
     THRIFTBERT_SEED traceback unittest xml""".split()
 
 
