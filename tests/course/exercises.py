@@ -631,7 +631,7 @@ def main():
         parser.error(f"{flags.command} {' '.join(flags.words)}: too few or too many words, or none "
                      f"of {', '.join(EXERCISES)}")
     if flags.command in ("grade", "release") and not names and not flags.track:
-        parser.error(f"{flags.command}: name the exercises, or give the --track")
+        parser.error(f"{flags.command} {' '.join(flags.words)}: name exercises, or give --track")
     try:
         sys.exit(do(flags.command, names or TRACKS[flags.track or "term"], paths, flags))
     except CourseError as error:
