@@ -291,9 +291,10 @@ def test_damaged_weights_are_one_line(saved):
     _, folder, _ = saved
     path = folder / "model.safetensors"
     content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
+    # With spaces at the header's end, since one without its last byte is wrong even so
+    size = int.from_bytes(content[:8], "little") + 8
+    content = b"".join([size.to_bytes(8, "little"), content[8:size], b" " * 8, content[size:]])
     header = json.loads(content[8:8 + size])
-    assert content[8 + size - 1] == ord(" "), "this is a test of headers without their last byte"
     name = "cls.seq_relationship.weight"
     headers = [[1, 2], {"a": 1}, {}, None, "x", 3]
     for key, values in WRONG_ENTRIES.items():
