@@ -127,7 +127,7 @@ def same_from_two_to_one(program, whole):
 def near_in_bf16(program, whole):
     """Nothing that was added needs more than 16 bits, or another type than the model's."""
     return difference(program.train("bf16", "--precision", "bf16", "--max-steps", "5"),
-                      first_five(whole), 1e-2)
+                      first_five(whole), 3e-2)
 
 
 def same_from_folder(program, whole):
@@ -151,7 +151,7 @@ QUESTIONS = {
     "two ranks: the same losses": same_on_two_ranks,
     "two ranks, resumed on one: the same losses": same_from_two_to_one,
     "model/ taken up by --init: the same held-out losses": same_from_folder,
-    "bf16: losses within a hundredth": near_in_bf16,
+    "bf16: losses within 3 %": near_in_bf16,
 }
 
 
@@ -160,7 +160,7 @@ def main():
     questions = dict(QUESTIONS)
     if optim.choose_precision("auto", torch.device("cpu")) != "bf16":
         print("bf16 is not tried: this CPU computes it slowly")
-        del questions["bf16: losses within a hundredth"]
+        del questions["bf16: losses within 3 %"]
     with tempfile.TemporaryDirectory() as folder:
         program = Program(sys.argv[1:], Path(folder))
         try:
