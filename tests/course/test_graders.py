@@ -730,6 +730,8 @@ def test_overlap_errors():
     must_raise(dist.DistError, reducer.finish, "finish: where 0.bias takes no part in the loss of "
                "the last micro-batch, before it waits for any job")
     assert len(reducer.jobs) == 1, "a bucket without the gradient of 0.bias is launched"
+    must_raise(dist.DistError, dist.Reducer(tower(), dist.World()).finish,
+               "finish: where one rank has no gradient at all")
     reducer.zero_grad()
     backward(model)                              # nothing is raised inside backward
     must_raise(ZeroDivisionError, reducer.finish, "finish: where a job in the thread has failed")
