@@ -11,7 +11,7 @@ import data
 
 ROOT = Path(__file__).parent.parent
 # What the course's tests draw by: grading sets another one than the copies of students have.
-SEED = int(os.environ.get("THRIFTBERT_SEED", 0)) % 100         # some draw how much there is to do
+SEED = int(os.environ.get("THRIFTBERT_SEED", 0)) % 100         # some tests do more by a larger one
 WORDS = """
 time year people way day man thing woman life child world school state family student group
 country problem hand part place case week company system program question work government number

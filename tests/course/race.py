@@ -91,8 +91,12 @@ def read(folder):
         if not lines or lines[0]["kind"] != "run":
             raise ValueError("the first line is not that of a run")
         run = Run(str(folder), lines[0] | lines[0]["flags"], points_of(lines))
-    except (OSError, KeyError, ValueError, TypeError) as error:      # KeyError: of a field
-        raise RaceError(f"{path} is damaged, or the run has not ended: {error!r}") from None
+    except OSError as error:
+        raise RaceError(f"{path}: {error.strerror}") from None
+    except KeyError as error:
+        raise RaceError(f"{path}: a line lacks {error}") from None
+    except (ValueError, TypeError) as error:
+        raise RaceError(f"{path} is damaged, or the run has not ended: {error}") from None
     if not run.points:
         raise RaceError(f"{path}: the run was never evaluated")
     return run

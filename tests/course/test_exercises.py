@@ -48,6 +48,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     exercises.start(folder, ["schedule", "lamb"])
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
+    assert "tests/course/README.md" not in names
     assert [name for name in EXERCISES if exercises.blank_in(folder, name)] == ["schedule", "lamb"]
     for command in ("start", "x"), ("verify",):
         refused = f"exercises.py: {command[0]} needs the solutions, which are not in this copy\n"

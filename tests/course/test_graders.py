@@ -462,8 +462,8 @@ def test_lamb_of_vectors_is_adam(options):
         without_t = ours - options["lr"] * u               # right in the first step only
         adam.step()
         lamb.step()                                        # the last, since it may change g
-        assert_near(ours, theirs, f"a vector, without decay, after step {t}",
-                    slips={"m and v are not divided by 1 - b^t": without_t})
+        assert_near(ours, theirs, f"a vector, without decay, after step {t}", 1e-9,
+                    {"m and v are not divided by 1 - b^t": without_t})
 
 
 def lamb_equations(w, m, v, g, t, lr, eps, betas, weight_decay):
@@ -488,7 +488,7 @@ def test_lamb_is_its_equations(options):
         lamb.step()
         kinds = "of small weights", "of zeros", "without gradient", "of large weights"
         for what, w, right in zip(kinds, tensors, exact):
-            assert_near(w, right[0], f"a matrix {what}, after step {t}")
+            assert_near(w, right[0], f"a matrix {what}, after step {t}", 1e-7)
 
 
 # ----- dealing -----
@@ -663,12 +663,14 @@ SIZES = sorted(DRAW.sample(range(2, 20), 3))
 def events_of(world):
     """Returns how many buckets are launched when the gradient of each layer's weight is there, from
     the last layer on; the order of buckets whose gradients become ready in another order on each
-    rank; whether backward goes on, and ends, while a bucket is averaged."""
+    rank; whether backward goes on, and ends, while a bucket is averaged in another thread."""
     launched = []
     events = []
+    threads = set()
     ended = threading.Event()
 
     def average(bucket, scale):
+        threads.add(threading.current_thread())
         events.append((len(bucket.flat), ended.wait(3)))
         return 0
 
@@ -688,6 +690,7 @@ def events_of(world):
     for layer in [*layers][::(1, -1)[world.rank]]:
         layer(torch.ones(1, layer.in_features)).sum().backward()
     reducer.finish()
+    beside = beside and threading.main_thread() not in threads
     return launched, [length for length, _ in events], beside
 
 
@@ -699,7 +702,7 @@ def test_overlap_in_order(tmp_path):
             "during backward one bucket of six after another is complete, and launched: when the "
             f"gradients of the weights come, [0, 1, 2, 3, 4, 5] are, not {launched}")
         assert events == right, f"buckets of {right} elements start as {events} on one rank"
-        assert beside, "backward waits while a bucket is averaged"
+        assert beside, "backward waits while a bucket is averaged, or its own thread averages"
 
 
 def must_raise(kind, function, when):

@@ -4,7 +4,7 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program twelve times for a few steps, on the CPU: a minute on two idle cores. For each
+Trains the program fourteen times for a few steps, on the CPU: a minute on two idle cores. For each
 thing that must hold, whatever was changed, it prints "yes", or what differs first. Status 1 if
 something differs.
 
@@ -125,9 +125,11 @@ def same_from_two_to_one(program, whole):
 
 
 def near_in_bf16(program, whole):
-    """Nothing that was added needs more than 16 bits, or another type than the model's."""
-    return difference(program.train("bf16", "--precision", "bf16", "--max-steps", "5"),
-                      first_five(whole), 3e-2)
+    """Nothing that was added needs more than 16 bits, or another type than the model's. (Of 13
+    examples alone the pairs' loss can differ by a hundredth.)"""
+    many = "--batch", "104", "--max-steps", "5"
+    return difference(program.train("many in bf16", "--precision", "bf16", *many),
+                      first_five(program.train("many", *many)), 1e-2)
 
 
 def same_from_folder(program, whole):
@@ -151,7 +153,7 @@ QUESTIONS = {
     "two ranks: the same losses": same_on_two_ranks,
     "two ranks, resumed on one: the same losses": same_from_two_to_one,
     "model/ taken up by --init: the same held-out losses": same_from_folder,
-    "bf16: losses within 3 %": near_in_bf16,
+    "bf16: losses within a hundredth": near_in_bf16,
 }
 
 
@@ -160,7 +162,7 @@ def main():
     questions = dict(QUESTIONS)
     if optim.choose_precision("auto", torch.device("cpu")) != "bf16":
         print("bf16 is not tried: this CPU computes it slowly")
-        del questions["bf16: losses within 3 %"]
+        del questions["bf16: losses within a hundredth"]
     with tempfile.TemporaryDirectory() as folder:
         program = Program(sys.argv[1:], Path(folder))
         try:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import bert
 import data
 import optim
-import train  # first: it says how torch's threads wait
+import train
 
 # name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
 # the examples a second that somebody has published, times `flops_per_example`; none was

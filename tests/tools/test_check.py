@@ -49,7 +49,7 @@ def pretend(command, wrong_in, loss):
     ("--nproc_per_node=2", 6.1, "same_on_two_ranks same_from_two_to_one"),
     ("--nproc_per_node=2", "dies", "same_on_two_ranks same_from_two_to_one"),
     ("--init", 6.1, "same_from_folder"),
-    ("bf16", 6.3, "near_in_bf16")])
+    ("bf16", 6.1, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: pretend(command, wrong_in, loss))
     monkeypatch.setattr(sys, "argv", ["check.py"])
