@@ -42,6 +42,7 @@ VARIANTS = {     # of a file of tests/variants
     "albert": ("lamb", ""),
     "stacking": ("lamb", ""),
     "whole_words": ("lamb", ""),
+    "stream": ("lamb", ""),
     "balance": ("lamb", ""),
     "local_steps": ("lamb", ""),
     "slow_momentum": ("adamw", "--lr-scale 0.25"),

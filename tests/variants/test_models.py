@@ -12,7 +12,7 @@ import optim
 import train
 from tests.local_ranks import on_threads
 from tests.training import args_of, losses_of, random_batch
-from tests.variants import albert, balance, modern, stacking, whole_words
+from tests.variants import albert, balance, modern, stacking, stream, whole_words
 from tests.variants.equations import installed
 
 
@@ -229,3 +229,96 @@ def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):
     with installed(balance.install):
         data.verify(shards, 1, 4)
     assert asked == [()], f"only the shards of {asked} are checked"
+
+
+@pytest.fixture
+def streamed(shards, documents, tmp_path, monkeypatch):
+    """Makes TEXT a file of the text of `shards`, with soft hyphens and a document of one token,
+    which are both left out; returns its path. In some five windows."""
+    path = tmp_path / "text.txt"
+    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    pieces = tokenizer.id_to_piece(list(range(5, 320)))
+    word = next(piece[1:] for piece in pieces if piece[0] == "▁" and len(piece) > 2)
+    assert len(tokenizer.encode(word)) == 1
+    path.write_text("\n\n".join([word, *documents]).replace("a", "\u00ada"))
+    monkeypatch.setenv("TEXT", str(path))
+    monkeypatch.setattr(stream, "corpus_of", stream.Corpus)
+    monkeypatch.setattr(stream, "WINDOW", 70)
+    return path
+
+
+def same_batch(found, expected):
+    return found.labels.keys() == expected.labels.keys() and all(
+        np.array_equal(a, b) for a, b in zip(
+            [found.tokens, found.positions, found.segments, *found.labels.values()],
+            [expected.tokens, expected.positions, expected.segments, *expected.labels.values()]))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_stream_of_one_window_is_as_shards(shards, streamed, monkeypatch, held_out):
+    monkeypatch.setattr(stream, "WINDOW", 1000)
+    expected = data.PretrainingData(shards, 64, 1, 2, held_out, mask_fraction=0.3)
+    found = stream.Stream(shards, 64, 1, 2, held_out, mask_fraction=0.3)
+    found.each = 7
+    assert same_batch(found.batch(range(200)), expected.batch(range(200)))
+
+
+def test_windows_of_a_stream_have_the_documents_of_the_shards(shards, streamed):
+    """One after another, and none that is held out."""
+    whole, parts = data.PretrainingData(shards, 64), stream.Stream(shards, 64)
+    assert 4 <= parts.windows <= 5
+    for s in range(4):
+        of_windows = [parts.shard(window * 4 + s) for window in range(parts.windows)]
+        tokens = np.concatenate([shard.tokens for shard in of_windows])
+        sizes = np.concatenate([np.diff(shard.documents) for shard in of_windows])
+        assert np.array_equal(tokens, whole.shard(s).tokens), f"other tokens in shard {s}"
+        assert np.array_equal(sizes, np.diff(whole.shard(s).documents))
+
+
+def test_the_order_of_a_stream(shards, streamed, monkeypatch):
+    """Each shard of a window gives `each` examples, others in each round."""
+    parts = stream.Stream(shards, 64, phase=1, seed=2)
+    asked = []
+    monkeypatch.setattr(data.PretrainingData, "pair", lambda self, number, draws: (
+        asked.append(divmod(number, 4 * self.windows)) or data.Spans(*[0] * 7)))
+    parts.each = 6
+    examples = range(2 * 6 * 4 * parts.windows)
+    assert [parts.pair(i, None).index for i in examples] == [*examples]
+    for i, (_, shard) in enumerate(asked):
+        window = (parts.first + i // 24) % parts.windows
+        assert shard == 4 * window + i % 4, f"example {i}"
+    for shard in range(4 * parts.windows):
+        ks = [k for k, its_shard in asked if its_shard == shard]
+        assert ks == [*range(ks[0], ks[0] + 12)], f"shard {shard} gives {ks}"
+    begins = {stream.Stream(shards, 64, phase, seed).first for phase in (0, 1) for seed in (0, 1)}
+    assert len(begins) > 1, "phases and seeds begin with the same window"
+
+
+def test_an_example_of_a_stream_follows_from_its_number(shards, streamed, monkeypatch):
+    whole = stream.Stream(shards, 64)
+    whole.each = 10
+    count = 40 * whole.windows + 10                          # more than a round
+    expected = [whole.batch([i]) for i in range(count)]
+    monkeypatch.setattr(stream, "KEPT", 1)
+    again = stream.Stream(shards, 64)
+    again.each = 10
+    for i in count - 1, 5, 90, 6:
+        assert same_batch(again.batch([i]), expected[i]), f"example {i} is another one"
+
+
+def test_a_stream_refuses_other_text(shards, streamed, documents):
+    examples = stream.Stream(shards, 64)
+    settings = []
+    for text in documents, [*documents, "One more document.\nIt has two lines."]:
+        streamed.write_text("\n\n".join(text))
+        with installed(stream.install):
+            args = args_of("--data", shards)
+            settings.append(train.run_settings(args, data.load_manifest(shards))["text"])
+    assert settings[0] != settings[1], "a run is taken up with other text"
+    with pytest.raises(data.DataError, match="has changed since the run started"):
+        examples.shard(len(examples.paths) - 1)
+    streamed.write_text("\n".join(documents))               # no blank lines
+    with pytest.raises(data.DataError, match=r"lacks \d+ of the \d+ documents that .* holds out"):
+        stream.Stream(shards, 64)
+    with pytest.raises(data.DataError, match="too few documents"):
+        examples.corpus.shard(["A sentence.", ""])

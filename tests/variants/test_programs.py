@@ -52,6 +52,16 @@ def train_twice(world, shards, folder, name):
         world.barrier()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def text(documents, tmp_path_factory):
+    """The text of `shards`, for stream.py."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEXT", str(path))
+        yield
+
+
 @pytest.fixture(scope="module")
 def run_of(shards, tmp_path_factory):
     """Returns a function: of a program's name the folder of its two runs."""
@@ -111,8 +121,8 @@ def test_no_program_takes_up_a_run_of_another(shards):
     settings = {}
     for name in ["train", *NAMES, "compiled"]:
         with installed(list if name == "train" else module_of(name).install):
-            mine, other = (train.run_settings(args_of("--bucket-mb", size), manifest)
-                           for size in (1, 2))
+            runs = [args_of("--data", shards, "--bucket-mb", size) for size in (1, 2)]
+            mine, other = (train.run_settings(args, manifest) for args in runs)
         assert (mine != other) == (name in BY_BUCKET), f"{name}, if --bucket-mb changes"
         same = [other for other in settings if settings[other] == mine]
         assert same == (["train"] if name in SAME_RUNS else []), f"{name} takes up runs of {same}"
