@@ -1,11 +1,9 @@
 """What an exercise is good for, shown by the functions that solve it: `check` runs it when green.
 
-    python -m tests.course.rewards attention resume      # resume: the run of `python train.py`
+    python -m tests.course.rewards attention
 """
-import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -127,23 +125,6 @@ def feedback():
             distance = (arrived / step - gradient).norm() / gradient.norm()
             missing[f"after {step} steps"] = distance.item()
     bars(missing, "of a constant gradient is missing")
-
-
-def resume():
-    """The run of `python train.py`: its losses, and three masks filled in."""
-    folder = Path("runs/demo")
-    if not (folder / "model").exists():
-        print("Now `python train.py` trains a BERT with your functions, in minutes. Stop it by "
-              "Ctrl-C and\ncall it again: it goes on. Then:  python -m tests.course.rewards resume")
-        return
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    bars({f"step {line['step']}": line["mlm_loss"] for line in lines if line["kind"] == "eval"},
-         "nats, held out")
-    model = bert.load_huggingface(folder / "model")
-    tokenizer = data.load_tokenizer(folder / "model" / "tokenizer.model")
-    for text in ("The [MASK] statement leaves a loop.", "Returns a new [MASK] with the same shape.",
-                 "If the key is not found, a [MASK] is raised."):
-        print(f"{text}\n    {bert.fill_mask(model, tokenizer, text)[0]}")
 
 
 if __name__ == "__main__":
