@@ -844,9 +844,8 @@ def end_torchrun():
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
 # --timeout from one that hangs. (Ranks that exchange nothing with it: when a neighbour has ended.
 # NCCL waits twice the --timeout for either.) So a rank that fails only has to end, and all come to
-# `leave`. One of them prints its error: the first to put its
-# number into the store. (The error of a collective only tells that some rank is gone. Then the
-# first one asks which.) Keys in the store:
+# `leave`. One of them prints its error: the first to put its number into the store. (The error of a
+# collective only tells that some rank is gone. Then the first one asks which.) Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
 #                       restart helps
