@@ -1,32 +1,36 @@
 """Text is tokenized while it is trained on: a stream, in place of shards.
 
-    TEXT=corpus/ python tests/variants/stream.py --data shards/my        # and any flag of train.py
+    TEXT=corpus python tests/variants/stream.py --data shards/my         # and any flag of train.py
 
-TEXT: files and folders as data.py reads them, with ":" between them; without it the demo's text.
---data: a folder of shards that data.py has made of this text, or of a part of it. Vocabulary and
-held-out text are of it. No document that it holds out is trained on.
+TEXT: a file or folder, as data.py reads it; without it the demo's text. --data: a folder of shards
+that data.py has made of this text, or of a part of it, in the same documents. It gives the
+vocabulary and the held-out text, which is not trained on.
 
-A window of WINDOW documents is read, dealt to S shards as data.py would do it, where S is the
-number of shards of the folder, and trained on until it has given about as many examples as it has
-texts; then the next one. With the names of data.PretrainingData, example i is of shard i modulo S,
-k = i // S, and of the window k // each. After the last window comes the first again, and gives
-other texts. Seed and phase say with which one a phase begins. As example i follows from i alone,
-ranks and resumes are exact. Where all text is one window, training is that of train.py on shards of
-this text, bit for bit.
+A window is a stretch of the text, WINDOW characters or more. Its documents are dealt to S shards,
+as data.py deals them; S is the number of shards of the folder. It is trained on until it has given
+about as many examples as fill it, then the next window; after the last one the first again, which
+goes on with other examples. Seed and phase choose with which window a phase begins. So example i
+follows from i alone, and ranks and resumes are exact. Where all text is one window, training is
+that of train.py on shards of the same text, bit for bit.
 
 What it costs:
-- The whole text is read once as a run starts, to count and check it, and from its beginning again
-  where a phase begins or a run resumes. For a large text make shards.
-- Training waits while a window is read (16,384 pages of Wikipedia, 50 MB: some seconds). Each rank
-  reads all text, and tokenizes what it reads of: of 8 ranks and 8 shards an eighth.
-- Batches, and wrong B's, are of one window. With windows of 256 documents the demo learns almost
-  no NSP (59 % right, not 70): there A and a wrong B are mostly of one subject.
+- Text is read in the order of the files, and what lies far apart is never in one step: where files
+  differ, a phase ends with what the last of them teach. Shards are a mixture of all text.
+- Before the first step each rank reads all text, to check it: half a minute a GB, without a word.
+  On average it reads half of it again where a phase begins, and where a run resumes.
+- Training waits while a window is read: some seconds. Each rank reads and tokenizes all text.
+- KEPT windows stay in memory, 16 MB each. A step of more would read the text again and again; so it
+  may have 50 million tokens, say 100,000 examples of 512.
+- A wrong B is of the same window. With windows of 256 documents the demo learned almost no NSP
+  (59 % right, not 70): there A and a wrong B were mostly of one subject.
 
 What is changed: data.PretrainingData, by a subclass whose `shard` is of a window, and whose `pair`
-says of which one. Held-out examples are as in train.py.
+says of which. Held-out examples are as in train.py.
 """
+import bisect
 import functools
 import itertools
+import math
 import os
 import sys
 import zlib
@@ -40,137 +44,135 @@ import numpy as np
 import data
 from tests.variants import common
 
-WINDOW = 1 << 14            # documents; the last window has up to twice as many
-KEPT = 4                    # so many windows stay in memory, tokenized. A step must not have
-                            # examples of more: each micro-batch would read the text again
+WINDOW = 1 << 25            # characters
+KEPT = 8                    # so many windows stay in memory, tokenized
 
 
 class Corpus:
-    """The text of TEXT, in windows.
+    """The text, in windows. Reads it once, as it is made: of each window `sizes` has the number of
+    characters, `checksums` a checksum, by which a later change is found.
 
-    Reads it once: `checksums` has one of each window, by which a change is found later. A held-out
-    document is known by its tokens. Raises DataError if the text lacks one: then it is cut
-    otherwise than that of the folder, and its parts could be trained on.
+    Raises DataError if the text does not have the documents that the folder holds out: then it is
+    cut into other ones, and parts of the held-out text could be trained on.
     """
 
-    def __init__(self, folder, text):
-        if text:
-            self.documents = data.TextFiles(text.split(os.pathsep))
-        else:
-            self.documents = data.machine_documentation()
+    def __init__(self, folder, path):
+        self.documents = data.TextFiles([path]) if path else data.machine_documentation()
         self.tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
         self.threads = min(data.usable_cores(), 16)
+        self.window = functools.lru_cache(KEPT)(self.read)
+        self.next = math.inf                         # the number of what `reader` yields next
+        self.reader = None
         manifest = data.load_manifest(folder)
         self.shards = manifest["shards"]
-        mean = manifest["tokens"] / manifest["documents"]
-        self.shard_tokens = int(WINDOW * mean / self.shards)    # of a window's shard, about
 
         tokens, documents = data.open_shard(f"{folder}/heldout")
-        self.held_out = {tokens[begin:end].tobytes()
-                         for begin, end in itertools.pairwise(documents)}
-        # Only texts whose CRC-32 is a small number are held out, see data.write_shards.
+        held_out = {tokens[begin:end].tobytes() for begin, end in itertools.pairwise(documents)}
+        # data.write_shards holds out documents whose CRC-32 is a small number.
         limit = min(0.2, max(0.01, 100 / manifest["documents"])) * 2 ** 32
+        found = {}                                   # {tokens: CRC-32} of those that are held out
+        self.sizes = []
         self.checksums = []
-        missing = set(self.held_out)
         for window in self.windows():
+            self.sizes.append(sum(map(len, window)))
             self.checksums.append(data.checksum_of(window))
-            candidates = [text for text in window if crc_of(text) < limit]
-            missing -= {tokens.tobytes() for tokens in self.encode(candidates)}
-        if missing:
-            raise data.DataError(f"TEXT lacks {len(missing)} of the {len(self.held_out)} documents "
-                                 f"that {folder} holds out; make a folder of this text, or of a "
-                                 "part of it, with data.py")
+            candidates = [document for document in window if crc_of(document) < limit]
+            for document, tokens in zip(candidates, self.encode(candidates)):
+                if tokens.tobytes() in held_out:
+                    found[tokens.tobytes()] = crc_of(document)
+        if len(found) < len(held_out):
+            raise data.DataError(
+                f"{path or 'the documentation here (TEXT is not set)'} has {len(found)} of the "
+                f"{len(held_out)} documents that {folder} holds out; it must be the text of this "
+                "folder, or have all of it, in the same documents")
+        self.held_out = set(found.values())
 
     def windows(self):
-        """Yields lists of WINDOW documents, cleaned and cut as data.py does it."""
+        """Yields windows, lists of documents, cleaned and cut as data.py does it. What is left at
+        the end, less than a window, is in the last one."""
+        ready = []
         window = []
+        size = 0
         for document in self.documents:
-            window += data.cut_text(data.clean(document), data.LONGEST)
-            while len(window) > 2 * WINDOW:
-                yield window[:WINDOW]
-                window = window[WINDOW:]
-        yield window
+            for part in data.cut_text(data.clean(document), data.LONGEST):
+                window.append(part)
+                size += len(part)
+            if size >= WINDOW:
+                if ready:
+                    yield ready
+                ready, window, size = window, [], 0
+        yield ready + window
 
-    def deal(self, window):
-        """Returns the documents of each shard, a list of lists, as data.write_shards deals them."""
-        dealt = [[] for _ in range(self.shards)]
-        for text in window:
-            dealt[crc_of(text) % self.shards].append(text)
-        return dealt
-
-    def encode(self, texts):
-        """Returns the tokens of each text, arrays (n,)."""
-        encoded = self.tokenizer.encode(texts, num_threads=self.threads)
+    def encode(self, documents):
+        """Returns the tokens of each document, a list of arrays (n,)."""
+        encoded = self.tokenizer.encode(documents, num_threads=self.threads)
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
-    def shard(self, texts):
-        """Returns the data.Shard of these documents, without those that are held out or have no A
-        and B. Raises DataError if less than two are left."""
-        documents = [tokens for tokens in self.encode(texts)
-                     if len(tokens) > 1 and tokens.tobytes() not in self.held_out]
-        if len(documents) < 2:
-            raise data.DataError("TEXT has too few documents, or too often the same, for "
-                                 f"{self.shards} shards; make a folder with less, by data.py's "
-                                 "--shards")
-        ends = np.cumsum([len(tokens) for tokens in documents])
-        return data.Shard(np.concatenate(documents), np.append(0, ends))
+    def read(self, number):
+        """Returns a window's shards, a list of data.Shard. (`window` is this with a memory.) Reads
+        on or, if the window has gone by, from the beginning of the text. Raises DataError if the
+        text is another one by now."""
+        if number < self.next:
+            self.reader = self.windows()
+            self.next = 0
+        window = next(itertools.islice(self.reader, number - self.next, None), [])
+        self.next = number + 1
+        if data.checksum_of(window) != self.checksums[number]:
+            raise data.DataError("TEXT has changed since the run started; bring it back")
+        dealt = [[] for _ in range(self.shards)]
+        for document, tokens in zip(window, self.encode(window)):
+            crc = crc_of(document)
+            if len(tokens) > 1 and crc not in self.held_out:
+                dealt[crc % self.shards].append(tokens)
+        # A wrong B wants a second document: where there is none, the shard is the whole window.
+        return [shard_of(part if len(part) > 1 else sum(dealt, [])) for part in dealt]
 
 
-def crc_of(text):
+def crc_of(document):
     """Returns the checksum by which data.write_shards deals a document."""
-    return zlib.crc32(text.strip().encode())
+    return zlib.crc32(document.strip().encode())
 
 
-corpus_of = functools.cache(Corpus)         # what all phases of a run share
+def shard_of(documents):
+    """Returns the data.Shard of documents, the tokens of each."""
+    ends = np.cumsum([len(tokens) for tokens in documents])
+    return data.Shard(np.concatenate(documents), np.append(0, ends))
+
+
+corpus_of = functools.cache(Corpus)                  # all phases share one
 
 
 class Stream(data.PretrainingData):
-    """The examples of a phase. Number window * S + s of `paths` and `shard` is shard s of a window.
-    """
+    """The examples of a phase. `shard` and `paths` have S numbers for each window: 5 of 3 windows
+    of 4 shards, 0 to 11, is shard 1 of window 1."""
 
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, **options):
         super().__init__(folder, seq_len, phase, seed, held_out, **options)
-        self.held_out = held_out
+        self.corpus = None
         if held_out:
             return
         self.corpus = corpus_of(folder, os.environ.get("TEXT"))
-        self.windows = len(self.corpus.checksums)
-        self.paths = range(self.windows * self.corpus.shards)       # they are not on a disk
-        self.first = int(self.walk_start * self.windows)            # the phase begins with this one
-        self.each = max(1, self.corpus.shard_tokens // seq_len)     # examples of a window's shard
-        self.next_window = self.windows                             # what `reader` yields next
-        self.reader = iter(())
-        self.dealt = functools.lru_cache(1)(self.read)
-        self.shard = functools.lru_cache(KEPT * self.corpus.shards)(self.tokenize)
-
-    def read(self, number):
-        """Returns a window, dealt to shards: by reading on or, if it has gone by, from the text's
-        beginning. Raises DataError if it is not what it was at the start of the run."""
-        if number < self.next_window:
-            self.reader = self.corpus.windows()
-            self.next_window = 0
-        window = next(itertools.islice(self.reader, number - self.next_window, None), [])
-        self.next_window = number + 1
-        if data.checksum_of(window) != self.corpus.checksums[number]:
-            raise data.DataError("TEXT has changed since the run started; bring it back")
-        return self.corpus.deal(window)
-
-    def tokenize(self, number):
-        """Returns the data.Shard of this number."""
-        window, s = divmod(number, self.corpus.shards)
-        return self.corpus.shard(self.dealt(window)[s])
+        self.shards = self.corpus.shards
+        self.paths = range(self.shards * len(self.corpus.sizes))
+        self.shard = lambda number: self.corpus.window(number // self.shards)[number % self.shards]
+        # Of each window how many examples fill one of its shards. A token has about 4 characters.
+        self.each = [max(1, size // (4 * self.shards * seq_len)) for size in self.corpus.sizes]
+        self.ends = list(itertools.accumulate(self.each))
+        first = int(self.walk_start * len(self.each))
+        self.start = self.ends[first] - self.each[first]         # of the window to begin with
 
     def pair(self, i, draws):
         """Returns the Spans of example i."""
-        if self.held_out:
+        if not self.corpus:
             return super().pair(i, draws)
-        k, s = divmod(i, self.corpus.shards)
-        turn, k = divmod(k, self.each)
-        again, window = divmod(self.first + turn, self.windows)
-        # When it comes again, the window goes on where it has ended.
-        k += again * self.each
-        number = window * self.corpus.shards + s
-        return super().pair(k * len(self.paths) + number, draws)._replace(index=i)
+        k, s = divmod(i, self.shards)
+        # Shard s of all windows, one after another, gives ends[-1] examples; then they come again.
+        again, place = divmod(self.start + k, self.ends[-1])
+        window = bisect.bisect(self.ends, place)
+        k = again * self.each[window] + place - (self.ends[window] - self.each[window])
+        # To data.PretrainingData number n is example n // S of shard n modulo S, of S paths.
+        number = k * len(self.paths) + window * self.shards + s
+        return super().pair(number, draws)._replace(index=i)
 
 
 def install():

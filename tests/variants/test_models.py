@@ -234,7 +234,7 @@ def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):
 @pytest.fixture
 def streamed(shards, documents, tmp_path, monkeypatch):
     """Makes TEXT a file of the text of `shards`, with soft hyphens and a document of one token,
-    which are both left out; returns its path. In some five windows."""
+    which are both left out; returns its path. In some ten windows."""
     path = tmp_path / "text.txt"
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     pieces = tokenizer.id_to_piece(list(range(5, 320)))
@@ -243,67 +243,81 @@ def streamed(shards, documents, tmp_path, monkeypatch):
     path.write_text("\n\n".join([word, *documents]).replace("a", "\u00ada"))
     monkeypatch.setenv("TEXT", str(path))
     monkeypatch.setattr(stream, "corpus_of", stream.Corpus)
-    monkeypatch.setattr(stream, "WINDOW", 70)
+    monkeypatch.setattr(stream, "WINDOW", sum(map(len, documents)) // 11)
     return path
 
 
 def same_batch(found, expected):
-    return found.labels.keys() == expected.labels.keys() and all(
-        np.array_equal(a, b) for a, b in zip(
-            [found.tokens, found.positions, found.segments, *found.labels.values()],
-            [expected.tokens, expected.positions, expected.segments, *expected.labels.values()]))
+    fields = "tokens", "positions", "segments", "bounds"
+    same = [np.array_equal(getattr(found, name), getattr(expected, name)) for name in fields]
+    return all(same) and np.array_equal(found.labels["nsp"], expected.labels["nsp"])
 
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_stream_of_one_window_is_as_shards(shards, streamed, monkeypatch, held_out):
-    monkeypatch.setattr(stream, "WINDOW", 1000)
+    monkeypatch.setattr(stream, "WINDOW", 10 ** 9)
     expected = data.PretrainingData(shards, 64, 1, 2, held_out, mask_fraction=0.3)
     found = stream.Stream(shards, 64, 1, 2, held_out, mask_fraction=0.3)
-    found.each = 7
+    indices = range(5000)                        # the text many times
+    assert found.spans(indices) == expected.spans(indices)
     assert same_batch(found.batch(range(200)), expected.batch(range(200)))
 
 
-def test_windows_of_a_stream_have_the_documents_of_the_shards(shards, streamed):
-    """One after another, and none that is held out."""
+def test_windows_have_the_documents_of_the_shards(shards, streamed):
+    """One after another, and none that is held out. What is left at the end is no window."""
     whole, parts = data.PretrainingData(shards, 64), stream.Stream(shards, 64)
-    assert 4 <= parts.windows <= 5
+    count = len(parts.corpus.sizes)
+    assert count in (9, 10) and min(parts.corpus.sizes) >= stream.WINDOW
     for s in range(4):
-        of_windows = [parts.shard(window * 4 + s) for window in range(parts.windows)]
+        of_windows = [parts.shard(window * 4 + s) for window in range(count)]
         tokens = np.concatenate([shard.tokens for shard in of_windows])
         sizes = np.concatenate([np.diff(shard.documents) for shard in of_windows])
         assert np.array_equal(tokens, whole.shard(s).tokens), f"other tokens in shard {s}"
         assert np.array_equal(sizes, np.diff(whole.shard(s).documents))
 
 
-def test_the_order_of_a_stream(shards, streamed, monkeypatch):
-    """Each shard of a window gives `each` examples, others in each round."""
+def test_a_window_gives_examples_as_it_has_text(shards, streamed, documents):
+    """One after another, from one that seed and phase choose; in each round other ones. In a text
+    whose documents are first long, one of them too long, then short."""
+    long = [" ".join(documents[n:n + 9]) for n in range(0, 300, 9)]
+    text = [*documents, *long, " ".join(documents).replace("\n", " "), *documents]
+    streamed.write_text("\n\n".join(text))
     parts = stream.Stream(shards, 64, phase=1, seed=2)
-    asked = []
-    monkeypatch.setattr(data.PretrainingData, "pair", lambda self, number, draws: (
-        asked.append(divmod(number, 4 * self.windows)) or data.Spans(*[0] * 7)))
-    parts.each = 6
-    examples = range(2 * 6 * 4 * parts.windows)
-    assert [parts.pair(i, None).index for i in examples] == [*examples]
-    for i, (_, shard) in enumerate(asked):
-        window = (parts.first + i // 24) % parts.windows
-        assert shard == 4 * window + i % 4, f"example {i}"
-    for shard in range(4 * parts.windows):
-        ks = [k for k, its_shard in asked if its_shard == shard]
-        assert ks == [*range(ks[0], ks[0] + 12)], f"shard {shard} gives {ks}"
-    begins = {stream.Stream(shards, 64, phase, seed).first for phase in (0, 1) for seed in (0, 1)}
+    sizes = parts.corpus.sizes
+    count = len(sizes)
+    assert sum(sizes) == pytest.approx(len("".join(text)), rel=0.01)
+    spans = parts.spans(range(2 * 4 * parts.ends[-1]))
+    assert all(one.index == i and one.shard % 4 == i % 4 for i, one in enumerate(spans))
+    windows = [one.shard // 4 for one in spans]
+    changes = [n for n, before in zip(windows[1:], windows) if n != before]
+    order = [(windows[0] + n) % count for n in range(1, 2 * count + 1)]
+    assert changes == order[:len(changes)] and len(changes) >= 2 * count - 1, "another order"
+    often = [windows.count(n) / size for n, size in enumerate(sizes)]
+    assert max(often) < 1.4 * min(often), f"a character is in {min(often):.3f} to {max(often):.3f}"
+    found = {(one.shard, one.a) for one in spans}
+    assert len(found) > 0.8 * len(spans), "another round gives the same texts"
+    begins = {stream.Stream(shards, 64, phase, seed).spans([0])[0].shard
+              for phase in (0, 1) for seed in (0, 1)}
     assert len(begins) > 1, "phases and seeds begin with the same window"
+    assert max(map(len, sum(parts.corpus.windows(), []))) <= data.LONGEST
 
 
 def test_an_example_of_a_stream_follows_from_its_number(shards, streamed, monkeypatch):
-    whole = stream.Stream(shards, 64)
-    whole.each = 10
-    count = 40 * whole.windows + 10                          # more than a round
-    expected = [whole.batch([i]) for i in range(count)]
+    """In micro-batches that have every fourth example, so that each reads its own shard."""
+    examples = stream.Stream(shards, 64)
+    read = []
+    monkeypatch.setattr(stream.Corpus, "read", lambda corpus, number, read_it=stream.Corpus.read: (
+        read.append(number) or read_it(corpus, number)))
+    examples = stream.Stream(shards, 64)
+    steps = 4 * examples.ends[-1] // 40
+    batches = [examples.batch(range(40 * step + s, 40 * step + 40, 4))
+               for step in range(steps) for s in range(4)]
+    assert len(read) == len({*read}), f"in one round the windows {read} are read"
     monkeypatch.setattr(stream, "KEPT", 1)
     again = stream.Stream(shards, 64)
-    again.each = 10
-    for i in count - 1, 5, 90, 6:
-        assert same_batch(again.batch([i]), expected[i]), f"example {i} is another one"
+    for step in steps - 1, 0, 3, 1:
+        batch = again.batch(range(40 * step + 3, 40 * step + 40, 4))
+        assert same_batch(batch, batches[4 * step + 3]), f"step {step} has other examples"
 
 
 def test_a_stream_refuses_other_text(shards, streamed, documents):
@@ -318,7 +332,13 @@ def test_a_stream_refuses_other_text(shards, streamed, documents):
     with pytest.raises(data.DataError, match="has changed since the run started"):
         examples.shard(len(examples.paths) - 1)
     streamed.write_text("\n".join(documents))               # no blank lines
-    with pytest.raises(data.DataError, match=r"lacks \d+ of the \d+ documents that .* holds out"):
+    with pytest.raises(data.DataError, match=r"has \d+ of the \d+ documents that .* holds out"):
         stream.Stream(shards, 64)
-    with pytest.raises(data.DataError, match="too few documents"):
-        examples.corpus.shard(["A sentence.", ""])
+
+
+def test_a_shard_with_one_document_is_the_whole_window(shards, streamed, documents, monkeypatch):
+    streamed.write_text("\n\n".join([*documents, *60 * ["One document.\nIt is there often."]]))
+    monkeypatch.setattr(stream, "WINDOW", 400)
+    examples = stream.Stream(shards, 64)
+    last = [examples.shard(len(examples.paths) - 4 + s) for s in range(4)]
+    assert all(len(shard.documents) > 2 for shard in last)

@@ -17,7 +17,7 @@ import train
 from tests.local_ranks import on_threads
 from tests.ranks import run_ranks, run_script
 from tests.training import args_of, assert_same, column, last_state, metrics, run
-from tests.variants import (local_steps, onebit_adam, onebit_lamb, slow_momentum, zero1,
+from tests.variants import (local_steps, onebit_adam, onebit_lamb, slow_momentum, stream, zero1,
                             zeroone_adam)
 from tests.variants.equations import FOLDER, installed, module_of, train_as, variant_names
 
@@ -39,6 +39,7 @@ def train_twice(world, shards, folder, name):
     is not copied from averaged masters shows."""
     for module in local_steps, slow_momentum:
         module.PERIOD = 4
+    stream.WINDOW = 5000                         # of which a step needs two
     install = list if name == "train" else module_of(name).install
     # It resumes within a phase; stacking within its second stage
     steps = (2, 7, 0, 0) if name == "stacking" else (5, 4)
