@@ -2,8 +2,8 @@
 
     python tests/bench/useful_text.py --root root          # here: writes shards/useful
     python tests/bench/bench_useful.py                     # on one GPU, 8.4 minutes
-    CUDA_VISIBLE_DEVICES= python tests/bench/bench_useful.py --model tiny --minutes 50 \
-        --pretrain 17 --sizes 256 1000 4000 --seeds 3 --workers 1 -- --batch 32 --lr-scale 0.5
+    CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 python tests/bench/bench_useful.py --model tiny \
+        --minutes 97 --pretrain 36 --sizes 256 1000 4000 16000 --workers 1 -- --batch 32
 
 It pre-trains --model on shards/useful/shards, which holds nothing of WordNet, by train.py with all
 steps at 64 tokens, for --pretrain minutes, and keeps the model five times. Then it trains
