@@ -3,29 +3,29 @@
     TEXT=corpus python tests/variants/stream.py --data shards/my         # and any flag of train.py
 
 TEXT: a file or folder, as data.py reads it; without it the demo's text. --data: a folder of shards
-that data.py has made of this text, or of a part of it, in the same documents. It gives the
-vocabulary and the held-out text, which is not trained on.
+that data.py has made of this text, cut into the same documents, or of a part of it, say of its
+first file. It gives the vocabulary and the held-out text, which is not trained on.
 
-A window is a stretch of the text, WINDOW characters or more. Its documents are dealt to S shards,
-as data.py deals them; S is the number of shards of the folder. It is trained on until it has given
-about as many examples as fill it, then the next window; after the last one the first again, which
+A window is a stretch of the text, WINDOW characters or more. It stands in the place of a shard: A
+and B are both of it. A window is trained on until it has given about as many examples as fill it
+(at 4 characters a token, as in English); then the next one; after the last the first again, which
 goes on with other examples. Seed and phase choose with which window a phase begins. So example i
 follows from i alone, and ranks and resumes are exact. Where all text is one window, training is
-that of train.py on shards of the same text, bit for bit.
+that of train.py on a single shard of the same text, bit for bit.
 
 What it costs:
 - Text is read in the order of the files, and what lies far apart is never in one step: where files
-  differ, a phase ends with what the last of them teach. Shards are a mixture of all text.
-- Before the first step each rank reads all text, to check it: half a minute a GB, without a word.
-  On average it reads half of it again where a phase begins, and where a run resumes.
-- Training waits while a window is read: some seconds. Each rank reads and tokenizes all text.
-- KEPT windows stay in memory, 16 MB each. A step of more would read the text again and again; so it
-  may have 50 million tokens, say 100,000 examples of 512.
+  differ, a phase ends with what it reads last. Shards are a mixture of all text.
+- Before the first step each rank reads all text, to check it: half a minute a GB, without a word;
+  --hours counts it. Where a phase begins, and where a run resumes, it reads half of it on average.
+- Training waits while a window is read: a second or two. Each rank reads and tokenizes all text.
+- A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more than that,
+  50 million tokens (100,000 examples of 512), would read the text again for each micro-batch.
 - A wrong B is of the same window. With windows of 256 documents the demo learned almost no NSP
   (59 % right, not 70): there A and a wrong B were mostly of one subject.
 
-What is changed: data.PretrainingData, by a subclass whose `shard` is of a window, and whose `pair`
-says of which. Held-out examples are as in train.py.
+What is changed: data.PretrainingData, by a subclass whose `shard` is a window, and whose `pair`
+says which. Held-out examples are as in train.py.
 """
 import bisect
 import functools
@@ -44,13 +44,13 @@ import numpy as np
 import data
 from tests.variants import common
 
-WINDOW = 1 << 25            # characters
-KEPT = 8                    # so many windows stay in memory, tokenized
+WINDOW = 1 << 24            # characters
+KEPT = 16                   # windows
 
 
 class Corpus:
-    """The text, in windows. Reads it once, as it is made: of each window `sizes` has the number of
-    characters, `checksums` a checksum, by which a later change is found.
+    """The text, in windows. Reads all of it when it is made: `sizes` are the characters of each
+    window; `checksums` show a change later.
 
     Raises DataError if the text does not have the documents that the folder holds out: then it is
     cut into other ones, and parts of the held-out text could be trained on.
@@ -63,14 +63,13 @@ class Corpus:
         self.window = functools.lru_cache(KEPT)(self.read)
         self.next = math.inf                         # the number of what `reader` yields next
         self.reader = None
-        manifest = data.load_manifest(folder)
-        self.shards = manifest["shards"]
 
         tokens, documents = data.open_shard(f"{folder}/heldout")
         held_out = {tokens[begin:end].tobytes() for begin, end in itertools.pairwise(documents)}
-        # data.write_shards holds out documents whose CRC-32 is a small number.
-        limit = min(0.2, max(0.01, 100 / manifest["documents"])) * 2 ** 32
-        found = {}                                   # {tokens: CRC-32} of those that are held out
+        # data.write_shards knows documents by their CRC-32, and holds out some that are small.
+        limit = min(0.2, max(0.01, 100 / data.load_manifest(folder)["documents"])) * 2 ** 32
+        missing = set(held_out)
+        self.held_out = set()                        # CRC-32
         self.sizes = []
         self.checksums = []
         for window in self.windows():
@@ -79,13 +78,13 @@ class Corpus:
             candidates = [document for document in window if crc_of(document) < limit]
             for document, tokens in zip(candidates, self.encode(candidates)):
                 if tokens.tobytes() in held_out:
-                    found[tokens.tobytes()] = crc_of(document)
-        if len(found) < len(held_out):
+                    missing.discard(tokens.tobytes())
+                    self.held_out.add(crc_of(document))
+        if missing:
             raise data.DataError(
-                f"{path or 'the documentation here (TEXT is not set)'} has {len(found)} of the "
+                f"{path or 'the documentation here (TEXT is not set)'} lacks {len(missing)} of the "
                 f"{len(held_out)} documents that {folder} holds out; it must be the text of this "
-                "folder, or have all of it, in the same documents")
-        self.held_out = set(found.values())
+                "folder, or have all of it, cut into the same documents")
 
     def windows(self):
         """Yields windows, lists of documents, cleaned and cut as data.py does it. What is left at
@@ -109,42 +108,36 @@ class Corpus:
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
     def read(self, number):
-        """Returns a window's shards, a list of data.Shard. (`window` is this with a memory.) Reads
-        on or, if the window has gone by, from the beginning of the text. Raises DataError if the
-        text is another one by now."""
+        """Returns a window as a data.Shard (`window` remembers the last KEPT). Reads on or, if the
+        window has gone by, from the beginning of the text. Raises DataError if the text is another
+        one by now, or if the window has no second document for a wrong B."""
         if number < self.next:
             self.reader = self.windows()
             self.next = 0
-        window = next(itertools.islice(self.reader, number - self.next, None), [])
+        ahead = number - self.next
+        self.next = math.inf                         # stays so if the text cannot be read
+        window = next(itertools.islice(self.reader, ahead, None), [])
         self.next = number + 1
         if data.checksum_of(window) != self.checksums[number]:
             raise data.DataError("TEXT has changed since the run started; bring it back")
-        dealt = [[] for _ in range(self.shards)]
-        for document, tokens in zip(window, self.encode(window)):
-            crc = crc_of(document)
-            if len(tokens) > 1 and crc not in self.held_out:
-                dealt[crc % self.shards].append(tokens)
-        # A wrong B wants a second document: where there is none, the shard is the whole window.
-        return [shard_of(part if len(part) > 1 else sum(dealt, [])) for part in dealt]
+        documents = [tokens for document, tokens in zip(window, self.encode(window))
+                     if len(tokens) > 1 and crc_of(document) not in self.held_out]
+        if len(documents) < 2:
+            raise data.DataError(f"window {number} of TEXT has less than two documents to train on")
+        ends = np.cumsum([len(tokens) for tokens in documents])
+        return data.Shard(np.concatenate(documents), np.append(0, ends))
 
 
 def crc_of(document):
-    """Returns the checksum by which data.write_shards deals a document."""
+    """Returns the checksum by which data.write_shards knows a document."""
     return zlib.crc32(document.strip().encode())
-
-
-def shard_of(documents):
-    """Returns the data.Shard of documents, the tokens of each."""
-    ends = np.cumsum([len(tokens) for tokens in documents])
-    return data.Shard(np.concatenate(documents), np.append(0, ends))
 
 
 corpus_of = functools.cache(Corpus)                  # all phases share one
 
 
 class Stream(data.PretrainingData):
-    """The examples of a phase. `shard` and `paths` have S numbers for each window: 5 of 3 windows
-    of 4 shards, 0 to 11, is shard 1 of window 1."""
+    """The examples of a phase, of windows in place of shards."""
 
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, **options):
         super().__init__(folder, seq_len, phase, seed, held_out, **options)
@@ -152,11 +145,10 @@ class Stream(data.PretrainingData):
         if held_out:
             return
         self.corpus = corpus_of(folder, os.environ.get("TEXT"))
-        self.shards = self.corpus.shards
-        self.paths = range(self.shards * len(self.corpus.sizes))
-        self.shard = lambda number: self.corpus.window(number // self.shards)[number % self.shards]
-        # Of each window how many examples fill one of its shards. A token has about 4 characters.
-        self.each = [max(1, size // (4 * self.shards * seq_len)) for size in self.corpus.sizes]
+        self.shard = self.corpus.window
+        self.paths = range(len(self.corpus.sizes))               # a window has none, but is counted
+        # Of each window how many examples fill it.
+        self.each = [max(1, size // (4 * seq_len)) for size in self.corpus.sizes]
         self.ends = list(itertools.accumulate(self.each))
         first = int(self.walk_start * len(self.each))
         self.start = self.ends[first] - self.each[first]         # of the window to begin with
@@ -165,13 +157,12 @@ class Stream(data.PretrainingData):
         """Returns the Spans of example i."""
         if not self.corpus:
             return super().pair(i, draws)
-        k, s = divmod(i, self.shards)
-        # Shard s of all windows, one after another, gives ends[-1] examples; then they come again.
-        again, place = divmod(self.start + k, self.ends[-1])
+        # The windows, one after another, give ends[-1] examples; then they come again.
+        again, place = divmod(self.start + i, self.ends[-1])
         window = bisect.bisect(self.ends, place)
         k = again * self.each[window] + place - (self.ends[window] - self.each[window])
-        # To data.PretrainingData number n is example n // S of shard n modulo S, of S paths.
-        number = k * len(self.paths) + window * self.shards + s
+        # data.PretrainingData takes example n // S of shard n modulo S: here k, and window.
+        number = k * len(self.paths) + window
         return super().pair(number, draws)._replace(index=i)
 
 

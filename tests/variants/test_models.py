@@ -231,12 +231,20 @@ def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):
     assert asked == [()], f"only the shards of {asked} are checked"
 
 
+@pytest.fixture(scope="module")
+def one_shard(documents, tmp_path_factory):
+    """A folder with one shard to train on."""
+    folder = tmp_path_factory.mktemp("one") / "shard"
+    data.prepare(documents, folder, vocab_size=320, shards=1)
+    return folder
+
+
 @pytest.fixture
-def streamed(shards, documents, tmp_path, monkeypatch):
-    """Makes TEXT a file of the text of `shards`, with soft hyphens and a document of one token,
+def streamed(one_shard, documents, tmp_path, monkeypatch):
+    """Makes TEXT a file of the text of `one_shard`, with soft hyphens and a document of one token,
     which are both left out; returns its path. In some ten windows."""
     path = tmp_path / "text.txt"
-    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    tokenizer = data.load_tokenizer(one_shard / "tokenizer.model")
     pieces = tokenizer.id_to_piece(list(range(5, 320)))
     word = next(piece[1:] for piece in pieces if piece[0] == "▁" and len(piece) > 2)
     assert len(tokenizer.encode(word)) == 1
@@ -254,91 +262,106 @@ def same_batch(found, expected):
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_stream_of_one_window_is_as_shards(shards, streamed, monkeypatch, held_out):
+def test_a_stream_of_one_window_is_as_a_shard(one_shard, streamed, monkeypatch, held_out):
     monkeypatch.setattr(stream, "WINDOW", 10 ** 9)
-    expected = data.PretrainingData(shards, 64, 1, 2, held_out, mask_fraction=0.3)
-    found = stream.Stream(shards, 64, 1, 2, held_out, mask_fraction=0.3)
+    expected = data.PretrainingData(one_shard, 64, 1, 2, held_out, mask_fraction=0.3)
+    found = stream.Stream(one_shard, 64, 1, 2, held_out, mask_fraction=0.3)
     indices = range(5000)                        # the text many times
     assert found.spans(indices) == expected.spans(indices)
     assert same_batch(found.batch(range(200)), expected.batch(range(200)))
 
 
-def test_windows_have_the_documents_of_the_shards(shards, streamed):
+def test_windows_have_the_documents_of_the_shard(one_shard, streamed):
     """One after another, and none that is held out. What is left at the end is no window."""
-    whole, parts = data.PretrainingData(shards, 64), stream.Stream(shards, 64)
-    count = len(parts.corpus.sizes)
-    assert count in (9, 10) and min(parts.corpus.sizes) >= stream.WINDOW
-    for s in range(4):
-        of_windows = [parts.shard(window * 4 + s) for window in range(count)]
-        tokens = np.concatenate([shard.tokens for shard in of_windows])
-        sizes = np.concatenate([np.diff(shard.documents) for shard in of_windows])
-        assert np.array_equal(tokens, whole.shard(s).tokens), f"other tokens in shard {s}"
-        assert np.array_equal(sizes, np.diff(whole.shard(s).documents))
+    parts = stream.Stream(one_shard, 64)
+    windows = [parts.shard(number) for number in parts.paths]
+    assert len(windows) in (9, 10) and min(parts.corpus.sizes) >= stream.WINDOW
+    whole = data.PretrainingData(one_shard, 64).shard(0)
+    tokens = np.concatenate([window.tokens for window in windows])
+    sizes = np.concatenate([np.diff(window.documents) for window in windows])
+    assert np.array_equal(tokens, whole.tokens), "other tokens"
+    assert np.array_equal(sizes, np.diff(whole.documents)), "other documents"
 
 
-def test_a_window_gives_examples_as_it_has_text(shards, streamed, documents):
+def test_documents_that_differ_in_case_alone(documents, streamed, tmp_path, monkeypatch):
+    """data.py holds out both, or one of them."""
+    text = [*documents, *map(str.upper, documents)]
+    data.prepare(text, tmp_path / "shard", vocab_size=320, shards=1)
+    streamed.write_text("\n\n".join(text))
+    monkeypatch.setattr(stream, "WINDOW", 10 ** 9)
+    window = stream.Stream(tmp_path / "shard", 64).shard(0)
+    whole = data.PretrainingData(tmp_path / "shard", 64).shard(0)
+    assert np.array_equal(window.tokens, whole.tokens)
+
+
+def test_a_window_gives_examples_as_it_has_text(one_shard, streamed, documents):
     """One after another, from one that seed and phase choose; in each round other ones. In a text
     whose documents are first long, one of them too long, then short."""
     long = [" ".join(documents[n:n + 9]) for n in range(0, 300, 9)]
     text = [*documents, *long, " ".join(documents).replace("\n", " "), *documents]
     streamed.write_text("\n\n".join(text))
-    parts = stream.Stream(shards, 64, phase=1, seed=2)
+    parts = stream.Stream(one_shard, 64, phase=1, seed=2)
     sizes = parts.corpus.sizes
     count = len(sizes)
     assert sum(sizes) == pytest.approx(len("".join(text)), rel=0.01)
-    spans = parts.spans(range(2 * 4 * parts.ends[-1]))
-    assert all(one.index == i and one.shard % 4 == i % 4 for i, one in enumerate(spans))
-    windows = [one.shard // 4 for one in spans]
+    spans = parts.spans(range(2 * parts.ends[-1]))
+    assert [one.index for one in spans] == [*range(len(spans))]
+    windows = [one.shard for one in spans]
     changes = [n for n, before in zip(windows[1:], windows) if n != before]
     order = [(windows[0] + n) % count for n in range(1, 2 * count + 1)]
     assert changes == order[:len(changes)] and len(changes) >= 2 * count - 1, "another order"
+    assert [windows.count(n) for n in range(count)] == [2 * each for each in parts.each]
     often = [windows.count(n) / size for n, size in enumerate(sizes)]
     assert max(often) < 1.4 * min(often), f"a character is in {min(often):.3f} to {max(often):.3f}"
+    assert 0.6 < sum(sizes) / (4 * 64) / parts.ends[-1] < 1.4
     found = {(one.shard, one.a) for one in spans}
     assert len(found) > 0.8 * len(spans), "another round gives the same texts"
-    begins = {stream.Stream(shards, 64, phase, seed).spans([0])[0].shard
+    begins = {stream.Stream(one_shard, 64, phase, seed).spans([0])[0].shard
               for phase in (0, 1) for seed in (0, 1)}
     assert len(begins) > 1, "phases and seeds begin with the same window"
     assert max(map(len, sum(parts.corpus.windows(), []))) <= data.LONGEST
 
 
-def test_an_example_of_a_stream_follows_from_its_number(shards, streamed, monkeypatch):
-    """In micro-batches that have every fourth example, so that each reads its own shard."""
-    examples = stream.Stream(shards, 64)
+def test_an_example_of_a_stream_follows_from_its_number(one_shard, streamed, monkeypatch):
+    """In micro-batches that have every fourth example of their step, as train.py's."""
     read = []
     monkeypatch.setattr(stream.Corpus, "read", lambda corpus, number, read_it=stream.Corpus.read: (
         read.append(number) or read_it(corpus, number)))
-    examples = stream.Stream(shards, 64)
-    steps = 4 * examples.ends[-1] // 40
-    batches = [examples.batch(range(40 * step + s, 40 * step + 40, 4))
-               for step in range(steps) for s in range(4)]
+    examples = stream.Stream(one_shard, 64)
+    steps = examples.ends[-1] // 40
+    batches = [examples.batch(range(40 * step + k, 40 * step + 40, 4))
+               for step in range(steps) for k in range(4)]
     assert len(read) == len({*read}), f"in one round the windows {read} are read"
     monkeypatch.setattr(stream, "KEPT", 1)
-    again = stream.Stream(shards, 64)
+    again = stream.Stream(one_shard, 64)
     for step in steps - 1, 0, 3, 1:
         batch = again.batch(range(40 * step + 3, 40 * step + 40, 4))
         assert same_batch(batch, batches[4 * step + 3]), f"step {step} has other examples"
 
 
-def test_a_stream_refuses_other_text(shards, streamed, documents):
-    examples = stream.Stream(shards, 64)
+def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch):
+    examples = stream.Stream(one_shard, 64)
     settings = []
     for text in documents, [*documents, "One more document.\nIt has two lines."]:
         streamed.write_text("\n\n".join(text))
         with installed(stream.install):
-            args = args_of("--data", shards)
-            settings.append(train.run_settings(args, data.load_manifest(shards))["text"])
+            args = args_of("--data", one_shard)
+            settings.append(train.run_settings(args, data.load_manifest(one_shard))["text"])
     assert settings[0] != settings[1], "a run is taken up with other text"
     with pytest.raises(data.DataError, match="has changed since the run started"):
         examples.shard(len(examples.paths) - 1)
+    monkeypatch.setattr(stream, "WINDOW", 1)
+    with pytest.raises(data.DataError, match="window 2 of TEXT has less than two documents"):
+        stream.Stream(one_shard, 64).shard(2)
     streamed.write_text("\n".join(documents))               # no blank lines
-    with pytest.raises(data.DataError, match=r"has \d+ of the \d+ documents that .* holds out"):
-        stream.Stream(shards, 64)
+    with pytest.raises(data.DataError, match=r"lacks \d+ of the \d+ documents that .* holds out"):
+        stream.Stream(one_shard, 64)
 
 
-def test_a_shard_with_one_document_is_the_whole_window(shards, streamed, documents, monkeypatch):
-    streamed.write_text("\n\n".join([*documents, *60 * ["One document.\nIt is there often."]]))
-    monkeypatch.setattr(stream, "WINDOW", 400)
-    examples = stream.Stream(shards, 64)
-    last = [examples.shard(len(examples.paths) - 4 + s) for s in range(4)]
-    assert all(len(shard.documents) > 2 for shard in last)
+def test_a_text_that_could_not_be_read_is_read_again(one_shard, streamed):
+    corpus = stream.Corpus(one_shard, str(streamed))
+    corpus.window(0)
+    corpus.reader = map(lambda _: 1 / 0, [0])
+    with pytest.raises(ZeroDivisionError):
+        corpus.window(1)
+    assert len(corpus.window(1).tokens)

@@ -39,7 +39,7 @@ def train_twice(world, shards, folder, name):
     is not copied from averaged masters shows."""
     for module in local_steps, slow_momentum:
         module.PERIOD = 4
-    stream.WINDOW = 5000                         # of which a step needs two
+    stream.WINDOW = 3000                         # some examples of 32 tokens
     install = list if name == "train" else module_of(name).install
     # It resumes within a phase; stacking within its second stage
     steps = (2, 7, 0, 0) if name == "stacking" else (5, 4)
