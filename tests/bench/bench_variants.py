@@ -42,7 +42,6 @@ VARIANTS = {     # of a file of tests/variants
     "albert": ("lamb", ""),
     "stacking": ("lamb", ""),
     "whole_words": ("lamb", ""),
-    "stream": ("lamb", ""),
     "balance": ("lamb", ""),
     "local_steps": ("lamb", ""),
     "slow_momentum": ("adamw", "--lr-scale 0.25"),

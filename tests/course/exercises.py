@@ -363,8 +363,8 @@ def check(name, limit):
     if left:
         print(f"\nstill blank in this folder: {', '.join(left)}")
     elif not wrong:
-        print("\nNothing is blank: `python train.py` trains a BERT with your functions, in minutes.\n"
-              "Stop it by Ctrl-C, and call it again: it goes on.")
+        print("\nNothing is blank: `python train.py` trains a BERT with your functions, in\n"
+              "minutes. Stop it by Ctrl-C, and call it again: it goes on.")
     return points < 10
 
 

@@ -17,10 +17,10 @@ What it costs:
 - Text is read in the order of the files, and what lies far apart is never in one step: where files
   differ, a phase ends with what it reads last. Shards are a mixture of all text.
 - Before the first step each rank reads all text, to check it: half a minute a GB, without a word;
-  --hours counts it. Where a phase begins, and where a run resumes, it reads half of it on average.
+  --hours counts it. Where a phase begins, and where a run resumes, it reads up to all of it again.
 - Training waits while a window is read: a second or two. Each rank reads and tokenizes all text.
 - A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more than that,
-  50 million tokens (100,000 examples of 512), would read the text again for each micro-batch.
+  60 million tokens (120,000 examples of 512), would read the text again for each micro-batch.
 - A wrong B is of the same window. With windows of 256 documents the demo learned almost no NSP
   (59 % right, not 70): there A and a wrong B were mostly of one subject.
 
@@ -61,7 +61,7 @@ class Corpus:
         self.tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
         self.threads = min(data.usable_cores(), 16)
         self.window = functools.lru_cache(KEPT)(self.read)
-        self.next = math.inf                         # the number of what `reader` yields next
+        self.coming = math.inf                       # the number of what `reader` yields next
         self.reader = None
 
         tokens, documents = data.open_shard(f"{folder}/heldout")
@@ -111,19 +111,19 @@ class Corpus:
         """Returns a window as a data.Shard (`window` remembers the last KEPT). Reads on or, if the
         window has gone by, from the beginning of the text. Raises DataError if the text is another
         one by now, or if the window has no second document for a wrong B."""
-        if number < self.next:
+        if number < self.coming:
             self.reader = self.windows()
-            self.next = 0
-        ahead = number - self.next
-        self.next = math.inf                         # stays so if the text cannot be read
+            self.coming = 0
+        ahead = number - self.coming
+        self.coming = math.inf                       # stays so if the text cannot be read
         window = next(itertools.islice(self.reader, ahead, None), [])
-        self.next = number + 1
+        self.coming = number + 1
         if data.checksum_of(window) != self.checksums[number]:
             raise data.DataError("TEXT has changed since the run started; bring it back")
         documents = [tokens for document, tokens in zip(window, self.encode(window))
                      if len(tokens) > 1 and crc_of(document) not in self.held_out]
         if len(documents) < 2:
-            raise data.DataError(f"window {number} of TEXT has less than two documents to train on")
+            raise data.DataError(f"window {number} of TEXT has fewer than two documents to train on")
         ends = np.cumsum([len(tokens) for tokens in documents])
         return data.Shard(np.concatenate(documents), np.append(0, ends))
 

@@ -313,7 +313,7 @@ def test_a_window_gives_examples_as_it_has_text(one_shard, streamed, documents):
     assert [windows.count(n) for n in range(count)] == [2 * each for each in parts.each]
     often = [windows.count(n) / size for n, size in enumerate(sizes)]
     assert max(often) < 1.4 * min(often), f"a character is in {min(often):.3f} to {max(often):.3f}"
-    assert 0.6 < sum(sizes) / (4 * 64) / parts.ends[-1] < 1.4
+    assert parts.ends[-1] == pytest.approx(sum(sizes) / (4 * 64), rel=0.03)
     found = {(one.shard, one.a) for one in spans}
     assert len(found) > 0.8 * len(spans), "another round gives the same texts"
     begins = {stream.Stream(one_shard, 64, phase, seed).spans([0])[0].shard
@@ -342,20 +342,32 @@ def test_an_example_of_a_stream_follows_from_its_number(one_shard, streamed, mon
 def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch):
     examples = stream.Stream(one_shard, 64)
     settings = []
-    for text in documents, [*documents, "One more document.\nIt has two lines."]:
+    last = documents[-1]
+    for text in documents, [*documents[:-1], last[1] + last[0] + last[2:]]:
         streamed.write_text("\n\n".join(text))
         with installed(stream.install):
             args = args_of("--data", one_shard)
             settings.append(train.run_settings(args, data.load_manifest(one_shard))["text"])
     assert settings[0] != settings[1], "a run is taken up with other text"
-    with pytest.raises(data.DataError, match="has changed since the run started"):
-        examples.shard(len(examples.paths) - 1)
+    for text in text, documents[:30]:
+        streamed.write_text("\n\n".join(text))
+        with pytest.raises(data.DataError, match="has changed since the run started"):
+            examples.shard(len(examples.paths) - 1)
+    streamed.write_text("\n\n".join(documents))
     monkeypatch.setattr(stream, "WINDOW", 1)
-    with pytest.raises(data.DataError, match="window 2 of TEXT has less than two documents"):
+    with pytest.raises(data.DataError, match="window 2 of TEXT has fewer than two documents"):
         stream.Stream(one_shard, 64).shard(2)
     streamed.write_text("\n".join(documents))               # no blank lines
     with pytest.raises(data.DataError, match=r"lacks \d+ of the \d+ documents that .* holds out"):
         stream.Stream(one_shard, 64)
+
+
+def test_all_phases_share_the_demos_text(one_shard, documents, monkeypatch):
+    """Where TEXT is not set."""
+    monkeypatch.delenv("TEXT", raising=False)
+    monkeypatch.setattr(data, "machine_documentation", lambda: documents)
+    first, second = (stream.Stream(one_shard, 64, phase) for phase in (0, 1))
+    assert first.corpus is second.corpus and first.corpus.documents is documents
 
 
 def test_a_text_that_could_not_be_read_is_read_again(one_shard, streamed):

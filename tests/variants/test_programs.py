@@ -39,10 +39,10 @@ def train_twice(world, shards, folder, name):
     is not copied from averaged masters shows."""
     for module in local_steps, slow_momentum:
         module.PERIOD = 4
-    stream.WINDOW = 3000                         # some examples of 32 tokens
+    stream.WINDOW = 3000                         # eleven examples of 64 tokens
     install = list if name == "train" else module_of(name).install
-    # It resumes within a phase; stacking within its second stage
-    steps = (2, 7, 0, 0) if name == "stacking" else (5, 4)
+    # It resumes within a phase; stacking within its second stage, stream in its third window
+    steps = (2, 7, 0, 0) if name == "stacking" else (0, 9) if name == "stream" else (5, 4)
     precision = "bf16" if world.size > 1 else "fp32"
     for run in "whole", "parts":
         train_as(install, world, shards, folder / run, "--batch", 4, "--lr-scale", 0.1,
