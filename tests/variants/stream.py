@@ -20,7 +20,7 @@ What it costs:
   --hours counts it. Where a phase begins, and where a run resumes, it reads up to all of it again.
 - Training waits while a window is read: a second or two. Each rank reads and tokenizes all text.
 - A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more than that,
-  60 million tokens (120,000 examples of 512), would read the text again for each micro-batch.
+  60 million tokens (120,000 examples of 512), would read the text again for almost each example.
 - A wrong B is of the same window. With windows of 256 documents the demo learned almost no NSP
   (59 % right, not 70): there A and a wrong B were mostly of one subject.
 
@@ -123,7 +123,7 @@ class Corpus:
         documents = [tokens for document, tokens in zip(window, self.encode(window))
                      if len(tokens) > 1 and crc_of(document) not in self.held_out]
         if len(documents) < 2:
-            raise data.DataError(f"window {number} of TEXT has fewer than two documents to train on")
+            raise data.DataError(f"window {number} of TEXT has fewer than two documents to read")
         ends = np.cumsum([len(tokens) for tokens in documents])
         return data.Shard(np.concatenate(documents), np.append(0, ends))
 

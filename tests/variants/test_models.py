@@ -343,13 +343,14 @@ def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch
     examples = stream.Stream(one_shard, 64)
     settings = []
     last = documents[-1]
-    for text in documents, [*documents[:-1], last[1] + last[0] + last[2:]]:
+    changed = [*documents[:-1], last[1] + last[0] + last[2:]]
+    for text in documents, changed:
         streamed.write_text("\n\n".join(text))
         with installed(stream.install):
             args = args_of("--data", one_shard)
             settings.append(train.run_settings(args, data.load_manifest(one_shard))["text"])
     assert settings[0] != settings[1], "a run is taken up with other text"
-    for text in text, documents[:30]:
+    for text in changed, documents[:30]:
         streamed.write_text("\n\n".join(text))
         with pytest.raises(data.DataError, match="has changed since the run started"):
             examples.shard(len(examples.paths) - 1)

@@ -42,7 +42,7 @@ def train_twice(world, shards, folder, name):
     stream.WINDOW = 3000                         # eleven examples of 64 tokens
     install = list if name == "train" else module_of(name).install
     # It resumes within a phase; stacking within its second stage, stream in its third window
-    steps = (2, 7, 0, 0) if name == "stacking" else (0, 9) if name == "stream" else (5, 4)
+    steps = {"stacking": (2, 7, 0, 0), "stream": (0, 9)}.get(name, (5, 4))
     precision = "bf16" if world.size > 1 else "fp32"
     for run in "whole", "parts":
         train_as(install, world, shards, folder / run, "--batch", 4, "--lr-scale", 0.1,
