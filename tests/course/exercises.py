@@ -371,11 +371,10 @@ def check(name, limit):
 def hint(name):
     """Prints one hint more than the last time."""
     from tests.course.hints import HINTS
-    path = ROOT / ".hints.json"
-    shown = json.loads(path.read_text()) if path.exists() else {}
-    shown[name] = min(shown.get(name, 0) + 1, len(HINTS[name]))
-    path.write_text(json.dumps(shown))
-    for number, text in enumerate(HINTS[name][:shown[name]], 1):
+    with open(ROOT / f".hints-{name}", "a") as file:         # a dot for each time
+        file.write(".")
+        shown = file.tell()
+    for number, text in enumerate(HINTS[name][:shown], 1):
         print(f"{number} of {len(HINTS[name])}: {text}")
 
 
@@ -629,11 +628,10 @@ def main():
     flags = parser.parse_args()
     names = [word for word in flags.words if word in EXERCISES]
     paths = [Path(word) for word in flags.words if word not in EXERCISES]
-    if len(paths) != FOLDERS.get(flags.command, len(paths)):
+    unnamed = flags.command in ("grade", "release") and not (names or flags.track)
+    if unnamed or len(paths) != FOLDERS.get(flags.command, len(paths)):
         parser.error(f"{flags.command} {' '.join(flags.words)}: too few or too many words, or none "
-                     f"of {', '.join(EXERCISES)}")
-    if flags.command in ("grade", "release") and not names and not flags.track:
-        parser.error(f"{flags.command} {' '.join(flags.words)}: name exercises, or give --track")
+                     f"of {', '.join(EXERCISES)} (grade and release want one, or --track)")
     try:
         sys.exit(do(flags.command, names or TRACKS[flags.track or "term"], paths, flags))
     except CourseError as error:

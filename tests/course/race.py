@@ -88,15 +88,9 @@ def read(folder):
     path = Path(folder, "metrics.jsonl")
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        if not lines or lines[0]["kind"] != "run":
-            raise ValueError("the first line is not that of a run")
         run = Run(str(folder), lines[0] | lines[0]["flags"], points_of(lines))
-    except OSError as error:
-        raise RaceError(f"{path}: {error.strerror}") from None
-    except KeyError as error:
-        raise RaceError(f"{path}: a line lacks {error}") from None
-    except (ValueError, TypeError) as error:
-        raise RaceError(f"{path} is damaged, or the run has not ended: {error}") from None
+    except (OSError, LookupError, ValueError, TypeError) as error:
+        raise RaceError(f"{path} is no log of a run that has ended: {error!r}") from None
     if not run.points:
         raise RaceError(f"{path}: the run was never evaluated")
     return run
@@ -119,10 +113,9 @@ def check(base, run, goal):
 
 def first_reached(run, goal):
     """Returns the first Point of a run whose loss is at most the goal's, at its length; or None."""
-    for point in run.points:
-        if point.seq_len == goal.seq_len and point.loss <= goal.loss:
-            return point
-    return None
+    there = (point for point in run.points
+             if point.seq_len == goal.seq_len and point.loss <= goal.loss)
+    return next(there, None)
 
 
 def row(run, goal, took):

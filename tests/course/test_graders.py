@@ -796,7 +796,8 @@ def measure():
     reducer = dist.Reducer(model, one_of_two())
     seconds = alone / 2 / sum(map(len, reducer.flats))                   # of an element
     for bucket in reducer.buckets:
-        bucket.average = slow_network(seconds * len(bucket.flat))
+        took = seconds * len(bucket.flat)
+        bucket.average = lambda scale, took=took: time.sleep(took) or 0
     waits = []
     for _ in range(3):
         reducer.zero_grad()
@@ -804,11 +805,6 @@ def measure():
         reducer.finish()
         waits.append(reducer.wait_seconds)
     return alone, alone / 2, min(waits)
-
-
-def slow_network(seconds):
-    """Returns a function in place of Bucket.average."""
-    return lambda scale: time.sleep(seconds) or 0
 
 
 # ----- powersgd -----

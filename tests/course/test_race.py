@@ -57,7 +57,7 @@ def test_runs_that_may_not_race(tmp_path, words, changes):
 
 
 @pytest.mark.parametrize("words, content", [
-    ("is damaged", '{"kind": "ru'), ("is damaged", ""), ("lacks 'flags'", '{"kind": "run"}\n'),
+    ("Unterminated", '{"kind": "ru'), ("IndexError", ""), ("'flags'", '{"kind": "run"}\n'),
     ("was never evaluated", json.dumps(START | {"flags": FLAGS}))])
 def test_files_that_are_no_runs(tmp_path, words, content):
     (tmp_path / "metrics.jsonl").write_text(content)
