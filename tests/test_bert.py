@@ -147,6 +147,19 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
     assert rows == wanted, f"the last block computes {rows} rows, and {wanted} are read"
 
 
+def test_gradients_in_16_bits_are_sums_in_more(shards):
+    """Of so many rows that sums in bf16 would be a tenth off."""
+    model = make_model(layers=1, width=64, heads=1).bfloat16()
+    exact = make_model(layers=1, width=64, heads=1)
+    exact.load_state_dict(model.state_dict())
+    batch = make_batch(shards, 128, 80)
+    for each in model, exact:
+        sum(logits.mean() for logits in each(batch).values()).backward()
+    for name, p in exact.named_parameters():
+        error = (model.get_parameter(name).grad - p.grad).norm() / p.grad.norm()
+        assert error < 0.05, f"the gradient of {name} is {error:.1%} off"
+
+
 def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(shards):
     batch, model = make_batch(shards), make_model(dropout=1.0)               # nothing is left
     x = model.embeddings(batch.tokens, batch.segments, batch.positions)

@@ -53,7 +53,7 @@ class Albert(Bert):
         self.config = config
         inner = min(E, config.width // 2)
         self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
-        table = nn.Embedding(config.vocab_size, inner)
+        table = bert.Embedding(config.vocab_size, inner)
         widen = nn.Linear(inner, config.width, bias=False)
         # So that elements of the product have the standard deviation of BERT's embeddings
         nn.init.normal_(table.weight, std=0.02)

@@ -93,7 +93,7 @@ class Modern(Bert):
         self.config = config
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.blocks[0].attention_norm = nn.Identity()    # what comes in is normalised already
-        self.final_norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        self.final_norm = bert.LayerNorm(config.width, config.layer_norm_eps)
         del self.embeddings.positions, self.embeddings.segments
         for name, module in self.named_modules():
             if hasattr(module, "bias") and name not in ("pooler", "nsp"):
