@@ -611,9 +611,9 @@ def init_from(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there: one of the private
-# characters of Unicode, which hardly any text has.
-STAND_IN = "\ue000"
+# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there: one of the code points
+# that Unicode keeps free for programs, and that no text has.
+STAND_IN = "\ufffe"
 
 
 def encode_with_masks(tokenizer, text):
@@ -636,7 +636,8 @@ def fill_mask(model, tokenizer, text, count=5):
     model is in evaluation mode afterwards.
 
     The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
-    Raises ModelError if there is no [MASK], or if the text has more tokens than max_positions.
+    Raises ModelError if there is no [MASK], if the text has more tokens than max_positions, or one
+    that the model has not.
     """
     ids = encode_with_masks(tokenizer, text)
     T = len(ids)
@@ -644,6 +645,8 @@ def fill_mask(model, tokenizer, text, count=5):
     if MASK not in ids or T > limit:
         raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
                          f"{ids.count(MASK)} and {T}")
+    if max(ids) >= model.config.vocab_size:
+        raise ModelError("the tokenizer is that of another model; copy its own tokenizer.model")
     model.eval()
     # Tensors that are made within `with device` are made on it.
     with torch.no_grad(), model.mlm_bias.device:

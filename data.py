@@ -660,6 +660,8 @@ def documents_in(path):
             file.seek(0)
             if MARKUP.match(beginning):
                 raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
+            if len(re.findall("[\0-\b]", beginning)) > len(beginning) / 4:
+                raise ValueError("UTF-16, or no text")   # of a letter a byte is 0 to 8
             if path.suffix in OPENERS and not path.stat().st_size:
                 raise ValueError("it has 0 bytes")
             # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": an

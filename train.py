@@ -368,7 +368,7 @@ def log_start(args, world, log, state):
     if args.optimizer != made_for:
         log.say(f"warning: the recipe's rates and betas are for {made_for}")
     for number, phase in enumerate(args.phases, 1):
-        steps = "by the clock" if args.hours else f"{phase.steps:,} steps"
+        steps = "by the clock" if args.hours and phase.steps else f"{phase.steps:,} steps"
         part = data.part_long_enough(args.data, phase.seq_len)
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens ({part:.0%} of the text is long enough) a step, lr {phase.lr:g}")
@@ -546,7 +546,9 @@ def save(args, world, log, state):
             file.flush()
             os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{step:08d}.pt")
-    except (OSError, RuntimeError) as error:         # torch's zip writer raises the second
+    except (OSError, RuntimeError) as error:
+        # Torch's zip writer raises a RuntimeError of its own after that of the disk.
+        error = error.__context__ or error
         with contextlib.suppress(OSError):
             temporary.unlink()
         if not checkpoints_in(args.out):             # the first one: so it is not the last hour

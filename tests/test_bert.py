@@ -401,6 +401,9 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     for refused in text + ".", "The":
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):
             bert.fill_mask(model, tokenizer, refused)
+    smaller = bert.BertForPreTraining(replace(config, vocab_size=max(ids)))
+    with pytest.raises(bert.ModelError, match="of another model"):
+        bert.fill_mask(smaller, tokenizer, text)
 
 
 def test_masks_stand_where_the_words_would(tokenizer):
@@ -410,7 +413,7 @@ def test_masks_stand_where_the_words_would(tokenizer):
         "sch\u00adool [MASK] money.": [*school, data.MASK, *money[len(school) + len(people):]],
         "[MASK]": [data.MASK],
         "[MASK] [MASK]": [data.MASK, data.MASK],
-        "[MASK]漢": [data.MASK, data.UNK],
+        "[MASK]漢\ue000": [data.MASK, data.UNK],
         "school～": tokenizer.encode("school~")}       # by NFKC; SentencePiece itself leaves it
     for text, tokens in expected.items():
         found = bert.encode_with_masks(tokenizer, text)

@@ -392,6 +392,7 @@ REFUSED = {
     "paper.pdf": (b"%PDF-1.4\nOne.\n", "line 1: .*PDF"),
     "list.mbox": (b"From ann@x.org Thu Jan  1 00:00:00 2020\nSubject: One\n", "line 1: .*mail"),
     "one.eml": (b"Received: from x.org\nSubject: One\n", "line 1: .*mail"),
+    "utf-16": ("One word.\n\nТекст.\n".encode("utf-16-le"), "line 1: .*UTF-16"),
     "text-then-tar": (b"One.\n\nTwo.\nwiki_00\0\0\0ustar\0\n", "line 4: .*it is a tar"),
     "long.txt": (b"One.\n" + b"word " * 10**6 + b"\nCaf\xe9.\n", "line 3: UnicodeDecodeError")}
 

@@ -80,8 +80,8 @@ def agree(folder):
     """Prints how often the model finds the right verb likelier."""
     model = bert.load_huggingface(folder).to(finetune.DEVICE).eval()
     tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
-    verbs = {}                           # "is are same": a number
-    places = finetune.read(USEFUL / "agreement.tsv", tokenizer, verbs, new_labels=True)
+    verbs = finetune.labels_of(USEFUL / "agreement.tsv")         # "is are same": a number
+    places = finetune.read(USEFUL / "agreement.tsv", tokenizer, verbs)
     for label, number in verbs.items():
         right, wrong, _ = label.split()
         right, wrong = tokenizer.piece_to_id([f"▁{right}", f"▁{wrong}"])
@@ -98,8 +98,8 @@ def tables():
     process they are read once."""
     torch.set_float32_matmul_precision("high")           # TF32, where there is a GPU
     tokenizer = data.load_tokenizer(USEFUL / "shards" / "tokenizer.model")
-    labels = {}
-    examples = finetune.read(USEFUL / "train.tsv", tokenizer, labels, new_labels=True)
+    labels = finetune.labels_of(USEFUL / "train.tsv")
+    examples = finetune.read(USEFUL / "train.tsv", tokenizer, labels)
     return examples, finetune.read(USEFUL / "test.tsv", tokenizer, labels), len(labels)
 
 

@@ -3,8 +3,8 @@
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --out runs/sorted
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --random    # not pre-trained
 
-A line of a .tsv file is a text and its label, or two texts and a label, with tabs between; UTF-8,
-no header. Examples are cut at 128 tokens, the most that the demo has trained.
+A line of a .tsv file is a text and its label, or in all lines two texts and a label, with tabs
+between; UTF-8, no header. Examples are cut at 128 tokens, the most that the demo has trained.
 
 A new linear layer is the NSP head, so that all labels, not two, are told from [CLS]. All weights
 are trained; with --frozen that layer alone. A fifth of train.tsv, at most 2,000 lines, is set apart
@@ -19,6 +19,7 @@ of the last seed.
 import copy
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -39,18 +40,35 @@ LONGEST = 128           # tokens of an example
 
 # ----- Files -> examples (table, label) -> batches -----
 
-def read(path, tokenizer, labels, new_labels=False):
+def labels_of(path):
+    """Returns the labels of a .tsv file, {text: number}; numbers among them are in order."""
+    counts = Counter()
+    for line in path.read_bytes().splitlines():
+        label = line.rpartition(b"\t")[2].decode(errors="replace").strip()
+        if label:
+            counts[label] += 1
+    once = [label for label, count in counts.items() if count == 1]
+    if once:
+        print(f"warning: {path} has labels only once (its first line is no header?): "
+              f"{', '.join(once):.80}")
+    in_order = sorted(counts, key=lambda label: (len(label), label))             # 9 before 10
+    return {label: number for number, label in enumerate(in_order)}
+
+
+def read(path, tokenizer, labels):
     """Returns the examples of a .tsv file, a list of (table, number of the label). A table (3, T)
-    has tokens, segments and positions; both texts of a pair may have half of the tokens. labels:
-    {text: number}; with new_labels those of the file are added. Raises DataError, or OSError."""
+    has tokens, segments and positions; both texts of a pair may have half of the tokens. labels: as
+    of `labels_of`. Raises DataError, or OSError."""
     examples = []
+    columns = None                                       # of texts
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             *texts, label = line.decode("utf-8-sig").split("\t")         # no byte order mark
-            if new_labels:
-                labels.setdefault(label, len(labels))
-            if len(texts) not in (1, 2) or label not in labels:
-                raise ValueError("not one or two texts and a label to train on, tabs between them")
+            label = label.strip()
+            columns = columns or len(texts)
+            if columns not in (1, 2) or len(texts) != columns or label not in labels:
+                raise ValueError("not one or two texts, as many as in other lines, and a label to "
+                                 "train on, tabs between them")
         except ValueError as error:                      # UnicodeDecodeError is one
             raise data.DataError(f"{path}, line {number}: {error}")
         tokens = [bert.CLS]
@@ -133,9 +151,10 @@ def fit(model, examples, epochs, lr, size=32):
     held, rest = random_split(examples, [apart, len(examples) - apart])
     batches = DataLoader(rest, size, shuffle=True, collate_fn=batch_of)
     optimizer = torch.optim.AdamW(model.parameters())
-    # A tenth of the steps warms up to `lr`, then the rate falls as a cosine does.
+    # A tenth of the steps, two at least, warms up to `lr`; then the rate falls as a cosine does.
+    steps = epochs * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, lr, total_steps=epochs * len(batches), pct_start=0.1)
+        optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))
     best = -1.0
     for _ in range(epochs):
         model.train()
@@ -177,9 +196,13 @@ def row(name, found):
 
 def run(args):
     """Trains and prints the table; writes the folder."""
+    if args.out:                             # known now, not after the training
+        if args.out.resolve() == args.model.resolve():
+            raise data.DataError("--out is the model's own folder; take another one")
+        args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
-    labels = {}
-    examples = read(args.train, tokenizer, labels, new_labels=True)
+    labels = labels_of(args.train)
+    examples = read(args.train, tokenizer, labels)
     dev = read(args.dev, tokenizer, labels)
     print(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
           f"{'':<16}accuracy         macro F1         Matthews")

@@ -26,10 +26,11 @@ def finetuned(shards, tmp_path, monkeypatch):
     model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "model", 64)
 
-    def run(train, dev):
+    def run(train, dev, model="model"):
         (tmp_path / "train.tsv").write_bytes(train)
         (tmp_path / "dev.tsv").write_bytes(dev)
-        monkeypatch.setattr(sys, "argv", "- model train.tsv dev.tsv --out sorted".split())
+        flags = f"- {model} train.tsv dev.tsv --out sorted"
+        monkeypatch.setattr(sys, "argv", flags.split())
         finetune.main()
 
     return run
@@ -51,7 +52,8 @@ def test_scores():
     assert found.tolist() == pytest.approx([3 / 5, f1, matthews])
 
 
-@pytest.mark.parametrize("bad", [b"yes", b"", b"a\tb\tc\tyes", b"x\tmaybe", b"\xff\tyes"])
+@pytest.mark.parametrize("bad", [b"yes", b"", b"a\tb\tc\tyes", b"a\tb\tyes", b"x\tmaybe",
+                                 b"x\t", b"\xff\tyes"])
 def test_a_bad_line_is_named(finetuned, bad):
     with pytest.raises(SystemExit, match="^finetune.py: dev.tsv, line 2: .*$"):
         finetuned(GOOD, b"text\tyes\n" + bad + b"\ntext\tno\n")
@@ -65,16 +67,34 @@ def test_too_few_lines_are_refused(finetuned):
 def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypatch):
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     path = tmp_path / "a.tsv"
-    # A byte order mark, and carriage returns; a pair whose first text is too long.
-    path.write_bytes(b"\xef\xbb\xbf" + b"way " * 99 + b"\ttime day\tb\r\n" + b"year\ta\r\n" * 4)
+    # A byte order mark, carriage returns, a blank; pairs of which the first text is too long.
+    path.write_bytes(b"\xef\xbb\xbf" + b"way " * 99 + b"\ttime day\tb\r\n" + b"year\t\ta \r\n" * 4)
     monkeypatch.setattr(finetune, "LONGEST", 32)
-    (pair, _), (single, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
+    (pair, _), (_, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
+    assert label == 1
     first = [2, *tokenizer.encode("way " * 99)[:14], 3]
     second = [*tokenizer.encode("time day"), 3]
     segments = [0] * len(first) + [1] * len(second)
     assert pair.tolist() == [first + second, segments, list(range(len(segments)))]
+    path.write_bytes(b"year\ta\n" * 5)
+    (single, _), *_ = finetune.read(path, tokenizer, {"a": 0})
     assert single[0].tolist() == [2, *tokenizer.encode("year"), 3]
-    assert label == 1
+
+
+def test_labels_are_in_order_and_one_that_is_there_once_is_said(tmp_path, capsys):
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b"sentence\tlabel\n" + b"text\t10\nb\t9 \nc\t9\r\nd\t10\ne\t\n")
+    assert finetune.labels_of(path) == {"9": 0, "10": 1, "label": 2}
+    assert "header?): label\n" in capsys.readouterr().out
+
+
+def test_few_lines_are_trained_on_and_the_model_is_left_alone(finetuned, tmp_path):
+    finetuned(GOOD, GOOD)
+    folder = tmp_path / "sorted"
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(SystemExit, match="own folder"):
+        finetuned(GOOD, GOOD, model="sorted")
+    assert (folder / "config.json").read_bytes() == before
 
 
 def test_learns_and_transformers_gives_its_logits(finetuned, tmp_path, capsys):
