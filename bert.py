@@ -87,7 +87,8 @@ class BertConfig:
 
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
 # CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 bits, it was up to
-# two fifths off after 8,192 rows: so there these two compute in fp32. (A GPU adds up in fp32.)
+# two fifths off after 8,192 rows: so there these two compute in fp32. (By their source, the kernels
+# of GPUs add up in fp32.)
 
 def rounds_sums(weight):
     """Returns whether the gradient of this tensor would be added up in 16 bits."""
