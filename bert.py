@@ -86,17 +86,18 @@ class BertConfig:
 # ----- The model -----
 
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
-# CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 bits, it was up to
-# two fifths off after 8,192 rows: so there these two compute in fp32. (By their source, the kernels
-# of GPUs add up in fp32.)
+# CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 significant bits,
+# it was up to two fifths off after 8,192 rows. So in 16 bits on a CPU these two compute in fp32.
+# (By their source, the kernels of GPUs add up in fp32.)
 
 def rounds_sums(weight):
-    """Returns whether the gradient of this tensor would be added up in 16 bits."""
+    """Returns whether torch adds up gradients in 16 bits where this tensor is: in 16 bits, on a CPU.
+    """
     return weight.is_cpu and weight.dtype.itemsize == 2
 
 
 class Embedding(nn.Embedding):
-    """An nn.Embedding with exact gradients."""
+    """An nn.Embedding whose gradient is added up in fp32."""
 
     def forward(self, indices):
         """Returns the rows of the table with these numbers: (N, D) for (N,)."""
@@ -106,7 +107,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """An nn.LayerNorm with exact gradients."""
+    """An nn.LayerNorm whose gradients are added up in fp32."""
 
     def forward(self, x):
         """Returns x (N, D) with rows of mean 0 and variance 1, times the weight, plus the bias."""
@@ -612,8 +613,8 @@ def init_from(folder, model, tokenizer_path):
 
 # ----- Fill in a [MASK] -----
 
-# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there: one of the code points
-# that Unicode keeps free for programs, and that no text has.
+# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there. Unicode promises that
+# this code point is no character, so that programs may use it.
 STAND_IN = "\ufffe"
 
 
@@ -637,8 +638,8 @@ def fill_mask(model, tokenizer, text, count=5):
     model is in evaluation mode afterwards.
 
     The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
-    Raises ModelError if there is no [MASK], if the text has more tokens than max_positions, or one
-    that the model has not.
+    Raises ModelError if there is no [MASK], if the text has more tokens than max_positions, or if
+    the tokenizer has more pieces than the model.
     """
     ids = encode_with_masks(tokenizer, text)
     T = len(ids)
@@ -646,8 +647,8 @@ def fill_mask(model, tokenizer, text, count=5):
     if MASK not in ids or T > limit:
         raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
                          f"{ids.count(MASK)} and {T}")
-    if max(ids) >= model.config.vocab_size:
-        raise ModelError("the tokenizer is that of another model; copy its own tokenizer.model")
+    if len(tokenizer) > model.config.vocab_size:
+        raise ModelError("this tokenizer is another model's; copy the tokenizer.model of this one")
     model.eval()
     # Tensors that are made within `with device` are made on it.
     with torch.no_grad(), model.mlm_bias.device:

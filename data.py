@@ -660,8 +660,9 @@ def documents_in(path):
             file.seek(0)
             if MARKUP.match(beginning):
                 raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
-            if len(re.findall("[\0-\b]", beginning)) > len(beginning) / 4:
-                raise ValueError("UTF-16, or no text")   # of a letter a byte is 0 to 8
+            # In UTF-16 one of a letter's two bytes is 0 or another small number.
+            if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
+                raise ValueError("UTF-16, or no text")
             if path.suffix in OPENERS and not path.stat().st_size:
                 raise ValueError("it has 0 bytes")
             # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": an

@@ -547,8 +547,8 @@ def save(args, world, log, state):
             os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{step:08d}.pt")
     except (OSError, RuntimeError) as error:
-        # Torch's zip writer raises a RuntimeError of its own after that of the disk.
-        error = error.__context__ or error
+        if isinstance(error, RuntimeError):          # torch's own, after that of the disk
+            error = error.__context__ or error
         with contextlib.suppress(OSError):
             temporary.unlink()
         if not checkpoints_in(args.out):             # the first one: so it is not the last hour

@@ -41,7 +41,7 @@ LONGEST = 128           # tokens of an example
 # ----- Files -> examples (table, label) -> batches -----
 
 def labels_of(path):
-    """Returns the labels of a .tsv file, {text: number}; numbers among them are in order."""
+    """Returns the labels of a .tsv file, {text: number}, the shorter ones first: 9, then 10."""
     counts = Counter()
     for line in path.read_bytes().splitlines():
         label = line.rpartition(b"\t")[2].decode(errors="replace").strip()
@@ -49,9 +49,9 @@ def labels_of(path):
             counts[label] += 1
     once = [label for label, count in counts.items() if count == 1]
     if once:
-        print(f"warning: {path} has labels only once (its first line is no header?): "
+        print(f"warning: {path} has these labels only once (is its first line a header?): "
               f"{', '.join(once):.80}")
-    in_order = sorted(counts, key=lambda label: (len(label), label))             # 9 before 10
+    in_order = sorted(counts, key=lambda label: (len(label), label))
     return {label: number for number, label in enumerate(in_order)}
 
 
@@ -151,7 +151,8 @@ def fit(model, examples, epochs, lr, size=32):
     held, rest = random_split(examples, [apart, len(examples) - apart])
     batches = DataLoader(rest, size, shuffle=True, collate_fn=batch_of)
     optimizer = torch.optim.AdamW(model.parameters())
-    # A tenth of the steps, two at least, warms up to `lr`; then the rate falls as a cosine does.
+    # In the first tenth of the steps, at least two, the rate grows to `lr`; then it falls as a
+    # cosine does.
     steps = epochs * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))

@@ -88,7 +88,13 @@ def test_labels_are_in_order_and_one_that_is_there_once_is_said(tmp_path, capsys
     assert "header?): label\n" in capsys.readouterr().out
 
 
-def test_few_lines_are_trained_on_and_the_model_is_left_alone(finetuned, tmp_path):
+def test_few_lines_are_trained_on_and_files_that_are_there_are_left_alone(
+        finetuned, tmp_path, capsys):
+    (tmp_path / "sorted").touch()
+    with pytest.raises(SystemExit, match="File exists"):
+        finetuned(GOOD, GOOD)
+    assert not capsys.readouterr().out, "known only after the training"
+    (tmp_path / "sorted").unlink()
     finetuned(GOOD, GOOD)
     folder = tmp_path / "sorted"
     before = (folder / "config.json").read_bytes()
