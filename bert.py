@@ -90,10 +90,9 @@ class BertConfig:
 # it was up to two fifths off after 8,192 rows. So in 16 bits on a CPU these two compute in fp32.
 # (By their source, the kernels of GPUs add up in fp32.)
 
-def rounds_sums(weight):
-    """Returns whether torch adds up gradients in 16 bits where this tensor is: in 16 bits, on a CPU.
-    """
-    return weight.is_cpu and weight.dtype.itemsize == 2
+def rounds_sums(tensor):
+    """Returns whether torch adds up gradients in 16 bits where this tensor is."""
+    return tensor.is_cpu and tensor.dtype.itemsize == 2
 
 
 class Embedding(nn.Embedding):
