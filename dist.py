@@ -867,11 +867,17 @@ def end_torchrun():
 #     this rank                    waits     because                                  prints
 #     first, with its own error    no                                                 its error
 #     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
-#     later                        2 s       its `watch` has to set "alive"           nothing
+#     later                        2 s *     its `watch` has to set "alive"           nothing
+#
+# * From when `watch` saw "failed": an error may come later, as it goes from neighbour to neighbour.
 
 def open_store():
     """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
     return distributed.group.WORLD.get_group_store().clone()
+
+
+# Set when `watch` has known for 2 s that a rank has failed.
+may_leave = threading.Event()
 
 
 def watch(rank):
@@ -888,6 +894,8 @@ def watch(rank):
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
             end_torchrun()
+        time.sleep(2)
+        may_leave.set()
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -933,9 +941,10 @@ def agree(message, restart_helps, rank_lost):
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
-    if rank_lost or first != ours:
-        time.sleep(2)
     if first != ours:
+        may_leave.wait(2)
         return "", first.endswith("True")
+    if rank_lost:
+        time.sleep(2)
     silent = ranks_without(store, "alive", distributed.get_world_size())
     return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps
