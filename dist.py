@@ -876,7 +876,7 @@ def open_store():
     return distributed.group.WORLD.get_group_store().clone()
 
 
-# Set when `watch` has known for 2 s that a rank has failed.
+# Set by `watch` 2 s after it saw "failed", or later where it first ends torchrun.
 may_leave = threading.Event()
 
 
