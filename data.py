@@ -212,9 +212,10 @@ class PretrainingData:
         names = shard_names(manifest["shards"])
         names = names[:1] if held_out else names[1:]
         self.folder = Path(folder)
-        self.paths = [f"{folder}/{name}" for name in names]
-        # Shard s, which is opened when it is first needed.
-        self.shard = functools.cache(lambda s: open_shard(self.paths[s]))
+        paths = self.paths = [f"{folder}/{name}" for name in names]
+        # Shard s, which is opened when it is first needed. (With `self` in it, this object would
+        # refer to itself: such ones Python frees late, and with it files would stay open.)
+        self.shard = functools.cache(lambda s: open_shard(paths[s]))
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
         self.pairs = pairs

@@ -80,6 +80,28 @@ def shards(documents, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def torchruns(shards, tmp_path_factory):
+    """Two runs below a torchrun that end by themselves, {name: (process, its folder)}."""
+    from tests.training import FAILS, SHELL, start_torchrun
+    words = {
+        "fails": [sys.executable, "-c", FAILS,
+                  *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
+        "refused": [*SHELL, "--batch=1"]}
+    runs = {}
+    for name in words:
+        folder = tmp_path_factory.mktemp(name)
+        runs[name] = start_torchrun(folder, *words[name], "--data", shards), folder
+    return runs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchruns_first(request):
+    """Starts them before the first test, if any wants them: they mostly import torch, six times."""
+    if any("torchruns" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("torchruns")
+
+
 @pytest.fixture
 def train_here(shards, monkeypatch):
     """Trains on one rank in this process, as short as tests.training.shrink makes it, and leaves

@@ -4,6 +4,7 @@ Masks, pairs and dealing: course/test_graders.py.
 """
 import bz2
 import contextlib
+import gc
 import gzip
 import itertools
 import json
@@ -131,6 +132,19 @@ def test_texts_are_cut_at_any_place(shards):
     places = (spans.a_end - spans.a) / (spans.b_end - spans.b + spans.a_end - spans.a)
     places = places[spans.pair_label == 0]
     assert 0.45 < places.mean() < 0.55 and 0.2 < places.std() < 0.35, "not of all places"
+
+
+def test_files_are_closed_with_the_examples_that_were_read_from_them(shards):
+    gc.disable()                                     # it would close them some day
+    before = set(os.listdir("/proc/self/fd"))
+    batches = data.loader(data.PretrainingData(shards, 64), 0, 16, 8, 0, 1)
+    next(batches)
+    assert len(before) + 4 <= len(os.listdir("/proc/self/fd")), "no file is open, or it is elsewhere"
+    batches.close()
+    del batches
+    left = set(os.listdir("/proc/self/fd")) - before
+    gc.enable()
+    assert not left, "each phase would keep the files of the one before"
 
 
 def test_every_token_is_read_about_equally_often(tmp_path, prepared, monkeypatch):

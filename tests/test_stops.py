@@ -2,16 +2,14 @@
 import contextlib
 import os
 import signal
-import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import dist
 from tests.ranks import start_script
-from tests.training import column, steps_kept
+from tests.training import SHELL, column, start_torchrun, steps_kept
 
 SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 # So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
@@ -95,55 +93,17 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
 
 # ----- Under torchrun -----
 
-FAILS = """
-import os, train
-save = train.save
-
-def fail(args, world, log, state):
-    lives_before = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if (state.counters.step, world.rank, lives_before) == (2, 1, "0"):
-        raise ZeroDivisionError("a bug in a checkpoint")
-    save(args, world, log, state)
-
-train.save = fail
-train.EVAL_EXAMPLES = 64
-train.main()
-"""
-TORCHRUN = [find_spec("torch.distributed.run").origin,
-            *"--standalone --max-restarts=1 --nproc_per_node=2 --no-python".split()]
-
-
-@pytest.fixture(scope="module")
-def torchruns(shards, tmp_path_factory):
-    """Yields {name: (process, its folder)}: all at once, since they wait for one another and for
-    their imports. Two have their ranks by way of a shell that stays."""
-    folder = tmp_path_factory.mktemp("torchruns")
-    shell = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
-    words = {
-        "dies": [*shell, *LONG],
-        "fails": [sys.executable, "-c", FAILS,
-                  *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
-        "refused": [*shell, "--batch=1"]}
-    runs = {}
-    for name in words:
-        out = folder / name
-        out.mkdir()
-        runs[name] = start_script(
-            out, *TORCHRUN, *words[name], "--data", shards, "--out", out / "out"), out
-    yield runs
-    for process, _ in runs.values():         # what no test has ended
-        process.terminate()
-    for pid in alive(str(folder)):
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
-    process, folder = torchruns["dies"]
-    out = folder / "out"
-    wait_for_a_step(out)
-    process.kill()
-    wait_for(lambda: not alive(str(out)), "ranks train on")
-    *_, (said,) = ended(process, folder)
+def test_ranks_do_not_train_on_without_their_torchrun(shards, tmp_path):
+    process = start_torchrun(tmp_path, *SHELL, *LONG, "--data", shards)
+    out = tmp_path / "out"
+    try:
+        wait_for_a_step(out)
+        process.kill()
+        wait_for(lambda: not alive(str(out)), "ranks train on")
+    finally:
+        for pid in alive(str(out)):
+            os.kill(pid, signal.SIGKILL)
+    *_, (said,) = ended(process, tmp_path)
     assert_stopped(out, said)
 
 

@@ -3,8 +3,10 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,12 +18,30 @@ import data
 import dist
 import optim
 import train
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_script
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
 SHORT = "--steps 8 6 --batch 9 7 --micro-tokens 128 --save-every 3".split()
 # As short as a whole program can be
 LITTLE = "--steps 4 2 --batch 8 --precision fp32".split()
+TORCHRUN = [find_spec("torch.distributed.run").origin,
+            *"--standalone --max-restarts=1 --nproc_per_node=2 --no-python".split()]
+# train.py below a shell that stays, so that torchrun is not its parent
+SHELL = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
+FAILS = """
+import os, train
+save = train.save
+
+def fail(args, world, log, state):
+    lives_before = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if (state.counters.step, world.rank, lives_before) == (2, 1, "0"):
+        raise ZeroDivisionError("a bug in a checkpoint")
+    save(args, world, log, state)
+
+train.save = fail
+train.EVAL_EXAMPLES = 64
+train.main()
+"""
 
 
 def metrics(out, kind="train"):
@@ -95,6 +115,11 @@ def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
     out.parent.mkdir(exist_ok=True)
     arguments = ["--data", shards, "--out", out, *argv]
     return run_ranks(training, size, out.parent, arguments, sabotage, check=check, gpu=gpu)
+
+
+def start_torchrun(folder, *words):
+    """Returns the process of a torchrun of two ranks of a program; results are in folder/out."""
+    return start_script(folder, *TORCHRUN, *words, "--out", folder / "out")
 
 
 def steps_kept(out):
