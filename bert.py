@@ -88,7 +88,8 @@ class BertConfig:
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
 # CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 significant bits,
 # it was up to two fifths off after 8,192 rows. So in 16 bits on a CPU these two compute in fp32.
-# (By their source, the kernels of GPUs add up in fp32.)
+# (By their source, the kernels of GPUs add up in fp32; those of embeddings up to 3,072 rows only
+# 32 at a time, and these sums in 16 bits.)
 
 def rounds_sums(tensor):
     """Returns whether torch adds up gradients in 16 bits where this tensor is."""

@@ -190,12 +190,13 @@ class PretrainingData:
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
     largest gap that those before it have left. So texts lie about every place equally often: in one
-    pass over the text a seventh of it is never read, at random places it would be more than a
+    pass over long documents a seventh is never read, at random places it would be more than a
     third. And there is no order of examples that would have to be shuffled and kept.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
     document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
-    documents are in fewer texts than others.)
+    documents are in fewer texts than others, and so are short documents: one of half a text's
+    length is read half as often.)
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
     in half of the examples B is from another document of the same shard. "none" leaves one text.

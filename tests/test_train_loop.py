@@ -198,6 +198,20 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-6)
 
 
+def test_in_16_bits_attention_alone_is_not_compiled(shards, monkeypatch):
+    """By a backend that compiles nothing: what the compiler is given."""
+    monkeypatch.setattr(nn.Module, "compile",
+                        functools.partialmethod(nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(bert, "attention", torch.compiler.disable(bert.attention))
+    _, state = built(shards, "--precision", "bf16")
+    compiled.compile_blocks(None, None, state)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    state.model(random_batch(320, 2, 32))
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert len(breaks) == 1 and "attention" in str(breaks), "not compiled: " + "\n".join(breaks)
+
+
 def note_seeds(world, path):
     """Appends the seed of each training forward pass to a file."""
     forward = bert.BertForPreTraining.forward

@@ -152,7 +152,7 @@ def fit(model, examples, epochs, lr, size=32):
     batches = DataLoader(rest, size, shuffle=True, collate_fn=batch_of)
     optimizer = torch.optim.AdamW(model.parameters())
     # In the first tenth of the steps, at least two, the rate grows to `lr`; then it falls as a
-    # cosine does.
+    # cosine does. (And beta1 goes from 0.95 to 0.85, and back.)
     steps = epochs * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))
@@ -188,10 +188,11 @@ def save(model, labels, source, folder):
 
 
 def row(name, found):
-    """Prints the means of a list of `score`s, and their standard deviations."""
+    """Prints the means of a list of `score`s, and of several the standard deviations."""
     line = f"{name:<16}"
     for column in torch.stack(found).T:
-        line += f"{column.mean():>7.3f} +- {column.std(correction=0):.3f}  "
+        deviation = f"+- {column.std(correction=0):.3f}" if len(found) > 1 else ""
+        line += f"{column.mean():>7.3f} {deviation:<8}  "
     print(line.rstrip(), flush=True)
 
 

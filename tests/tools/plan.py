@@ -80,7 +80,7 @@ def parse_arguments(argv=None):
     add("--vocab-size", type=data.number_in(int, 16), default=30522,
         help="the pieces of the tokenizer (default: %(default)s)")
     plan_flags, train_flags = parser.parse_known_args(argv)
-    args = train.parse_arguments(train_flags)
+    args = train.parse_arguments(["--bucket-mb=25", *train_flags])      # as train.py on a GPU
     vars(args).update(vars(plan_flags))
 
     published, memory = GPUS.get(args.gpu, (None, 16))
@@ -188,9 +188,10 @@ def step_seconds(args, phase):
         step = compute + max(late, exchange - backward)
 
     compute: of a rank's examples, the most that any has. exchange: of all gradients between the
-    nodes, by bytes and --gbps, and --latency for each of the buckets of --bucket-mb. backward: of
-    the last micro-batch, behind which the exchange hides. late: the part of the exchange that
-    cannot hide, that of the token embeddings, which are ready only when backward ends.
+    nodes, by bytes and --gbps, and --latency for each of the buckets of --bucket-mb (more than
+    there are: dist.fill_buckets cuts no tensor). backward: of the last micro-batch, behind which
+    the exchange hides. late: the part of the exchange that cannot hide, that of the token
+    embeddings, which are ready only when backward ends.
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len

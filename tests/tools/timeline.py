@@ -22,6 +22,8 @@ and a row for each bucket, with the MB that the rank has sent of it; 1.3 is buck
 One rank averages in `finish`, without a thread. For a variant that has no buckets there is one row
 in place of theirs.
 
+What an optimizer exchanges after `finish` (1-bit Adam, ZeRO) is not drawn.
+
 On a GPU the CPU only puts work into a stream. There `=` are the CPU's calls of backward; `w` waits
 for the rest of backward as well; and `.` begins with the call that made the bucket complete.
 """
@@ -41,6 +43,7 @@ import torch
 
 import data
 import dist
+from tests.variants import common
 
 # Of Okabe and Ito, and a light grey: they differ for colour-blind readers as well.
 COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#009E73"}
@@ -147,20 +150,24 @@ def main():
     add("--picture", type=Path, help="draw this file as well, .png or .svg, by matplotlib")
     options, train_flags = parser.parse_known_args()
     if options.draw:
-        draw({path.stem: json.loads(path.read_text()) for path in options.draw}, options.picture)
+        try:
+            steps = {path.stem: json.loads(path.read_text()) for path in options.draw}
+        except (OSError, ValueError) as error:
+            parser.error(f"what --save has written cannot be read: {error}")
+        draw(steps, options.picture)
         return
 
     for name in options.variant:
         try:
             importlib.import_module(f"tests.variants.{name}").install()
         except ModuleNotFoundError:
-            train_flags += [f"--variant={name}"]             # train.main refuses it
+            train_flags += [f"--variant={name}"]             # train.py refuses it
     note(torch.Tensor, "backward")
     note(dist.Reducer, "finish")
     train.save = functools.partial(draw_and_end, options)
     options.folder = tempfile.TemporaryDirectory()
     sys.argv[1:] = ["--out", options.folder.name, *train_flags, "--save-every", options.at_step]
-    train.main()
+    common.main()            # which heeds GBPS
 
 
 if __name__ == "__main__":

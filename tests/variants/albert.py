@@ -117,7 +117,8 @@ def install():
 
     bert.BertForPreTraining = Albert
     bert.init_from = refuse
-    # Hugging Face's ALBERT is the authors', not ours
+    # Hugging Face's ALBERT is the authors', not ours. What is written is a BERT.
+    bert.unlike_huggingface = lambda model: []
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
     data.PretrainingData = OrderedPairs
     common.name_run(f"albert, E = {E}")

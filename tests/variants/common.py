@@ -1,6 +1,7 @@
 """What several variants share: no variant, not a program."""
 import math
 import os
+import sys
 
 import torch
 
@@ -19,10 +20,23 @@ def main():
 
 
 def use_optimizer(name, optimizer):
-    """Makes an optimizer that of every recipe. Its name is in each checkpoint, so that neither
-    train.py takes up a run of a variant nor the variant one of train.py."""
+    """Makes an optimizer the one that is taken where --optimizer is not given. Its name is in each
+    checkpoint, so that neither train.py takes up a run of a variant nor the variant one of
+    train.py. (The recipe keeps the name of its own: so train.py warns that its rates are for that
+    one.)"""
     optim.OPTIMIZERS = optim.OPTIMIZERS | {name: optimizer}
-    change_recipes(lambda recipe: {"optimizer": name})
+    give("--optimizer", name)
+
+
+def give(flag, value):
+    """Gives a flag of train.py this value where the command line has none."""
+    parse_arguments = train.parse_arguments
+
+    def parse_with_default(argv=None):
+        given = sys.argv[1:] if argv is None else argv
+        return parse_arguments([flag, value, *given])            # of two the last one counts
+
+    train.parse_arguments = parse_with_default
 
 
 def one_by_one(update):
@@ -51,18 +65,10 @@ def change_recipes(change):
 
 
 def use_compression(name, compressor):
-    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and --compression mean it
-    where it is not given (or "none"). Its name is in each checkpoint, as that of an optimizer."""
+    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and makes it the one that is
+    taken where --compression is not given. Its name is in each checkpoint, as an optimizer's."""
     dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(compressor)}
-    parse_arguments = train.parse_arguments
-
-    def parse_with_default(argv=None):
-        args = parse_arguments(argv)
-        if args.compression == "none":
-            args.compression = name
-        return args
-
-    train.parse_arguments = parse_with_default
+    give("--compression", name)
 
 
 def tell_shapes():

@@ -11,7 +11,7 @@ backward of step t goes on, the ranks average the parts that are due, and only t
 
 So H times fewer bytes are sent, spread over the steps as far as there are parts, behind backward.
 The paper's parts are layers, and a search over measured times makes the schedule; ours are the
-Reducer's buckets (3 of tiny, 8 of mini, 52 of base), evenly spread. The paper (from memory, not
+Reducer's buckets (on a CPU 3 of tiny, 8 of mini, 52 of base), evenly spread. The paper (from memory, not
 checked) updates a layer within backward and averages the result at once. train.py clips by the
 global norm, which is known only after backward; so here what is averaged is what step t began with,
 and the update is added to the mean: one step late. The norm is that of the ranks' own gradients,

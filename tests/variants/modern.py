@@ -118,6 +118,7 @@ def install():
     bert.BertForPreTraining = Modern
     bert.init_from = refuse
     bert.huggingface_names = modern_export.huggingface_names
+    bert.unlike_huggingface = lambda model: []       # nothing: it is a ModernBERT
     bert.save_huggingface = functools.partial(modern_export.save, theta=THETA)
     common.name_run("modern")
 

@@ -15,7 +15,8 @@ For a matrix w (R, C):
 
 Embeddings, heads and vectors take AdamW at the same rate, with the recipe's betas. Q, K and V are
 three matrices in one tensor. The products of Newton-Schulz are in bf16 where --precision auto would
-take it on rank 0, else in fp32. A checkpoint keeps the choice, so that a resume does not change it.
+take it on rank 0; else, and with --precision fp32, in fp32. A checkpoint keeps the choice, so that
+a resume does not change it.
 
 What is changed: an entry of optim.OPTIMIZERS, the recipes' choice of it, and optim.make_optimizer,
 since only names tell which matrices are the blocks'. No second moment is kept of those.
@@ -99,11 +100,12 @@ def groups_of(masters):
 
 
 def agree_on_precision(args, world, state):
-    """Has all ranks compute Newton-Schulz as rank 0 does, since their CPUs may differ. Collective.
-    """
+    """Has all ranks compute Newton-Schulz as rank 0 does, since their CPUs may differ, and in fp32
+    where that is asked for. Collective."""
     for group in state.optimizer.param_groups:
         if "precision" in group:
-            group["precision"] = world.all_gather_object(group["precision"])[0]
+            own = "fp32" if args.precision == "fp32" else group["precision"]
+            group["precision"] = world.all_gather_object(own)[0]
 
 
 def install():

@@ -81,6 +81,7 @@ def install():
     """Makes train.py use it."""
     common.use_compression("powersgd", powersgd)
     common.tell_shapes()
+    common.name_run("powersgd", "bucket_mb")         # Q is first drawn for each bucket
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ def test_the_recipe_of_lans():
     assert (short.global_batch, long.global_batch, long.lr) == (98304, 33792, 10e-3)
 
 
+def test_the_recipe_s_optimizer_stays_and_a_given_one_is_taken():
+    """So train.py warns, of a variant's as well, that the rates are for another."""
+    with installed(lans.install):
+        for argv, taken in ([], "lans"), (["--optimizer", "adamw"], "adamw"):
+            assert args_of(*argv).optimizer == taken
+        made_for = [recipe["optimizer"] for recipe in optim.RECIPES.values()]
+    assert made_for == ["lamb", "adamw", "lamb", "lans"]
+
+
 def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     p = torch.zeros(30, 50, requires_grad=True)
     kept = [x.untyped_storage().nbytes() // 4 for x in came.CAME([p]).state[p].values()]
@@ -128,16 +137,18 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(kind, prec
         assert kept == (w.numel() if name in others else 0), f"second moment of {name}: {kept}"
 
 
-def test_all_ranks_compute_muon_as_rank_0_does(monkeypatch):
+@pytest.mark.parametrize("asked, agreed", [("auto", "bf16"), ("fp32", "fp32")])
+def test_all_ranks_compute_muon_as_rank_0_does_or_as_asked(monkeypatch, asked, agreed):
     def build(args, world):
         group = {"precision": ["bf16", "fp32"][world.rank]}
         return SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group, {}]))
 
     monkeypatch.setattr(train, "build", build)
     with installed(muon.install):
-        states = on_threads(lambda world: train.build(None, world), 2)
+        args = SimpleNamespace(precision=asked)
+        states = on_threads(lambda world: train.build(args, world), 2)
     for state in states:
-        assert state.optimizer.param_groups == [{"precision": "bf16"}, {}]
+        assert state.optimizer.param_groups == [{"precision": agreed}, {}]
 
 
 # ----- On ranks that step alone, or whose mean is compressed -----

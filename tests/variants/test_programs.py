@@ -29,7 +29,7 @@ ALONE = {"albert", "came", "lans", "merit", "modern", "modern_muon", "onebit_ada
 AS_TRAIN = ["buckets_after", "ring", "zero1"]
 SAME_RUNS = {*AS_TRAIN, "one_by_one"}
 # Their results depend on --bucket-mb
-BY_BUCKET = {"bucket_clipping", "gradientflow", "topk", "local_steps"}
+BY_BUCKET = {"bucket_clipping", "gradientflow", "topk", "local_steps", "powersgd"}
 
 
 # ----- All of them, trained and resumed -----

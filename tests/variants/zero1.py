@@ -85,6 +85,7 @@ def step_and_share(step, world, state, owners):
     """Steps this rank's masters, by the optimizer's own `step`; then gives all ranks all masters.
     Collective."""
     step()
+    world.barrier()                                      # before NCCL, see dist.World
     for rank in range(world.size):
         part = [state.masters[name] for name in owners if owners[name] == rank]
         if part:                                         # there may be more ranks than masters
