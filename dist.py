@@ -910,9 +910,10 @@ def leave(message, restart_helps, rank_lost=False):
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
-        # The store is gone with node 0, or no memory is left for a thread. Each rank prints an
-        # error of its own; that others are lost is printed by one rank of each node.
-        if rank_lost and TORCHRUN and os.environ["LOCAL_RANK"] != "0":
+        # The store is gone with its torchrun, or no memory is left for a thread. Each rank prints
+        # an error of its own. That others are lost is printed by one rank of each node, if its
+        # `watch` has seen no other failure, which torchrun was ended for.
+        if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.wait(4)):
             message = ""
     if message:
         with contextlib.suppress(OSError, ValueError):           # a closed terminal, a full disk

@@ -425,11 +425,15 @@ def test_one_rank_says_who_failed_and_all_end(tmp_path):
 
 
 @pytest.mark.parametrize("place, missing", [(dist, "open_store"), (threading.Thread, "start")])
-@pytest.mark.parametrize("local_rank, rank_lost, restart_helps", [
-    ("0", True, True), ("1", True, True), ("1", False, True), ("1", False, False)])
+@pytest.mark.parametrize("local_rank, rank_lost, restart_helps, other_failed, speaks", [
+    ("0", True, True, False, True), ("1", True, True, False, False), ("1", False, True, True, True),
+    ("1", False, False, False, True), ("0", True, True, True, False)])
 def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
-        monkeypatch, capsys, place, missing, local_rank, rank_lost, restart_helps):
+        monkeypatch, capsys, place, missing, local_rank, rank_lost, restart_helps, other_failed,
+        speaks):
+    """But not of a lost rank after another has failed: that one has spoken."""
     kill = Mock()
+    monkeypatch.setattr(dist, "may_leave", Mock(wait=lambda _: other_failed))
     monkeypatch.setattr(os, "kill", kill)
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
@@ -439,7 +443,6 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit, match="1"):                 # see conftest.py
         dist.leave("the reason", restart_helps, rank_lost)
-    speaks = local_rank == "0" or not rank_lost
     assert capsys.readouterr().err == "the reason\n" * speaks
     ends = [] if restart_helps else [call(4711, signal.SIGTERM)]
     assert kill.mock_calls == ends, "torchrun ends where, and only where, a restart is in vain"

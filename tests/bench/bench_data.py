@@ -5,8 +5,8 @@
     python tests/bench/bench_data.py --megabytes 4000 --rounds 1     # does memory stay bounded?
 
 The corpus is this machine's documentation as paragraphs of prose, shuffled and repeated, eight to a
-document; it is written to --folder and removed in the end. "peak" is what data.py and its workers
-hold at a time; what they share counts once. Examples a second are those of one process.
+document; it is written to --folder and removed in the end. "peak" is what data.py holds at
+a time, with processes that older ones start; what they share counts once. Examples a second are those of one process.
 """
 import os
 import random
@@ -38,7 +38,7 @@ def memory_of(session):
         try:
             if os.getsid(int(folder.name)) == session:
                 lines = (folder / "smaps_rollup").read_text().splitlines()
-                total += int(lines[2].split()[1]) / 1024     # "Pss:    1234 kB"
+                total += int(lines[2].split()[1]) / 977      # "Pss:    1234 kB", of 1,024 bytes
         except (OSError, IndexError):
             pass                                             # it has just ended
     return total

@@ -56,7 +56,6 @@ class Loss(torch.nn.Module):
         self.model = model
 
     def forward(self, batch):
-        model = self.model
         logits = self.model(batch)
         return sum(F.cross_entropy(logits[task], labels) for task, labels in batch.labels.items())
 

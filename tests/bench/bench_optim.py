@@ -1,6 +1,7 @@
-"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW, in the
-form that it takes by itself ("foreach", lists of tensors, on a GPU; one tensor after another on a
-CPU) and fused in one kernel.
+"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW.
+
+That one is measured in the form that it takes by itself ("foreach", lists of tensors, on a GPU; one
+tensor after another on a CPU) and fused in one kernel.
 
     python tests/bench/bench_optim.py                      # BERT-base: 6 GB of memory, 2 minutes
     python tests/bench/bench_optim.py --beside ../old

@@ -133,8 +133,10 @@ def classify_all(args, pool, losses):
         for task in seeds:
             try:
                 found.append(task.get(max(0, args.end - time.monotonic())))
-            except (multiprocessing.TimeoutError, RuntimeError) as error:    # the others go on
-                print(f"{row}: {error!r:.300}", flush=True)
+            except multiprocessing.TimeoutError:
+                break                        # the minutes are over
+            except RuntimeError as error:    # the others go on
+                print(f"{size:,} labels, {row}: {error!r:.300}", flush=True)
         if len(found) > 1:
             print(f"loss {losses[folder]:.3f}, {size:,} labels, {row}: "
                   f"{statistics.mean(found):.1f} ± {statistics.stdev(found):.1f} % "

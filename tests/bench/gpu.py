@@ -1,4 +1,4 @@
-"""All that RESULTS.md says of a GPU, measured by one command in eight minutes.
+"""Most of what RESULTS.md says of a GPU, measured by one command in eight minutes.
 
     python tests/bench/gpu.py --out gpu.txt                  # first: pip install transformers
     CUDA_VISIBLE_DEVICES= python tests/bench/gpu.py --tiny   # a rehearsal on a CPU, two minutes
@@ -8,7 +8,8 @@ short leaves what it has, the most important parts first. --parts names those to
 --minutes no other part begins. Rates and milliseconds are medians.
 
 A step of ours is that of train.py's loop, in this process, without evaluation and checkpoints.
-Hugging Face's is that of bench_step.py. On both sides a thread makes the batches ahead.
+Hugging Face's is that of bench_step.py, without dropout; ours drops 0.1. On both sides a thread
+makes the batches ahead.
 """
 import argparse
 import statistics
