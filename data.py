@@ -163,8 +163,8 @@ def uniform(counters, key):
     alone, so example i needs nothing of those before it.
 
     It is a hash: SplitMix64 (Steele, Lea, Flood 2014), whose constants and shifts mix all bits of
-    the counter with each other. To make one of NumPy's generators for each example would take
-    longer than all the rest.
+    the counter with each other. To make one of NumPy's generators for each example would take half
+    as long as all the rest.
     """
     # NumPy computes with uint64 modulo 2^64.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
@@ -852,8 +852,8 @@ def describe(folder):
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
               f"{manifest['shards']} shards, {held_out:,} different documents held out\n"
-              f"{long_enough:.0%} of the text is in documents of 128 tokens or more, "
-              f"{part_long_enough(folder, 512):.0%} in those of 512\n"
+              f"{long_enough:.0%} of the text is long enough for examples of 128 tokens, "
+              f"{part_long_enough(folder, 512):.0%} for those of 512\n"
               "documents begin so:")
     tokens, documents = open_shard(f"{folder}/heldout")
     tokenizer = load_tokenizer(f"{folder}/tokenizer.model")

@@ -110,7 +110,7 @@ def choose_precision(name, device):
     if device.type == "cuda":
         # Old GPUs (T4, V100) can only emulate bf16, slowly.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    # A CPU without instructions for bf16 takes 10 to 200 times as long with it as with fp32.
+    # A CPU without instructions for bf16 takes up to 200 times as long with it as with fp32.
     features = torch.cpu.get_capabilities()
     return "bf16" if features.get("avx512_bf16") else "fp32"
 

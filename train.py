@@ -12,9 +12,7 @@ The same command again resumes from the last checkpoint. All results are in the 
 The file goes from the parts to the whole: errors, flags, log, state, checkpoints, the parts of a
 step, evaluation, `training_loop`, and last `train` and `main`, where the program begins.
 
-Shapes, as in "(M, V)": B examples of a micro-batch, M masked tokens in it and what pads them, V
-size of the vocabulary. A function of this file whose docstring says "Collective" must be called by
-all ranks together.
+A function of this file whose docstring says "Collective" must be called by all ranks together.
 """
 import collections
 import contextlib
