@@ -487,7 +487,7 @@ def test_the_program_says_what_it_has_prepared(documents, tmp_path, program):
     assert encode("School") != encode("school"), "--cased makes no difference"
 
     sizes = [len(tokens) for tokens in texts_of(folder, "train-00000")]
-    told = re.search(r"\n(\d+%) of the text is .* 128 .* (\d+%) in .* 512", said)
+    told = re.search(r"\n(\d+%) of the text is .* 128 tokens, (\d+%) for .* 512\n", said)
     for length, part in zip([128, 512], told.groups()):
         full = [size for size in sizes if size >= length - 3]
         assert part == f"{sum(full) / sum(sizes):.0%}", f"of {length}: {said}"
