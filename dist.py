@@ -935,7 +935,7 @@ def end(status):
 
 def agree(message, restart_helps, rank_lost):
     """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
-    Raises RuntimeError if the store is gone."""
+    Raises RuntimeError if the store was gone before this rank could say that it has failed."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
     store = open_store()
@@ -947,5 +947,7 @@ def agree(message, restart_helps, rank_lost):
         return "", first.endswith("True")
     if rank_lost:
         time.sleep(2)
-    silent = ranks_without(store, "alive", distributed.get_world_size())
+    silent = ""
+    with contextlib.suppress(RuntimeError):        # the store has gone meanwhile
+        silent = ranks_without(store, "alive", distributed.get_world_size())
     return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps

@@ -448,6 +448,22 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     assert kill.mock_calls == ends, "torchrun ends where, and only where, a restart is in vain"
 
 
+def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsys):
+    store = Mock(compare_set=lambda key, expected, value: value.encode())
+    store.check.side_effect = distributed.DistNetworkError("gone")
+    monkeypatch.setattr(dist, "open_store", lambda: store)
+    monkeypatch.setattr(dist, "time", Mock())
+    monkeypatch.setattr(dist, "TORCHRUN", 4711)
+    monkeypatch.setattr(dist, "may_leave", Mock(wait=lambda _: True))      # it has seen itself fail
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit, match="1"):
+        dist.leave("rank ? died", True, rank_lost=True)
+    assert capsys.readouterr().err == "rank ? died\n"
+
+
 def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(capsys):
     with pytest.raises(SystemExit, match="1"):
         dist.leave("the reason", False)
