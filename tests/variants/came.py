@@ -17,7 +17,7 @@ of rows and columns, R + C elements each. A(r, c) is 1 / sqrt of the matrix that
 Where u strays from its mean m, confidence is small, and so is the step. Vectors have a second
 moment of their own and no confidence. As published, nothing is corrected for its start at 0.
 
-What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it. train.py asks of an
+What is changed: an entry of optim.OPTIMIZERS, and --optimizer's default. train.py asks of an
 optimizer only what `optim.Optimizer` has, and its checkpoints take any state. Not as published: b3
 follows b2, at the paper's proportion (0.999 and 0.9999), since the demo's b2 is 0.98.
 """
@@ -72,7 +72,7 @@ def moved_factors(means, x, b):
 
 
 def install():
-    """Makes CAME the optimizer of every recipe."""
+    """Makes CAME the default of --optimizer."""
     common.use_optimizer("came", CAME)
 
 

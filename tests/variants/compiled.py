@@ -29,17 +29,17 @@ def compile_blocks(args, world, state):
     for block in state.model.blocks:
         # "dynamic": the number of rows differs from batch to batch.
         block.compile(dynamic=True)
-    parameters = dict(state.model.named_parameters())
+    gradients = {}
 
     # The compiler passes over operations on a 16-bit parameter whose gradient is fp32, LayerNorm
     # for instance. So there is none while it looks, and backward finds it again.
-    def hide_gradients(model, batch):
-        for p in parameters.values():
-            p.grad = None
+    def hide_gradients(model, inputs):
+        for p in model.parameters():
+            gradients[p], p.grad = p.grad, None
 
-    def show_gradients(model, batch, logits):
-        for name, gradient in state.reducer.views.items():
-            parameters[name].grad = gradient.detach()
+    def show_gradients(model, inputs, logits):
+        for p, gradient in gradients.items():
+            p.grad = gradient
 
     state.model.register_forward_pre_hook(hide_gradients)
     state.model.register_forward_hook(show_gradients)

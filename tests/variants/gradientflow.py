@@ -14,7 +14,7 @@ and must send their indices; this sends the same on any number. The paper's mome
 its dense warm-up are left out; error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets a row "chunk", which --compression now means where it is not
-given (or "none").
+given.
 """
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0. (The ke
     s = g / d + decay w                     from the gradient alone
     w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
 
-What is changed: an entry of optim.OPTIMIZERS, and the recipes' choice of it; in optim.RECIPES one
+What is changed: an entry of optim.OPTIMIZERS, and --optimizer's default; in optim.RECIPES one
 recipe more, "lans-96k", and optim.learning_rate, since its rate holds between growth and decay.
 """
 import dataclasses
@@ -82,7 +82,7 @@ def learning_rate(done, phase):
 
 
 def install():
-    """Makes LANS the optimizer of every recipe, and adds its own."""
+    """Makes LANS the default of --optimizer, and adds its recipe."""
     optim.learning_rate = learning_rate
     common.use_optimizer("lans", LANS)
     optim.RECIPES = optim.RECIPES | {"lans-96k": RECIPE}

@@ -18,7 +18,7 @@ three matrices in one tensor. The products of Newton-Schulz are in bf16 where --
 take it on rank 0; else, and with --precision fp32, in fp32. A checkpoint keeps the choice, so that
 a resume does not change it.
 
-What is changed: an entry of optim.OPTIMIZERS, the recipes' choice of it, and optim.make_optimizer,
+What is changed: an entry of optim.OPTIMIZERS, --optimizer's default, and optim.make_optimizer,
 since only names tell which matrices are the blocks'. No second moment is kept of those.
 """
 import sys
@@ -109,7 +109,7 @@ def agree_on_precision(args, world, state):
 
 
 def install():
-    """Makes Muon the optimizer of every recipe."""
+    """Makes Muon the default of --optimizer."""
     make = optim.make_optimizer
 
     def make_optimizer(name, masters, betas):

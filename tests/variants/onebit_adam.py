@@ -19,7 +19,7 @@ are longer than Adam's, 1.6 times at n = 500. b2 is 0.999 in every recipe, so th
 the mean of many steps. Not as published: p is clipped, see `bound`, and all tensors travel together
 (`set_magnitudes`), as in 1-bit LAMB.
 
-What is changed: optim.OPTIMIZERS and the recipes' choice; dist.Reducer, by one that asks the
+What is changed: optim.OPTIMIZERS and --optimizer's default; dist.Reducer, by one that asks the
 optimizer at the start of each step whether gradients stay where they are. A save drops what
 compression has not sent yet, as in dist.py. onebit_lamb.py and zeroone_adam.py build on this file.
 """
@@ -220,7 +220,7 @@ def prepare(args, world, state):
 
 
 def install(name="onebit-adam", optimizer=OneBitAdam):
-    """Makes it the optimizer of every recipe. Neither train.py takes up a checkpoint of this
+    """Makes it the default of --optimizer. Neither train.py takes up a checkpoint of this
     program nor this program one of train.py."""
     dist.Reducer = AskingReducer
     common.use_optimizer(name, optimizer)

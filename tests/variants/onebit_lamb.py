@@ -81,7 +81,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
 
 
 def install():
-    """Makes 1-bit LAMB the optimizer of every recipe; its name is in each checkpoint."""
+    """Makes 1-bit LAMB the default of --optimizer; its name is in each checkpoint."""
     onebit_adam.install("onebit-lamb", OneBitLAMB)
 
 

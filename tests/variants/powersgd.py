@@ -13,7 +13,7 @@ sent does not grow with the ranks, unlike that of topk.py. Error feedback is in
 dist.ErrorFeedback, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
-not given (or "none"); and dist.Bucket is one that tells it the shapes of its tensors.
+not given; and dist.Bucket is one that tells it the shapes of its tensors.
 """
 import sys
 from pathlib import Path

@@ -92,7 +92,7 @@ def prepare(args, world, state):
 
 
 def install():
-    """Makes it the optimizer of every recipe."""
+    """Makes it the default of --optimizer."""
     dist.Reducer = LocalReducer
     common.use_optimizer("slow-momentum", SlowMomentum)
     common.after_build(prepare)

@@ -13,7 +13,7 @@ ranks, and from N = 1 / FRACTION ranks on it is more than in fp32. What was not 
 error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets a row "topk", which --compression now means where it is not
-given (or "none").
+given.
 """
 import sys
 from pathlib import Path

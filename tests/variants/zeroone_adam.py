@@ -128,7 +128,7 @@ def agreement_interval(t, steps):
 
 
 def install():
-    """Makes 0/1 Adam the optimizer of every recipe; its name is in each checkpoint."""
+    """Makes 0/1 Adam the default of --optimizer; its name is in each checkpoint."""
     onebit_adam.install("zeroone-adam", ZeroOneAdam)
     agree_before_save(lambda state: state.optimizer.agree())
 
