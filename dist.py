@@ -621,7 +621,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 # When something is wrong, every wait has an end (the names are told below):
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
-#     10 s                    `leave` gives up asking the store
+#     10 s                    `leave` gives up asking the store; 4 s more it waits for `watch`
 #     --timeout               meeting; a collective over Gloo raises an exception
 #     2 x --timeout           a collective over NCCL aborts the process
 #     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM

@@ -101,8 +101,10 @@ def test_ranks_do_not_train_on_without_their_torchrun(shards, tmp_path):
         process.kill()
         wait_for(lambda: not alive(str(out)), "ranks train on")
     finally:
+        process.kill()
         for pid in alive(str(out)):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):      # it has just ended
+                os.kill(pid, signal.SIGKILL)
     *_, (said,) = ended(process, tmp_path)
     assert_stopped(out, said)
 

@@ -5,8 +5,9 @@
     python tests/bench/bench_data.py --megabytes 4000 --rounds 1     # does memory stay bounded?
 
 The corpus is this machine's documentation as paragraphs of prose, shuffled and repeated, eight to a
-document; it is written to --folder and removed in the end. "peak" is what data.py holds at
-a time, with processes that older ones start; what they share counts once. Examples a second are those of one process.
+document; it is written to --folder and removed in the end. "peak" is what data.py holds at a time,
+with processes that older ones start; what they share counts once. Examples a second are those of
+one process.
 """
 import os
 import random

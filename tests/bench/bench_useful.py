@@ -134,7 +134,7 @@ def classify_all(args, pool, losses):
             try:
                 found.append(task.get(max(0, args.end - time.monotonic())))
             except multiprocessing.TimeoutError:
-                break                        # the minutes are over
+                pass                         # the minutes are over
             except RuntimeError as error:    # the others go on
                 print(f"{size:,} labels, {row}: {error!r:.300}", flush=True)
         if len(found) > 1:
