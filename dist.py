@@ -428,7 +428,7 @@ class Dense:
 
     fp16 has the range 6e-8 to 65,504, in which the loss scale keeps gradients, and keeps 11
     significant bits, below 6e-5 fewer; bf16 has the range of fp32 and keeps 8. Each addition on the
-    way rounds as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 3 to 35 %.
+    way rounds as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
     """
     dtype: torch.dtype
 
