@@ -621,7 +621,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 # When something is wrong, every wait has an end (the names are told below):
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
-#     10 s                    `leave` gives up asking the store; 4 s more it waits for `watch`
+#     10 s                    `leave` gives up asking the store
 #     --timeout               meeting; a collective over Gloo raises an exception
 #     2 x --timeout           a collective over NCCL aborts the process
 #     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM
@@ -878,13 +878,15 @@ def open_store():
 
 # Set by `watch` 2 s after it saw "failed", or later where it first ends torchrun.
 may_leave = threading.Event()
+# Set by `watch` if the store ends before: it does with node 0's torchrun.
+store_gone = threading.Event()
 
 
 def watch(rank):
     """Waits, in a thread of each process, until a rank has failed. Then says that this process is
     alive, and ends it if it lives a minute later. Where a restart cannot help it ends torchrun as
     well."""
-    with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
+    try:
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
@@ -896,6 +898,8 @@ def watch(rank):
             end_torchrun()
         time.sleep(2)
         may_leave.set()
+    except RuntimeError:
+        store_gone.set()
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -913,7 +917,7 @@ def leave(message, restart_helps, rank_lost=False):
         # The store is gone with its torchrun, or no memory is left for a thread. Each rank prints
         # an error of its own. That others are lost is printed by one rank of each node, if its
         # `watch` has seen no other failure, which torchrun was ended for.
-        if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.wait(4)):
+        if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
         with contextlib.suppress(OSError, ValueError):           # a closed terminal, a full disk
@@ -938,6 +942,8 @@ def agree(message, restart_helps, rank_lost):
     Raises RuntimeError if the store was gone before this rank could say that it has failed."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they have met each speaks for itself
+    if store_gone.is_set():
+        raise RuntimeError("to connect to it would take until --timeout")
     store = open_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"

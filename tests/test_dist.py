@@ -433,7 +433,7 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
         speaks):
     """But not of a lost rank after another has failed: that one has spoken."""
     kill = Mock()
-    monkeypatch.setattr(dist, "may_leave", Mock(wait=lambda _: other_failed))
+    monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: other_failed))
     monkeypatch.setattr(os, "kill", kill)
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
@@ -454,7 +454,7 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     monkeypatch.setattr(dist, "open_store", lambda: store)
     monkeypatch.setattr(dist, "time", Mock())
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
-    monkeypatch.setattr(dist, "may_leave", Mock(wait=lambda _: True))      # it has seen itself fail
+    monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: True))      # it has seen itself fail
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
@@ -462,6 +462,17 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     with pytest.raises(SystemExit, match="1"):
         dist.leave("rank ? died", True, rank_lost=True)
     assert capsys.readouterr().err == "rank ? died\n"
+
+
+def test_a_store_that_is_gone_is_not_asked(monkeypatch):
+    monkeypatch.setattr(dist, "store_gone", threading.Event())
+    store = Mock(check=Mock(side_effect=distributed.DistNetworkError("gone")))
+    monkeypatch.setattr(dist, "open_store", lambda: store)
+    dist.watch(0)
+    monkeypatch.setattr(dist, "open_store", lambda: pytest.fail("that waits for --timeout"))
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError):
+        dist.agree("the reason", True, True)
 
 
 def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(capsys):
