@@ -160,6 +160,7 @@ def test_the_plan_knows_gpus_and_recipes(printed):
     assert re.search("(?s)69 TFLOP/s.*fit 24 GB.*20900 steps take 24", text), text
     assert not re.search("Gb/s|take another --recipe", text), text
     assert "take another --recipe" in printed(base), "base with the demo's recipe"
+    assert plan.parse_arguments(base.split()).bucket_mb == 25, "not a GPU's, but of this machine"
 
 
 @pytest.mark.parametrize("argv, message", [

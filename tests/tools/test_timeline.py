@@ -121,7 +121,12 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
     assert sent == pytest.approx(size * megabytes, abs=0.03), rows
 
 
-def test_a_wrong_variant_is_one_line():
-    process = run_script("tests/tools/timeline.py", "--variant", "topk", "no-such-one")
-    assert (process.returncode, process.stderr) == (
-        2, "timeline.py: unrecognized arguments: --variant=no-such-one\n")
+@pytest.mark.parametrize("gbps, argv, said", [
+    ("1", "--variant topk no-such-one", "unrecognized arguments: --variant=no-such-one"),
+    ("0", "", r"argument GBPS: must be in .*"),                # so the variants' network is taken
+    ("1", "--draw nowhere.json", "what --save has written cannot be read: .* 'nowhere.json'")])
+def test_what_is_wrong_is_one_line(monkeypatch, gbps, argv, said):
+    monkeypatch.setenv("GBPS", gbps)
+    process = run_script("tests/tools/timeline.py", *argv.split())
+    assert process.returncode == 2, process.stderr
+    assert re.fullmatch(rf"timeline.py: {said}\n", process.stderr), process.stderr

@@ -8,8 +8,9 @@ al., "PyTorch 2", ASPLOS 2024). Compilation takes a minute or more, so short run
 results are those of train.py but for rounding; with dropout the compiler drops other activations.
 Its speed on a GPU was not measured.
 
-What is changed: the blocks of the model, after it is built. The weights have the same names, so the
-folder and the checkpoints are those of train.py; but neither takes up a checkpoint of the other.
+What is changed: the blocks of the model, after it is built; and its parameters have no gradient in
+forward. The weights have the same names, so the folder and the checkpoints are those of train.py;
+but neither takes up a checkpoint of the other.
 """
 import sys
 from pathlib import Path
