@@ -7,7 +7,8 @@ The first half is the core, from simple to hard. `World` is a group of ranks. `a
 averages after backward; `Reducer` does it during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail. The first half can be understood without it.
+ranks meet, stop and fail. The first half can be understood without it: that a RankLost is raised
+where a rank is gone is all that it takes from there.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; if there is
 only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -45,7 +46,7 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# One function, two names: torch 2.13 has the first; 2.11, which GPU machines have, the second.
+# One function, two names: torch 2.13 has the first, 2.11 the second.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -53,14 +54,17 @@ ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
-    A tensor on a GPU, such as a bucket, goes over NCCL, one on the CPU over Gloo. Numbers and
-    objects are CPU tensors, even where there are GPUs. This matters when a rank dies: over Gloo
-    that is an exception, which can say why; NCCL waits, and then aborts the process. So before a
-    rank waits for NCCL, a small sum over Gloo asks whether all others are there (`barrier`).
+            what it moves                               if a rank is gone
+        NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
+        Gloo    all else, numbers too, on the CPU       raises an exception, after which `leave`
+                                                        finds out which rank it is
+
+    So before the main thread waits for what NCCL does, it asks over Gloo, by `barrier`, whether all
+    ranks are there.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1      # ranks of this node
+    local_size: int = 1      # ranks of this node (1 in the Worlds of `levels`, as `nodes`)
     nodes: int = 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
@@ -111,7 +115,8 @@ class World:
         return gathered
 
     def all_gather_object(self, value):
-        """Returns the list of every rank's value (any small picklable object), in order of rank."""
+        """Returns the list of every rank's value, in order of rank: any small Python object that
+        pickle knows."""
         values = [value] * self.size
         self._run(distributed.all_gather_object, values, value)
         return values
@@ -156,7 +161,8 @@ def average_gradients(module, world):
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
     has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
-    (tests/variants/one_by_one.py trains by this function, buckets_after.py by the step between.)
+    (tests/variants/one_by_one.py trains by this function; buckets_after.py sends buckets, but also
+    after backward.)
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -205,7 +211,7 @@ class Reducer:
     #    rank 0.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
-        world.barrier()                            # before the first use of NCCL, see `World`
+        world.barrier()                            # before NCCL is used, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         masters = masters or {name: p.detach() for name, p in parameters.items()}
@@ -219,8 +225,8 @@ class Reducer:
         for name, p in parameters.items():
             masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # Another object, of the same memory: a later cast of the module would give p.grad, and
-            # only that, other memory, and `_ready` would find out.
+            # `detach` makes another tensor of the same memory. If the module is cast later, p.grad
+            # alone gets other memory, and `_ready` finds that out.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
@@ -256,7 +262,7 @@ class Reducer:
         if p.grad.data_ptr() != self.views[name].data_ptr():
             raise DistError(f"the gradient of {name} is not in its bucket any longer: cast the "
                             "module before the Reducer is made, let no zero_grad be called but the "
-                            "Reducer's, and no backward make a graph")
+                            "Reducer's, and no backward make a graph (create_graph)")
         if self.last_micro_batch:
             self.missing.remove(name)
             if self.thread:
@@ -280,7 +286,8 @@ class Reducer:
                 return
             gradients_done = None
             if self.stream:
-                # Marks backward's work so far; to wait for a "blocking" event takes no core.
+                # A mark in the GPU's queue, after backward's work so far. Who waits for it sleeps
+                # until the GPU has come there. ("blocking": without taking a core.)
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             bucket.launched = time.perf_counter()
@@ -290,8 +297,8 @@ class Reducer:
         """Averages a bucket, in the communication thread. gradients_done: a torch.cuda.Event, what
         the GPU has to finish first; None on a CPU."""
         if self.stream:
-            # What this thread calls from here on goes to this stream, and to its GPU. (A thread
-            # begins with GPU 0, and would take memory there even to wait.)
+            # What this thread calls from here on goes to this stream, and to its GPU. (Each thread
+            # begins with GPU 0, where it would take memory even to wait.)
             torch.cuda.set_stream(self.stream)
             gradients_done.synchronize()
         bucket.began = time.perf_counter()
@@ -315,7 +322,8 @@ class Reducer:
             torch.cuda.current_stream().synchronize()
             self.world.barrier()                   # a rank may have died in backward, see `World`
         if not self.thread:
-            # One rank sends nothing, but rounds: so it shows what a compression does to a loss.
+            # One rank sends nothing. But compression rounds here, too: so one rank shows what that
+            # does to a loss.
             for bucket in self.buckets:
                 self._average(bucket, None)
         began = time.perf_counter()
@@ -418,8 +426,8 @@ class Bucket:
 #     commit(step_taken)                  ends a step; called by all ranks, in the main thread
 #     forget()                            drops what steps have left; as commit
 #
-# Where any element of one rank is inf or NaN, some element of the mean is, too, on all ranks: all
-# must skip the same step.
+# A wire may not lose inf or NaN: where an element of one rank is, some element of the mean has to
+# be, on all ranks, since all must skip the same step.
 
 @dataclasses.dataclass
 class Dense:
@@ -458,17 +466,18 @@ class ErrorFeedback:
     one then:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
-        q = mean(v_r)                          q: the mean that all get, the same on every rank;
-                                               what is sent is taken out of v_r
+        q = mean(v_r)                          q: the mean that all get, the same on every rank
         g = loss_scale * q                     what is then in the bucket
-        e_r = v_r                              what is left: `commit`, only if the step is taken
+        e_r = v_r - sent_r                     what rank r has not sent: kept by `commit`, only if
+                                               the step is taken
 
     If the step is skipped, after an overflow, the next one begins with the same e_r.
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
-        value (n + padding,)   v_r, and after it padding, with a residual of its own: whole blocks
-                               for each rank. The function takes out of it, in place, what it sends
+        value (n + padding,)   v_r, and after it padding, up to whole blocks for each rank, with a
+                               residual of its own. The function takes out of it, in place, what it
+                               sends: sent_r
         mean (n + padding,)    q
         state                  a dict, empty at first: what the function keeps from step to step. It
                                is not changed: the next state is a new one
@@ -483,7 +492,7 @@ class ErrorFeedback:
         n = len(flat)
         residual, state = self.kept
         if residual is None:
-            # As many more as n lacks to the next multiple: whole blocks for each rank.
+            # n, rounded up to whole blocks for each rank.
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = torch.empty_like(residual)
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
@@ -842,7 +851,7 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. (Ranks that wait for another one: when that has ended.
+# --timeout from one that hangs. (A rank that waits for a third one gets it when that one has ended.
 # NCCL waits twice the --timeout for either.) So a rank that fails only has to end, and all come to
 # `leave`. One of them prints its error: the first to put its number into the store. (The error of a
 # collective only tells that some rank is gone. Then the first one asks which.) Keys in the store:
@@ -856,8 +865,8 @@ def end_torchrun():
 #
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
-#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            sees it; SIGTERM,
-#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               a request to stop
+#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            SIGTERM, which ranks
+#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               take as a request
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
@@ -876,9 +885,9 @@ def open_store():
     return distributed.group.WORLD.get_group_store().clone()
 
 
-# Set by `watch` 2 s after it saw "failed", or later where it first ends torchrun.
+# Set by `watch` 2 s after it saw "failed"; where it ends torchrun first, after that.
 may_leave = threading.Event()
-# Set by `watch` if the store ends before: it does with node 0's torchrun.
+# Set by `watch` if the store is gone before: node 0's torchrun keeps it.
 store_gone = threading.Event()
 
 
@@ -915,8 +924,8 @@ def leave(message, restart_helps, rank_lost=False):
         message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
         # The store is gone with its torchrun, or no memory is left for a thread. Each rank prints
-        # an error of its own. That others are lost is printed by one rank of each node, if its
-        # `watch` has seen no other failure, which torchrun was ended for.
+        # an error of its own. That others are lost is printed by one rank of each node, unless its
+        # `watch` has seen the failure that torchrun was ended for.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
