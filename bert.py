@@ -88,8 +88,8 @@ class BertConfig:
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
 # CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 significant bits,
 # it was 2 to 45 % off after 9,152 rows. So in 16 bits on a CPU these two compute in fp32.
-# (By their source, the kernels of GPUs add up in fp32; those of embeddings up to 3,072 rows only
-# 32 at a time, and these sums in 16 bits.)
+# (GPUs: by their source, the kernels add up in fp32. But where an embedding has up to 3,072 rows
+# they do so for 32 rows at a time, and add these sums up in 16 bits. That is left as it is.)
 
 def rounds_sums(tensor):
     """Returns whether torch adds up gradients in 16 bits where this tensor is."""
@@ -97,7 +97,7 @@ def rounds_sums(tensor):
 
 
 class Embedding(nn.Embedding):
-    """An nn.Embedding whose gradient is added up in fp32."""
+    """An nn.Embedding whose gradient is added up in fp32 on a CPU, too."""
 
     def forward(self, indices):
         """Returns the rows of the table with these numbers: (N, D) for (N,)."""
@@ -107,7 +107,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """An nn.LayerNorm whose gradients are added up in fp32."""
+    """An nn.LayerNorm whose gradients are added up in fp32 on a CPU, too."""
 
     def forward(self, x):
         """Returns x (N, D) with rows of mean 0 and variance 1, times the weight, plus the bias."""
@@ -296,8 +296,8 @@ class BertForPreTraining(nn.Module):
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,): all that heads read, here and in
-        `fill_mask`, where all segments are A. The other arguments are fields of data.Batch. tokens,
+        """Returns the last hidden states (R, D) of the rows (R,): all that heads read. (`fill_mask`
+        calls it, too, with all segments A.) The other arguments are fields of data.Batch. tokens,
         segments and positions are numbers (N,): a token's id, 0 or 1 for A or B, and its position
         in its example. bounds, lengths: as in `attention`."""
         x = self.embeddings(tokens, segments, positions)         # (N, D)
@@ -356,8 +356,9 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
-# What config.json says of a model with Hugging Face's names, and of others. A model that computes
-# otherwise wants another type: transformers, and programs without the change, then refuse it.
+# What config.json says of a model with Hugging Face's names, and of others. Who changes what a
+# model computes gives it another type here: then transformers, and programs without the change,
+# refuse its folder.
 MODEL_TYPES = ["bert", "thriftbert"]
 
 # The ids of the special tokens, and the characters that are dropped from all text, such as soft
@@ -383,8 +384,8 @@ def huggingface_names(name):
 
 
 def unlike_huggingface(model):
-    """Returns the names (a list) of tensors that this model has and Hugging Face's BERT has not,
-    or, outside of the blocks, the other way round. (What is computed cannot be told by names.)"""
+    """Returns the names (a list) of tensors that this model has and Hugging Face's BERT has not;
+    and of those outside of the blocks that it lacks. (What is computed cannot be told by names.)"""
     names = model.state_dict().keys()
     added = [name for name in names if huggingface_names(name) == [name]]
     return added + sorted({f"{module}.weight" for module in MODULE_NAMES} - names)
@@ -517,9 +518,9 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens but for what `tokenizer_json` says. longest: the most tokens that an example of
-    training had, where AutoTokenizer cuts a text if it is asked to. Raises OSError if a file cannot
-    be read or written, RuntimeError if tokenizer_path is no tokenizer.
+    the same tokens but for what `tokenizer_json` says. longest: how many tokens the longest example
+    of training had, AutoTokenizer's model_max_length. Raises OSError if a file cannot be read or
+    written, RuntimeError if tokenizer_path is no tokenizer.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -603,7 +604,7 @@ def init_from(folder, model, tokenizer_path):
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
             f"since Hugging Face does not save it, and make shards by data.py --tokenizer {own}")
     loaded = load_huggingface(folder)
-    # These two may differ, and are made equal. All else is compared.
+    # Dropout and init_std may differ: they are made equal. All else is compared.
     loaded.config.dropout = model.config.dropout
     loaded.config.init_std = model.config.init_std
     if loaded.config != model.config:

@@ -408,8 +408,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
 DOCUMENTS = 256             # text is encoded in blocks of so many documents
-LONGEST = 1 << 16           # characters; a longer document becomes several; in a text file half of
-                            # this is enough
+LONGEST = 1 << 16           # characters; a longer document becomes several. (In a text file one of
+                            # more than half of this may, too, see `documents_in`)
 CHUNK = 1 << 10             # characters: SentencePiece leaves out texts of over 4,192 bytes
 SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
                             # a text has 0.5 % fewer tokens, and that takes twice the time
@@ -781,8 +781,8 @@ def verify(folder, rank=0, size=1):
 
 
 def part_long_enough(folder, seq_len):
-    """Returns the part of the text that is in documents which fill examples of seq_len tokens. (Of
-    the text of the first training shard, a random one.)"""
+    """Returns the part of the text that is in documents which fill examples of seq_len tokens.
+    (Estimated from the first training shard, to which documents come by chance.)"""
     sizes = np.diff(open_shard(f"{folder}/train-00000").documents)
     return sizes[sizes >= seq_len - 3].sum() / sizes.sum()       # [CLS] and two [SEP]
 

@@ -124,7 +124,8 @@ def cast_with_masters(model, dtype):
         p              in 16 bits, for forward and backward
         master         fp32, what the optimizer steps; `copy_to_model` copies it to p
         p.grad and     fp32, one memory, a view of a bucket (dist.Reducer): there autograd adds up
-        master.grad    the 16-bit gradients of all micro-batches; the optimizer finds the sums
+        master.grad    the 16-bit gradients of all micro-batches; then the Reducer averages these
+                       sums over the ranks, and the optimizer reads them
 
     Why masters (arXiv 1710.03740, section 3.1): a step changes a weight by a small part of it. In
     bf16 a number and the next one differ by 0.4 to 0.8 %; a change of less than half of that would
@@ -147,7 +148,8 @@ def cast_with_masters(model, dtype):
 @torch.no_grad()
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, at least one, to the model's parameters, rounded to
-    their type. (In fp32 they are one memory: to copy other weights in overwrites the masters.)"""
+    their type. (In fp32 p and its master are one memory: then this does nothing, and who copies
+    other weights into the model, say an average, overwrites the masters.)"""
     parameters = dict(model.named_parameters())
     torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
 
@@ -198,8 +200,8 @@ class LossScaler:
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
-    max_norm. norm: their global norm before this, so still times `scale`. (What is measured of
-    gradients after it is of clipped ones. And all losses of a step share this one norm.)"""
+    max_norm. norm: their global norm before this, so still times `scale`. (Who measures gradients
+    later measures clipped ones. All losses of a step are clipped together, by this one norm.)"""
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
@@ -354,8 +356,8 @@ OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}
 
 def make_optimizer(name, masters, betas):
     """Returns the optimizer of this name for master weights, {name: tensor}. Matrices decay;
-    vectors, which are all biases and the weights of LayerNorm, do not. What stands here goes before
-    the class's DEFAULTS, and what a checkpoint holds before both; `lr` is set in every step."""
+    vectors, which are all biases and the weights of LayerNorm, do not. What stands here overrides
+    the class's DEFAULTS, and what a checkpoint holds overrides both; `lr` is set in every step."""
     matrices = [w for w in masters.values() if w.dim() > 1]
     vectors = [w for w in masters.values() if w.dim() <= 1]
     groups = [

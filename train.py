@@ -145,7 +145,8 @@ def parse_arguments(argv=None):
     add("--max-steps", type=COUNT, default=math.inf,
         help="stop after this step; the learning rates stay those of the whole training")
     add("--save-every", type=COUNT, default=300,
-        help="save and evaluate every so many steps and each half hour (default: %(default)s)")
+        help="save and evaluate every so many steps and each half hour; save after the first one, "
+             "too (default: %(default)s)")
 
     # Parse once to know the recipe, make its values the defaults of the flags with their names, and
     # parse again. (So `phases` and `betas`, which are no flags, come into args as well.)
@@ -322,8 +323,8 @@ class Log:
             data.say(text)
 
     def metric(self, kind, **fields):
-        """Adds a line to metrics.jsonl. After a restart a step can stand there twice: the last line
-        counts."""
+        """Adds a line to metrics.jsonl. What a crash has lost stays there: a line of step n takes
+        the place of all lines before it of step n and later."""
         if not self.active:
             return
         # JSON has neither NaN nor inf: they become null.
@@ -428,8 +429,8 @@ def build_model(args, world):
         raise ConfigError(f"a phase has {longest} tokens, and the model {config.max_positions} "
                           "positions, see bert.BertConfig")
     model = bert.BertForPreTraining(config)
-    # Without pairs the gradients of the pooler and of the NSP head are 0, and weight decay alone
-    # would wear them away.
+    # Without pairs the pooler and the NSP head take no part in the loss. So they are not trained:
+    # the Reducer would miss their gradients, and weight decay alone would wear them away.
     for head in model.pooler, model.nsp:
         head.requires_grad_(args.pairs != "none")
     set_bias_to_frequencies(model, args.data)
@@ -533,7 +534,7 @@ def save(args, world, log, state):
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     number = ""
-    # Who removes or spoils the file only takes this check.
+    # If the file is gone or damaged, this is not checked.
     with contextlib.suppress(OSError, ValueError):
         number = (args.out / "run").read_text()
     if number not in ("", log.number):
@@ -545,11 +546,11 @@ def save(args, world, log, state):
             os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{step:08d}.pt")
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):          # torch's own, after that of the disk
+        if isinstance(error, RuntimeError):          # torch's; what the disk said is more useful
             error = error.__context__ or error
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if not checkpoints_in(args.out):             # the first one: so it is not the last hour
+        if not checkpoints_in(args.out):             # not even the first: stop now, not at the end
             raise ConfigError(f"no checkpoint can be saved in {args.out}: {error!r:.100}")
         log.say(f"warning: no checkpoint of step {step}: {error!r:.100} (is the disk full?); "
                 "older ones stay")
@@ -565,7 +566,7 @@ def save(args, world, log, state):
 def read_checkpoint(path):
     """Returns a checkpoint (dict, on the CPU); this takes memory of twice the file's size. Raises
     OSError if the disk fails; a damaged file can raise any other exception."""
-    # In memory: there a damaged file that points before its beginning is no error of a disk.
+    # First read it all: then what comes after is an error of the file, not of the disk.
     file = io.BytesIO(path.read_bytes())
     if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
         raise ValueError("wrong checksum")
@@ -747,7 +748,7 @@ def count_tokens(counters, micro_batches):
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
     nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
-    of the whole step, over all ranks. Each task's, in training and in `evaluate`."""
+    of the whole step, over all ranks. Training and `evaluate` call it for each task."""
     # The softmax adds up as many exponentials as there are classes: 16 bits would round too much.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
@@ -795,11 +796,11 @@ def evaluate(args, world, log, state):
     losses in nats). Collective: the ranks share the work.
 
     Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
-    phase and mask_fraction (15 %) are the defaults of data.PretrainingData. (One that masks or
-    pairs otherwise is evaluated so: compare its losses with no others.) unigram_loss is the loss on
-    the same tokens of a predictor that knows only how often the training text has each token: the
-    loss to beat. Of 1,024 examples the NSP accuracy's standard error is about
-    sqrt(0.5 * 0.5 / 1024), 1.6 %.
+    phase and mask_fraction (15 %, whatever --mask-fraction is) are the defaults of
+    data.PretrainingData. (Who changes how that masks or pairs changes it here, too: such losses
+    compare with no others.) unigram_loss is the loss on the same tokens of a predictor that knows
+    only how often the training text has each token: the loss to beat. Of 1,024 examples the NSP
+    accuracy's standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
@@ -844,7 +845,7 @@ def evaluate(args, world, log, state):
 
 class Clock:
     """Counts the seconds of a run, in all its starts, but not those in which the whole process was
-    suspended. `--hours` goes by it."""
+    suspended for more than a minute. `--hours` goes by it."""
 
     def __init__(self, seconds):
         self.start = STARTED - seconds       # of earlier starts
@@ -873,6 +874,8 @@ def training_loop(args, world, log, state):
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
+    if counters.step or phase_index == len(args.phases):
+        evaluate(args, world, log, state)            # a resumed run may have died while it did
     while phase_index < len(args.phases) and not stop:
         if batches is None or phase_index != counters.phase:
             batches = begin_phase(args, world, state, phase_index)
@@ -892,7 +895,8 @@ def training_loop(args, world, log, state):
         sums = collections.Counter()                                 # of losses, {task: tensor}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed follows from the step, so none is saved. (Hashes of numbers are fixed.)
+            # Dropout's seed follows from the step, so none is saved. (Python's hash of numbers is
+            # the same in every process.)
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
@@ -901,9 +905,11 @@ def training_loop(args, world, log, state):
             for task, labels in batch.labels.items():
                 task_sum = loss_sum(logits[task], labels)
                 sums[task] += task_sum.detach().double()
-                # Every masked token of the step weighs the same, on whatever rank; and every pair.
+                # By the count of all ranks: so every masked token of the step weighs the same, on
+                # whatever rank, and every pair.
                 loss = loss + task_sum / max(counts[task], 1)
-            # The Reducer will take the mean over the ranks. Times their number that is the sum.
+            # So the ranks' gradients have to be summed up. The Reducer takes their mean: times
+            # the number of ranks that is the sum.
             (world.size * scale * loss).backward()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
@@ -946,8 +952,6 @@ def training_loop(args, world, log, state):
             # Not within a phase before a stop, which shall be quick; nor after the very first step.
             if phase_ends or (not stop and counters.step > 1):
                 evaluate(args, world, log, state)
-    if batches is None:      # No step was left: the run may have died in its last evaluation.
-        evaluate(args, world, log, state)
     return stop
 
 
@@ -1002,8 +1006,8 @@ def train(args, world):
                               state.counters.longest or args.phases[0].seq_len)
         if not stop:
             report(args, log, state)
-    # `stop` is an error, and when a rank ends by one torchrun kills the others. So all wait here
-    # until rank 0 has written.
+    # `stop` is an error, and when a rank ends by an error, torchrun kills the others. So all wait
+    # here until rank 0 has written.
     world.barrier()
     if stop:
         raise stop
@@ -1024,7 +1028,7 @@ def main():
         raise
     keep_freed_memory()
     torch.set_num_threads(data.usable_cores())
-    faulthandler.enable(2)       # a shard that is cut while it is read ends the process: say where
+    faulthandler.enable(2)       # SIGBUS, where a shard is cut while it is read: say where
     world = dist.World()
     try:
         world = dist.init(args.timeout)

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import shutil
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import numpy as np
 import pytest
@@ -372,3 +372,15 @@ def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
         train_here(tmp_path, "--steps", 1, 0)
         assert metrics(tmp_path, "eval"), "the last step is not evaluated"
         (tmp_path / "metrics.jsonl").unlink()
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeypatch):
+    """That of the end of phase 1, whose checkpoint is saved before it."""
+    flags = "--steps", 2, 2, "--batch", 4
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_here(tmp_path, *flags)
+    train_here(tmp_path, *flags)
+    found = [(line["step"], line["phase"]) for line in metrics(tmp_path, "eval")]
+    assert found == [(2, 1), (4, 2)], f"steps and phases that are evaluated: {found}"

@@ -4,8 +4,8 @@
     python tests/tools/plot.py runs/one runs/two --against hours --picture both.svg
 
 Each run has a colour, each step a dot. "tokens" are those of all steps, as if no example were
-shorter than its phase's length. Where a step stands twice, after a restart, the last line counts.
-Needs matplotlib.
+shorter than its phase's length. What a crash has lost is left out: a line of step n takes the place
+of all lines before it of step n and later. Needs matplotlib.
 """
 import json
 import os
@@ -40,6 +40,8 @@ def read_run(folder):
         if line["kind"] == "run":
             phases = line["phases"]
         elif line["kind"] == "train":
+            while next(reversed(steps)) >= line["step"]:
+                steps.popitem()          # a crash has lost it
             phase = phases[line["phase"] - 1]
             line["tokens"] = phase["global_batch"] * phase["seq_len"]
             line["tokens"] += steps[line["step"] - 1]["tokens"]

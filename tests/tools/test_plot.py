@@ -5,7 +5,7 @@ import pytest
 
 from tests.tools import plot
 
-# Step 2 stands there twice, and of a line only the half.
+# Step 2 stands there twice, of a line only the half, and a crash has lost steps 3 and 4.
 METRICS = """\
 {"kind": "run", "phases": [{"seq_len": 64, "global_batch": 8}, {"seq_len": 128, "global_batch": 5}]}
 {"kind": "train", "step": 1, "phase": 1, "seconds": 1800, "mlm_loss": 6.0, "wait_seconds": null}
@@ -13,6 +13,8 @@ METRICS = """\
 {"kind": "tr
 {"kind": "train", "step": 2, "phase": 1, "seconds": 3600, "mlm_loss": 5.0}
 {"kind": "eval", "step": 2, "mlm_loss": 5.5}
+{"kind": "train", "step": 3, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
+{"kind": "train", "step": 4, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
 {"kind": "train", "step": 3, "phase": 2, "seconds": 5400, "mlm_loss": 4.0}
 """
 
@@ -31,7 +33,7 @@ def plot_run(tmp_path, monkeypatch):
     return run
 
 
-def test_of_a_step_that_stands_twice_the_last_line_counts(tmp_path):
+def test_what_a_crash_has_lost_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     steps = plot.read_run(tmp_path)
     found = [(line["mlm_loss"], line["tokens"], line["hours"]) for line in steps.values()]
