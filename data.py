@@ -304,7 +304,8 @@ class PretrainingData:
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included."""
+        """Returns how many tokens an example has, special symbols included. (Of Spans of arrays an
+        array.)"""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
@@ -345,23 +346,24 @@ class PretrainingData:
                 parts += [text[spans.b:spans.b_end], [SEP]]
         tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
-        # Of each example (B,), in the order of Spans' fields; then repeated for each of its rows
-        # (n,).
-        index, _, a, a_end, _, _, pair_labels = np.array(examples).T
-        lengths = np.array([self.length(spans) for spans in examples])
-        first_rows = np.cumsum(lengths) - lengths
-        positions = np.arange(len(tokens)) - np.repeat(first_rows, lengths)
-        segments = positions >= np.repeat(a_end - a + 2, lengths)      # after [CLS] A [SEP]
+        # The Spans of all examples at once: each field is an array (B,).
+        columns = Spans(*np.array(examples).T)
+        lengths = self.length(columns)                                 # (B,)
+        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
+        with_padding = np.append(lengths, -len(tokens) % 64)           # (B + 1,)
+        bounds = np.cumsum([0, *with_padding], dtype=np.int32)         # (B + 2,)
+
+        # Of each row (n,): what is its example's is repeated for each of the example's rows.
+        positions = np.arange(len(tokens)) - np.repeat(bounds[:-2], lengths)
+        a_lengths = columns.a_end - columns.a
+        segments = positions >= np.repeat(a_lengths + 2, lengths)      # after [CLS] A [SEP]
         # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
-        counters = np.repeat(index * self.seq_len, lengths) + positions
+        counters = np.repeat(columns.index * self.seq_len, lengths) + positions
 
         rows, labels = self.mask(tokens, counters)                     # (m,)
-        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
-        lengths = np.append(lengths, -len(tokens) % 64)                # (B + 1,)
-        bounds = np.cumsum([0, *lengths], dtype=np.int32)              # (B + 2,)
         tasks = {"mlm": pad(labels, 16, IGNORED)}
         if self.pairs != "none":
-            tasks["nsp"] = pair_labels
+            tasks["nsp"] = columns.pair_label
         return Batch(
             tokens=pad(tokens, 64),
             segments=pad(segments.astype(np.int64), 64),
@@ -369,7 +371,7 @@ class PretrainingData:
             masked_rows=pad(rows, 16),
             labels=tasks,
             bounds=bounds,
-            lengths=lengths)
+            lengths=with_padding)
 
 
 # ----- Batches: dealt to the ranks, made ahead in a thread -----
