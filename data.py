@@ -461,7 +461,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
             tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents, checksum)
-        manifest["files"] = {name: sha256_of(folder / name) for name in file_names(shards)}
+        files = file_names(shard_names(shards))
+        manifest["files"] = {name: sha256_of(folder / name) for name in files}
         manifest["sha256"] = manifest_digest(manifest)
         # Last of all: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -754,27 +755,25 @@ def shard_names(shards):
     return ["heldout"] + [f"train-{s:05d}" for s in range(shards)]
 
 
-def file_names(shards):
-    """Returns the names of the files of a folder of so many shards, but for manifest.json."""
-    names = ["tokenizer.model", "unigrams"]
-    for name in shard_names(shards):
-        names += [f"{name}.tokens", f"{name}.documents"]
-    return names
+def file_names(names):
+    """Returns the names of the files of a folder with shards of these names, but for manifest.json.
+    """
+    files = ["tokenizer.model", "unigrams"]
+    for name in names:
+        files += [f"{name}.tokens", f"{name}.documents"]
+    return files
 
 
 def verify(folder, rank=0, size=1):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
     DataError or OSError that names the first file that is damaged or missing."""
     manifest = load_manifest(folder)
-    names = shard_names(manifest["shards"])[1:]
+    held_out, *names = shard_names(manifest["shards"])
     # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
     # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
-    elsewhere = set(names) - set(names[rank % stride::stride])
-    for name in file_names(manifest["shards"]):
+    for name in file_names([held_out, *names[rank % stride::stride]]):
         path = Path(folder, name)
-        if path.stem in elsewhere:
-            continue
         # A pipe or a device in its place could be read for ever.
         if not path.is_file() or sha256_of(path) != manifest["files"].get(name):
             raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
