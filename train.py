@@ -648,9 +648,9 @@ def restore(args, world, log, state):
 
 # ----- The parts of a step -----
 
-def planned_tokens(args):
-    """Returns how many tokens all steps of all phases have."""
-    return sum(phase.tokens for phase in args.phases)
+def planned_tokens(phases):
+    """Returns how many tokens all steps of these phases have."""
+    return sum(phase.tokens for phase in phases)
 
 
 def finished_tokens(args, counters):
@@ -662,11 +662,9 @@ def finished_tokens(args, counters):
     is kept for what comes after the last step: an evaluation, a checkpoint and the model's folder.
     """
     if args.hours:
-        return planned_tokens(args) * counters.seconds / (0.99 * 3600 * args.hours)
-    finished = counters.phase_step * args.phases[counters.phase].step_tokens
-    for phase in args.phases[:counters.phase]:
-        finished += phase.tokens
-    return finished
+        return planned_tokens(args.phases) * counters.seconds / (0.99 * 3600 * args.hours)
+    in_this_phase = counters.phase_step * args.phases[counters.phase].step_tokens
+    return planned_tokens(args.phases[:counters.phase]) + in_this_phase
 
 
 def progress(args, counters):
@@ -760,7 +758,7 @@ def step_figures(args, state, counts, total, began):
     seconds = time.perf_counter() - began
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
-    left = max(0, planned_tokens(args) - finished)
+    left = max(0, planned_tokens(args.phases) - finished)
     losses = {f"{task}_loss": total[task] / max(count, 1) for task, count in counts.items()}
     return {
         "step": counters.step,
