@@ -786,6 +786,14 @@ def reason_to_stop(step, total):
     return None
 
 
+def save_is_due(args, counters, saved_at):
+    """Returns whether a save and an evaluation are due after this step, within a phase. saved_at:
+    `seconds` of the last save."""
+    half_hour = counters.seconds - saved_at > SAVE_SECONDS
+    # After the first step, too: so a full disk is known at once.
+    return half_hour or counters.step == 1 or counters.step % args.save_every == 0
+
+
 # ----- Evaluation -----
 
 @torch.no_grad()
@@ -893,8 +901,7 @@ def training_loop(args, world, log, state):
         sums = collections.Counter()                                 # of losses, {task: tensor}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed follows from the step, so none is saved. (Python's hash of numbers is
-            # the same in every process.)
+            # Dropout's seed follows from the step: none is saved. (Hashes of numbers never change.)
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
@@ -903,11 +910,9 @@ def training_loop(args, world, log, state):
             for task, labels in batch.labels.items():
                 task_sum = loss_sum(logits[task], labels)
                 sums[task] += task_sum.detach().double()
-                # By the count of all ranks: so every masked token of the step weighs the same, on
-                # whatever rank, and every pair.
+                # By the count of all ranks: so every masked token weighs the same, and every pair.
                 loss = loss + task_sum / max(counts[task], 1)
-            # So the ranks' gradients have to be summed up. The Reducer takes their mean: times
-            # the number of ranks that is the sum.
+            # The Reducer takes the mean of the ranks' gradients: times their number, that is the sum.
             (world.size * scale * loss).backward()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
@@ -941,10 +946,7 @@ def training_loop(args, world, log, state):
         if phase_index < len(args.phases):
             stop = reason_to_stop(counters.step, total)
         phase_ends = phase_index != counters.phase   # also where the run ends
-        half_hour = counters.seconds - saved_at > SAVE_SECONDS
-        # After the first step, too: so a full disk is known at once.
-        due = counters.step == 1 or counters.step % args.save_every == 0
-        if phase_ends or stop or half_hour or due:
+        if phase_ends or stop or save_is_due(args, counters, saved_at):
             save(args, world, log, state)
             saved_at = counters.seconds
             # Not within a phase before a stop, which shall be quick; nor after the very first step.
