@@ -912,7 +912,7 @@ def training_loop(args, world, log, state):
                 sums[task] += task_sum.detach().double()
                 # By the count of all ranks: so every masked token weighs the same, and every pair.
                 loss = loss + task_sum / max(counts[task], 1)
-            # The Reducer takes the mean of the ranks' gradients: times their number, that is the sum.
+            # The Reducer takes the mean over the ranks: times their number, that is the sum.
             (world.size * scale * loss).backward()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
