@@ -88,8 +88,8 @@ class BertConfig:
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
 # CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 significant bits,
 # it was 2 to 45 % off after 9,152 rows. So in 16 bits on a CPU these two compute in fp32.
-# (GPUs: by their source, the kernels add up in fp32. But where an embedding has up to 3,072 rows
-# they do so for 32 rows at a time, and add these sums up in 16 bits. That is left as it is.)
+# (GPUs: by their source, the kernels add up in fp32. But those of an embedding, for up to 3,072
+# indices, do so for 32 of them at a time, and add these sums up in 16 bits. So it is left.)
 
 def rounds_sums(tensor):
     """Returns whether torch adds up gradients in 16 bits where this tensor is."""
@@ -191,7 +191,7 @@ def flash_attention(qkv, bounds, longest, dropout):
     """Returns what `attention` does, by FlashAttention-2 (Dao, arXiv 2307.08691), on a GPU that has
     it: the fastest. bounds: where each example begins; longest: the largest of their lengths.
 
-    Torch does not document this function. It takes both twice, of the queries and of the keys.
+    Torch does not document its function. Queries and keys each have bounds and longest.
     """
     q, k, v = qkv.unbind(1)                                      # (N, H, D/H) each
     # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
@@ -373,6 +373,8 @@ def huggingface_names(name):
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
     module, _, kind = name.rpartition(".")                   # "nsp.weight" -> "nsp", "weight"
+    if kind not in ("weight", "bias"):
+        return [name]
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
     # Others are in a block: "blocks.3.qkv.weight", say.
@@ -384,8 +386,8 @@ def huggingface_names(name):
 
 
 def unlike_huggingface(model):
-    """Returns the names (a list) of tensors that this model has and Hugging Face's BERT has not;
-    and of those outside of the blocks that it lacks. (What is computed cannot be told by names.)"""
+    """Returns the names (a list) of tensors that only this model has, and of matrices outside of
+    the blocks that only Hugging Face's BERT has. (What is computed cannot be told by names.)"""
     names = model.state_dict().keys()
     added = [name for name in names if huggingface_names(name) == [name]]
     return added + sorted({f"{module}.weight" for module in MODULE_NAMES} - names)
@@ -519,8 +521,8 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
     the same tokens but for what `tokenizer_json` says. longest: how many tokens the longest example
-    of training had, AutoTokenizer's model_max_length. Raises OSError if a file cannot be read or
-    written, RuntimeError if tokenizer_path is no tokenizer.
+    of training had (of rank 0's), AutoTokenizer's model_max_length. Raises OSError if a file cannot
+    be read or written, RuntimeError if tokenizer_path is no tokenizer.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -651,7 +653,7 @@ def fill_mask(model, tokenizer, text, count=5):
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError("this tokenizer is another model's; copy the tokenizer.model of this one")
     model.eval()
-    # Tensors that are made within `with device` are made on it.
+    # Tensors that are made here without `device=` are on the model's.
     with torch.no_grad(), model.mlm_bias.device:
         tokens = torch.tensor(ids)                                   # (T,)
         masked_rows = torch.where(tokens == MASK)[0]                 # (M,)

@@ -198,8 +198,8 @@ class PretrainingData:
     documents are in fewer texts than others, and so are short documents: one of half a text's
     length is read half as often.)
 
-    pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two where a sentence ends;
-    in half of the examples B is from another document of the same shard. "none" leaves one text.
+    pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two, see `text`; in half of
+    the examples B is from another document of the same shard. "none" leaves one text.
 
     `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
     10 % stay (BERT, appendix A.1).
@@ -287,8 +287,8 @@ class PretrainingData:
         # B from elsewhere begins as true ones do, with the second part of a text, cut by the same
         # draw, and is about as long: else a model could tell them apart without reading. (If
         # documents are short, or sentences as long as a text, it can tell some of them.)
-        # The place is a random one outside of A's document: counted from its end on, and after the
-        # shard's last token from its first.
+        # The place is random, but not in A's document. It is counted from that document's end; the
+        # shard's first token follows its last.
         outside = size - (own.document_end - own.document)
         place = (own.document_end + int(place_draw * outside)) % size
         other = self.text(shard, place, length, cut_draw)
@@ -353,7 +353,7 @@ class PretrainingData:
         with_padding = np.append(lengths, -len(tokens) % 64)           # (B + 1,)
         bounds = np.cumsum([0, *with_padding], dtype=np.int32)         # (B + 2,)
 
-        # Of each row (n,): what is its example's is repeated for each of the example's rows.
+        # Arrays (n,), for each row: `repeat` gives an example's number to all of its rows.
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-2], lengths)
         a_lengths = columns.a_end - columns.a
         segments = positions >= np.repeat(a_lengths + 2, lengths)      # after [CLS] A [SEP]
@@ -423,8 +423,8 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards; returns its manifest (dict). An error leaves no folder; a
-    killed program leaves one without manifest.json.
+    """Writes a new folder of shards; returns its manifest (dict). After an error it removes the
+    folder; a killed program leaves one without manifest.json.
 
     corpus: documents, each one string, that can be iterated again and again: once to count them,
     once to train the tokenizer, and once to encode them.
@@ -434,8 +434,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
     a small one is seen more often. If there are only some hundred documents, make one shard.
 
-    Raises DataError if the folder holds something already, or if the text is of no use or changes
-    meanwhile; OSError if the one cannot be written or the other not be opened.
+    Raises DataError if the folder is not empty, or if the text is of no use or changes meanwhile;
+    OSError if the folder cannot be written or a text cannot be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
@@ -728,14 +728,14 @@ def manifest_digest(manifest):
 
 def load_tokenizer(path):
     """Returns the SentencePieceProcessor of a path. Raises DataError if it is not one that data.py
-    could have made: a model folder would say something else of it, see bert.tokenizer_json. Raises
-    OSError if it cannot be read."""
+    could have made: then the tokenizer.json of a model folder would be wrong, see
+    bert.tokenizer_json. Raises OSError if it cannot be read."""
     with contextlib.suppress(RuntimeError, IndexError, ValueError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         pieces = tokenizer.id_to_piece(list(range(len(tokenizer))))
         scores = tokenizer.get_score(list(range(len(SPECIALS), len(tokenizer))))
         # A token has 16 bits. In a model of whole words "▁" is no piece. A score of "Unigram" is a
-        # log probability; BPE has scores from 0 on, and bytes and pieces by a user have 0. The text
+        # log probability; BPE has scores 0, -1, -2 ...; bytes and pieces by a user have 0. The text
         # comes out so only by the rules nmt_nfkc and nmt_nfkc_cf.
         if (len(pieces) <= 1 << 16 and pieces[:len(SPECIALS)] == SPECIALS and "▁" in pieces
                 and max(scores) < 0 and tokenizer.normalize("ﬁ\u200b  x") == "▁fi▁x"):
@@ -833,7 +833,7 @@ def english_sentences(text):
             continue
         paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)         # :class:`~torch.T`
         paragraph = " ".join(paragraph.split())
-        # Cut after a full stop that a capital follows, and at the items of a list (" - The ...").
+        # Cut after . ! ? before a capital, quote or bracket, and at items of a list (" - The ...").
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])|\s-\s+(?=[A-Z])", paragraph):
             others = re.findall("[^A-Za-z ]", sentence)
             if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence):

@@ -7,8 +7,8 @@ The first half is the core, from simple to hard. `World` is a group of ranks. `a
 averages after backward; `Reducer` does it during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail. The first half can be understood without it: that a RankLost is raised
-where a rank is gone is all that it takes from there.
+ranks meet, stop and fail. The first half can be understood without it. You only have to know that
+a collective raises RankLost if a rank is gone.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; if there is
 only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -91,8 +91,8 @@ class World:
         self._run(distributed.reduce, tensor, group_dst=0)
 
     def broadcast(self, tensor):
-        """Overwrites a tensor with that of rank 0, in place. Its shape is the same there. Between
-        two nodes it is sent once, to the first rank there, which passes it on."""
+        """Overwrites a tensor, in place, with that of rank 0, which has the same shape. Each node
+        receives it once: its first rank passes it on to the others."""
         if self.levels and tensor.is_cpu:            # NCCL itself does so
             within_node, across_nodes = self.levels
             if within_node.rank == 0:
@@ -294,8 +294,8 @@ class Reducer:
             self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
 
     def _average(self, bucket, gradients_done):
-        """Averages a bucket, in the communication thread. gradients_done: a torch.cuda.Event, what
-        the GPU has to finish first; None on a CPU."""
+        """Averages a bucket, in the communication thread if there is one. gradients_done: the
+        torch.cuda.Event to wait for first, or None."""
         if self.stream:
             # What this thread calls from here on goes to this stream, and to its GPU. (Each thread
             # begins with GPU 0, where it would take memory even to wait.)
@@ -404,8 +404,8 @@ class Bucket:
             self.views[name] = part.view(shapes[name])
 
     def average(self, loss_scale):
-        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent, on
-        two levels those that it sent to other nodes. loss_scale: what is in it is multiplied by."""
+        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent (on
+        two levels: to other nodes). loss_scale: the factor that is in the gradients."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
             self.within_node.reduce(self.flat)
@@ -422,21 +422,21 @@ class Bucket:
 #
 #     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
 #                                         bits on all; returns the bytes sent by this rank. Called
-#                                         by leaders, in the communication thread
+#                                         by leaders, in `Reducer._average`
 #     commit(step_taken)                  ends a step; called by all ranks, in the main thread
 #     forget()                            drops what steps have left; as commit
 #
-# A wire may not lose inf or NaN: where an element of one rank is, some element of the mean has to
-# be, on all ranks, since all must skip the same step.
+# A wire must keep inf and NaN: if one rank has such an element, the mean must have one, too, on all
+# ranks, since all must skip the same step.
 
 @dataclasses.dataclass
 class Dense:
     """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`, after which nothing is
     left.
 
-    fp16 has the range 6e-8 to 65,504, in which the loss scale keeps gradients, and keeps 11
-    significant bits, below 6e-5 fewer; bf16 has the range of fp32 and keeps 8. Each addition on the
-    way rounds as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
+    fp16 has the range 6e-8 to 65,504; the loss scale keeps gradients in it. It has 11 significant
+    bits, but fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds as
+    well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
     """
     dtype: torch.dtype
 
@@ -475,9 +475,9 @@ class ErrorFeedback:
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
-        value (n + padding,)   v_r, and after it padding, up to whole blocks for each rank, with a
-                               residual of its own. The function takes out of it, in place, what it
-                               sends: sent_r
+        value (n + padding,)   v_r, then padding, so that each rank has whole blocks. The padding
+                               has a residual, too. The function subtracts sent_r, what it sends,
+                               in place
         mean (n + padding,)    q
         state                  a dict, empty at first: what the function keeps from step to step. It
                                is not changed: the next state is a new one
@@ -717,7 +717,7 @@ def meet(world, init_method, limit):
         rank 0 comes                      5                 0, then 1: they have met
 
     So a dead process is left behind by the one that takes its place, which begins a newer attempt.
-    (One that joins and dies within 0.1 s is met, and found by the next collective.)
+    (If a rank joins and dies within 0.1 s, all meet. The next collective fails.)
     """
     # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
@@ -851,9 +851,9 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. (A rank that waits for a third one gets it when that one has ended.
-# NCCL waits twice the --timeout for either.) So a rank that fails only has to end, and all come to
-# `leave`. One of them prints its error: the first to put its number into the store. (The error of a
+# --timeout from one that hangs. (A rank that waits for a third rank gets the error when the third
+# ends. NCCL always waits twice the --timeout.) So a rank that fails only has to end, and all come
+# to `leave`. One of them prints its error: the first to put its number into the store. (The error of a
 # collective only tells that some rank is gone. Then the first one asks which.) Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
@@ -881,7 +881,7 @@ def end_torchrun():
 # * From when `watch` saw "failed": an error may come later, as it goes from neighbour to neighbour.
 
 def open_store():
-    """Returns the store of all ranks by a connection of its own: another thread may wait in one."""
+    """Returns the store of all ranks, with a new connection: another thread may use the old one."""
     return distributed.group.WORLD.get_group_store().clone()
 
 
@@ -938,8 +938,8 @@ def leave(message, restart_helps, rank_lost=False):
 
 def end(status):
     """Ends this process, at once if there may be other ranks: Python's own end aborts while torch's
-    groups are open, and can wait for a rank that is lost. Without torchrun it ends as any program,
-    so that a profiler writes its file and a notebook lives."""
+    groups are open, and can wait for a rank that is lost. Without torchrun status 0 returns, and
+    another one is a SystemExit: so a profiler writes its file, and a notebook lives."""
     if TORCHRUN or distributed.is_initialized():
         os._exit(status)
     if status:

@@ -15,7 +15,7 @@ class Phase:
     """A part of pre-training with one sequence length and one schedule. Most recipes have two: most
     steps take short texts, which are cheap. The last ones take long texts, which alone train the
     embeddings of the later positions."""
-    seq_len: int             # tokens of an example, the special ones included
+    seq_len: int             # tokens of a full example, special ones included
     global_batch: int        # examples of a step, over all ranks and micro-batches
     steps: int               # with --hours only a share of the time
     lr: float                # the highest learning rate
@@ -201,7 +201,7 @@ class LossScaler:
 def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
     max_norm. norm: their global norm before this, so still times `scale`. (Who measures gradients
-    later measures clipped ones. All losses of a step are clipped together, by this one norm.)"""
+    later measures clipped ones. The gradients of all losses are clipped together, by this norm.)"""
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it

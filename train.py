@@ -36,9 +36,9 @@ from pathlib import Path
 
 STARTED = time.monotonic()      # the clock of --hours: before the imports below, which take seconds
 
-# The threads of a CPU wait for each other by spinning: while one of them waits for its core, which
-# another program has, the others would use up theirs. So many turns, and then they sleep. And no
-# thread is bound to a core: the ranks of a node would all have the same ones.
+# CPU threads wait for each other by spinning. If another program uses the core of one thread, the
+# others would spin all the time. So they spin this many turns, and then they sleep. And no thread
+# is bound to a core: the ranks of a node would all have the same ones.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ["OMP_PROC_BIND"] = "false"
 
@@ -70,7 +70,7 @@ class ConfigError(ValueError):
 # Errors that a user can mend, or has to know of: their messages say it.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError)
-# What network disks say that are away, and may be back in a minute. (A bad disk says EIO, too.)
+# Errors of a network disk that is away, but may be back in a minute. (A bad disk has EIO, too.)
 DISK_AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
@@ -195,7 +195,7 @@ def run_settings(args, manifest):
 
 
 def code_digests():
-    """Returns the digests of the five files and of the program that was started, which may be a
+    """Returns the digests of all *.py here and of the program that was started, which may be a
     variant, {file name: text}. A run may resume with other code: then it says so."""
     paths = [*Path(__file__).parent.glob("*.py"), Path(sys.argv[0])]
     return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
@@ -323,8 +323,8 @@ class Log:
             data.say(text)
 
     def metric(self, kind, **fields):
-        """Adds a line to metrics.jsonl. What a crash has lost stays there: a line of step n takes
-        the place of all lines before it of step n and later."""
+        """Adds a line to metrics.jsonl. What a crash has lost stays there: a "train" line of step n
+        replaces all earlier lines of step n and later."""
         if not self.active:
             return
         # JSON has neither NaN nor inf: they become null.
@@ -396,9 +396,9 @@ class Counters:
 
 @dataclasses.dataclass
 class State:
-    """All that training changes. A checkpoint holds what the next step depends on, see `save`; what
-    else lasts (an average of weights, a running figure of the log) has to stand in `tensors_of` or
-    in Counters, or it begins anew at a resume."""
+    """All that training changes. A checkpoint holds what the next step depends on, see `save`.
+    Anything else (an average of weights, a running figure of the log) begins anew at a resume,
+    unless it is in `tensors_of` or in Counters."""
     model: bert.BertForPreTraining
     masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
     reducer: dist.Reducer            # owns the gradients, and averages them over the ranks
@@ -787,8 +787,8 @@ def reason_to_stop(step, total):
 
 
 def save_is_due(args, counters, saved_at):
-    """Returns whether a save and an evaluation are due after this step, within a phase. saved_at:
-    `seconds` of the last save."""
+    """Returns whether a save is due after this step, within a phase. saved_at: `seconds` of the
+    last one."""
     half_hour = counters.seconds - saved_at > SAVE_SECONDS
     # After the first step, too: so a full disk is known at once.
     return half_hour or counters.step == 1 or counters.step % args.save_every == 0
@@ -803,10 +803,10 @@ def evaluate(args, world, log, state):
 
     Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
     phase and mask_fraction (15 %, whatever --mask-fraction is) are the defaults of
-    data.PretrainingData. (Who changes how that masks or pairs changes it here, too: such losses
-    compare with no others.) unigram_loss is the loss on the same tokens of a predictor that knows
-    only how often the training text has each token: the loss to beat. Of 1,024 examples the NSP
-    accuracy's standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
+    data.PretrainingData. (Other masks or pairs there change evaluation, too: compare such losses
+    with no others.) unigram_loss is the loss on the same tokens of a predictor that knows only how
+    often the training text has each token: the loss to beat. Of 1,024 examples the NSP accuracy's
+    standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
@@ -817,7 +817,7 @@ def evaluate(args, world, log, state):
     micro_size = max(1, args.micro_tokens // seq_len)
     sums = collections.Counter()             # of numbers and tensors; each begins at 0
     state.model.eval()
-    # Each rank has at least one example, so that all have the same sums.
+    # Each rank has at least one example, so that all have the same keys in `sums`.
     for indices in data.micro_batches(0, max(EVAL_EXAMPLES, world.size), micro_size, world.rank,
                                       world.size):
         batch = examples.batch(indices).to(world.device)
@@ -949,7 +949,7 @@ def training_loop(args, world, log, state):
         if phase_ends or stop or save_is_due(args, counters, saved_at):
             save(args, world, log, state)
             saved_at = counters.seconds
-            # Not within a phase before a stop, which shall be quick; nor after the very first step.
+            # Within a phase no evaluation before a stop (it must be quick), and none after step 1.
             if phase_ends or (not stop and counters.step > 1):
                 evaluate(args, world, log, state)
     return stop
@@ -1014,8 +1014,8 @@ def train(args, world):
 
 
 def main():
-    """Runs the program and ends the process. Whatever ends it early is said once, by the rank that
-    fails first."""
+    """Runs the program and ends the process. What ends it early is said once if possible, by the
+    rank that fails first, see dist.leave."""
     try:
         args = parse_arguments()
     except SystemExit as end:

@@ -270,8 +270,9 @@ def test_a_folder_comes_back_bit_for_bit(saved):
 def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
     model, folder, tokenizer = saved
     model.not_of_bert = nn.Linear(64, 3)
+    model.blocks[0].up.scale = nn.Parameter(torch.ones(1))
     bert.save_huggingface(model, tokenizer, folder, 64)
-    names = {"not_of_bert.weight", "not_of_bert.bias"}
+    names = {"not_of_bert.weight", "not_of_bert.bias", "blocks.0.up.scale"}
     assert names <= {*bert.unlike_huggingface(model)}
     del model.embeddings.positions
     assert "embeddings.positions.weight" in bert.unlike_huggingface(model), "one that is gone"

@@ -4,8 +4,8 @@
     python tests/tools/plot.py runs/one runs/two --against hours --picture both.svg
 
 Each run has a colour, each step a dot. "tokens" are those of all steps, as if no example were
-shorter than its phase's length. What a crash has lost is left out: a line of step n takes the place
-of all lines before it of step n and later. Needs matplotlib.
+shorter than its phase's length. What a crash has lost is left out: a "train" line of step n
+replaces all earlier lines of step n and later. Needs matplotlib.
 """
 import json
 import os
