@@ -67,17 +67,17 @@ def points_of(lines):
     out. Raises KeyError for a field that is missing."""
     phases = lines[0]["phases"]
     points = []
-    taken = []                   # the lines of the steps until now
+    taken = {}                   # {step: its line}. After a restart some stand there twice
     for line in lines:
         if line["kind"] == "train":
-            # After a restart some steps stand there twice: the last line counts.
-            while taken and taken[-1]["step"] >= line["step"]:
-                taken.pop()
-            taken.append(line)
-        elif line["kind"] == "eval" and taken and line["mlm_loss"] is not None:
-            examples = sum(phases[step["phase"] - 1]["global_batch"] for step in taken)
+            taken[line["step"]] = line
+        elif line["kind"] == "eval" and line["step"] in taken and line["mlm_loss"] is not None:
+            step = line["step"]
+            # Later steps are there where a crash has lost them.
+            examples = sum(phases[other["phase"] - 1]["global_batch"]
+                           for number, other in taken.items() if number <= step)
             length = phases[line["phase"] - 1]["seq_len"]
-            points.append(Point(taken[-1]["step"], taken[-1]["seconds"], examples, length,
+            points.append(Point(step, taken[step]["seconds"], examples, length,
                                 line["mlm_loss"], line["unigram_loss"]))
     return points
 

@@ -20,7 +20,7 @@ def write(name, evaluations, unigram=6.5, **changes):
         for number in range(step - 49, step + 1):
             lines.append({"kind": "train", "step": number, "phase": phase,
                           "seconds": 0.6 * len(lines)})
-        lines.append({"kind": "eval", "phase": phase, "mlm_loss": loss,
+        lines.append({"kind": "eval", "step": step, "phase": phase, "mlm_loss": loss,
                       "unigram_loss": unigram + phase})
     name.mkdir()
     (name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))

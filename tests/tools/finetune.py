@@ -5,7 +5,7 @@
 
 A line of a .tsv file is a text and its label, or in all lines two texts and a label, with tabs
 between; UTF-8, no header. Examples are cut at 128 tokens, the most that the demo has trained. (Of a
-model that has read shorter texts alone the later positions are trained here for the first time.)
+model that has read shorter texts alone the later positions are not trained before.)
 
 A new linear layer is the NSP head, so that all labels, not two, are told from [CLS]. All weights
 are trained; with --frozen that layer alone. A fifth of train.tsv, at most 2,000 lines, is set apart

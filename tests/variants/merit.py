@@ -17,8 +17,8 @@ column follows the weights closer than one for the whole matrix.
 Vectors have one q, max |w| / max |u|, or 1 where that is 0. No bias correction, as published.
 
 What is changed: an entry of optim.OPTIMIZERS, and --optimizer's default. To know: a row without
-gradients, of a rare token or of a position beyond a phase's length, has u = decay w and so a_i =
-1 / decay, and shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||. A later
+gradients, of a position beyond a phase's length, has u = decay w and so a_i = 1 / decay, and
+shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||. A later
 phase with longer texts begins with copies of other positions (train.copy_positions), but not with
 --init: there the longer positions of that model are near 0 by then.
 """

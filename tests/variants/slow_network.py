@@ -9,8 +9,8 @@ is the speed of the link between two nodes, in Gb/s. Each collective first sleep
     seconds = 8 bytes / (10^9 GBPS)         bytes: what this rank sends, for a tensor of n bytes:
 
     all_reduce      2 (W - 1) / W n         in a ring, see ring.py
-    all_to_all      (W - 1) / W n
-    all_gather      (W - 1) n
+    all_to_all      (W - 1) / W n           between two ranks longer, see IN_TURNS
+    all_gather      (W - 1) n               the same
     reduce          n                       from rank to rank, in small pieces
     broadcast       n
 
@@ -59,7 +59,8 @@ def slow(name):
 
     @functools.wraps(collective)
     def wait_and_call(world, tensor, *arguments, **options):
-        in_levels = name == "broadcast" and world.levels      # then it calls itself, across nodes
+        # A broadcast over levels calls itself, across nodes.
+        in_levels = name == "broadcast" and world.levels and tensor.is_cpu
         if crosses_nodes(world) and not in_levels:
             seconds = 8e-9 * SENT[name](world.size) * tensor.nbytes / GBPS
             if world.size == 2 and tensor.is_cpu:

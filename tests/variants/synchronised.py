@@ -1,8 +1,8 @@
 """What the variants share in which ranks keep gradients, or step alone: no variant, not a program.
 
 In train.py every step averages the gradients, so all ranks have equal weights after it. Where that
-is not so, a Reducer must leave gradients alone, the norm to clip by must be of all ranks, and the
-ranks must agree on weights and moments before these are saved: a checkpoint has those of rank 0.
+is not so, a Reducer must leave gradients alone, all ranks must skip the same steps, and the ranks
+must agree on weights and moments before these are saved: a checkpoint has those of rank 0.
 """
 import functools
 import math

@@ -6,7 +6,7 @@ Lu et al., arXiv 2202.06009, algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py.
 those of onebit_adam.py.
 
 First stage: on every k-th step (`variance_interval`) gradients are averaged exactly and v moves,
-with b2^k in place of b2. On the others only m moves, with g = average(g_i) in one bit.
+with b2^k in place of b2. On the others v stays, and m moves with g = average(g_i) in one bit.
 
 Second stage: rank i steps alone, on its own gradient g_i. On every j-th step (`agreement_interval`)
 all ranks agree on weights. With W the weights that they last agreed on, and L the sum of the
