@@ -97,7 +97,7 @@ def rounds_sums(tensor):
 
 
 class Embedding(nn.Embedding):
-    """An nn.Embedding whose gradient is added up in fp32 on a CPU, too."""
+    """An nn.Embedding whose gradient is added up in fp32 on a CPU."""
 
     def forward(self, indices):
         """Returns the rows of the table with these numbers: (N, D) for (N,)."""
@@ -386,7 +386,7 @@ def huggingface_names(name):
 
 
 def unlike_huggingface(model):
-    """Returns the names (a list) of tensors that only this model has, and of matrices outside of
+    """Returns the names (a list) of tensors that only this model has, and of weights outside of
     the blocks that only Hugging Face's BERT has. (What is computed cannot be told by names.)"""
     names = model.state_dict().keys()
     added = [name for name in names if huggingface_names(name) == [name]]

@@ -8,7 +8,7 @@ averages after backward; `Reducer` does it during backward (Li et al., "PyTorch 
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
 ranks meet, stop and fail. The first half can be understood without it. You only have to know that
-a collective raises RankLost if a rank is gone.
+a collective over Gloo raises RankLost if a rank is gone.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; if there is
 only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -59,8 +59,8 @@ class World:
         Gloo    all else, numbers too, on the CPU       raises an exception, after which `leave`
                                                         finds out which rank it is
 
-    So before the main thread waits for what NCCL does, it asks over Gloo, by `barrier`, whether all
-    ranks are there.
+    So before the main thread waits for what NCCL does, it asks over Gloo whether all ranks are
+    there.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -131,7 +131,7 @@ class World:
                 raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
-        """Calls a collective of torch; raises RankLost if a rank does not take part."""
+        """Calls a collective of torch; raises RankLost if Gloo finds a rank gone."""
         if self.size == 1:
             return
         try:
@@ -435,8 +435,8 @@ class Dense:
     left.
 
     fp16 has the range 6e-8 to 65,504; the loss scale keeps gradients in it. It has 11 significant
-    bits, but fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds as
-    well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
+    bits, but fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds
+    as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
     """
     dtype: torch.dtype
 
@@ -800,8 +800,8 @@ def listen_to_signals():
     `stop_requests`, so that training can stop with a checkpoint. After the first signal, Ctrl-C
     ends the process at once. (torchrun sends SIGTERM for a second Ctrl-C.)
 
-    Without torchrun, signals that are ignored (by nohup) stay so. Under torchrun all are listened
-    to: it passes its own signals on to the ranks, and kills those that ignore them.
+    Without torchrun no signal that is ignored (by nohup) is listened to. Under torchrun all are: it
+    passes its own signals on to the ranks, and kills those that ignore them.
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
@@ -853,8 +853,9 @@ def end_torchrun():
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
 # --timeout from one that hangs. (A rank that waits for a third rank gets the error when the third
 # ends. NCCL always waits twice the --timeout.) So a rank that fails only has to end, and all come
-# to `leave`. One of them prints its error: the first to put its number into the store. (The error of a
-# collective only tells that some rank is gone. Then the first one asks which.) Keys in the store:
+# to `leave`. One of them prints its error: the first to put its number into the store. (The error
+# of a collective only tells that some rank is gone. Then the first one asks which.) Keys in the
+# store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
 #                       restart helps

@@ -54,7 +54,7 @@ import optim
 CLIP = 1.0                   # the largest global norm of the gradients
 EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
 SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
-LOG_SECONDS = 10             # between two lines on the terminal, at least
+LOG_SECONDS = 10             # between two lines of steps on the terminal, at least
 LOCK_SECONDS = 120           # how long a run waits for another one in its folder
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model that has read this machine's documentation
@@ -126,7 +126,7 @@ def parse_arguments(argv=None):
     add("--seed", type=data.number_in(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
     add("--hours", type=data.number_in(float, 1e-4, 1e5),
-        help="end when this time is over; the phases share it as they share the recipe's tokens")
+        help="end when this time is over; the phases share it as they share the tokens")
 
     # How the machines do it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
@@ -139,7 +139,7 @@ def parse_arguments(argv=None):
     # NCCL takes longer to start a collective than to send a few MB.
     add("--bucket-mb", type=data.number_in(float, 1e-6),
         default=25.0 if torch.cuda.is_available() else 2.0,
-        help="average about so many MB of gradients at a time (default: 2; on a GPU 25)")
+        help="average gradients as soon as so many MB are together (default: 2; on a GPU 25)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
         help="give a silent rank up after so many seconds, over NCCL twice (default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
@@ -378,7 +378,7 @@ def log_start(args, world, log, state):
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
     elif log.begun_before:
-        log.say(f"a run in {args.out} has ended before its first checkpoint: this one begins anew")
+        log.say(f"a run in {args.out} has left no whole checkpoint: this one begins anew")
 
 
 # ----- The training state -----
@@ -534,7 +534,7 @@ def save(args, world, log, state):
     # The same name each time: what a killed run has left is overwritten.
     temporary = args.out / "unfinished"
     number = ""
-    # If the file is gone or damaged, this is not checked.
+    # If the file is gone, empty or unreadable, this is not checked.
     with contextlib.suppress(OSError, ValueError):
         number = (args.out / "run").read_text()
     if number not in ("", log.number):
@@ -609,7 +609,7 @@ def newest_checkpoint(args, log, tensors):
 def restore(args, world, log, state):
     """Gives the State on all ranks what rank 0's newest checkpoint holds, if there is one.
 
-    Collective; raises ConfigError as newest_checkpoint does, and if another node has a later one.
+    Collective; raises ConfigError if the checkpoint does not fit, or another node has a later one.
     (Without a shared disk only the first node has checkpoints, and when a run is started again
     another node may be the first.)
     """
@@ -901,7 +901,7 @@ def training_loop(args, world, log, state):
         sums = collections.Counter()                                 # of losses, {task: tensor}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed follows from the step: none is saved. (Hashes of numbers never change.)
+            # Dropout's seed follows from the step: none is saved. (No hash of numbers is random.)
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
@@ -1014,8 +1014,8 @@ def train(args, world):
 
 
 def main():
-    """Runs the program and ends the process. What ends it early is said once if possible, by the
-    rank that fails first, see dist.leave."""
+    """Runs the program. What ends it early is said once if possible, by the rank that fails first,
+    see dist.leave."""
     try:
         args = parse_arguments()
     except SystemExit as end:

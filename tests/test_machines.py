@@ -106,7 +106,7 @@ def test_a_start_says_what_was_not_saved_and_which_rates_do_not_fit(train_here, 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of one that was killed
     train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer", "adamw")
     said = capsys.readouterr().out
-    assert "has ended before its first checkpoint: this one begins anew" in said
+    assert "has left no whole checkpoint: this one begins anew" in said
     assert "warning: the recipe's rates and betas are for lamb" in said
     assert steps_kept(tmp_path) == [1, 2]
 
