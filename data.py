@@ -423,8 +423,8 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards; returns its manifest (dict). An error later on removes it; a
-    killed program leaves one without manifest.json.
+    """Writes a new folder of shards; returns its manifest (dict). An error while it is written
+    removes it; a killed program leaves one without manifest.json.
 
     corpus: documents, each one string, that can be iterated again and again: once to count them,
     once to train the tokenizer, and once to encode them.

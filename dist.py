@@ -56,16 +56,16 @@ class World:
 
             what it moves                               if a rank is gone
         NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
-        Gloo    all else, numbers too, on the CPU       raises an exception, after which `leave`
-                                                        finds out which rank it is
+        Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
+                                                        which rank it is
 
     So before the main thread waits for what NCCL does, it asks over Gloo whether all ranks are
     there.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1      # ranks of this node (1 in the Worlds of `levels`, as `nodes`)
-    nodes: int = 1
+    local_size: int = 1      # ranks of this node
+    nodes: int = 1           # (both are of use in the World of all ranks alone)
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
     levels: list = None      # the Worlds within and across nodes, see `two_levels`

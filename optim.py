@@ -148,8 +148,8 @@ def cast_with_masters(model, dtype):
 @torch.no_grad()
 def copy_to_model(masters, model):
     """Copies master weights, {name: tensor}, at least one, to the model's parameters, rounded to
-    their type. (In fp32 p and its master are one memory: then this does nothing, and who copies
-    other weights into the model, say an average, overwrites the masters.)"""
+    their type. (In fp32 they are one memory: then this does nothing, and who copies other weights
+    into the model, say an average, overwrites the masters.)"""
     parameters = dict(model.named_parameters())
     torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
 

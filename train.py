@@ -145,8 +145,8 @@ def parse_arguments(argv=None):
     add("--max-steps", type=COUNT, default=math.inf,
         help="stop after this step; the learning rates stay those of the whole training")
     add("--save-every", type=COUNT, default=300,
-        help="save and evaluate every so many steps and each half hour; save after the first one, "
-             "too (default: %(default)s)")
+        help="save and evaluate every so many steps and each half hour; after step 1 only save "
+             "(default: %(default)s)")
 
     # Parse once to know the recipe, make its values the defaults of the flags with their names, and
     # parse again. (So `phases` and `betas`, which are no flags, come into args as well.)
@@ -880,8 +880,11 @@ def training_loop(args, world, log, state):
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
-    if counters.step or phase_index == len(args.phases):
-        evaluate(args, world, log, state)            # a resumed run may have died while it did
+    # A resumed run may have died in an evaluation. (If it shall stop at once, the next one makes
+    # that up.) A run without any step only evaluates.
+    signals = world.sum(signals=len(dist.stop_requests))["signals"]
+    if phase_index == len(args.phases) or (counters.step and not signals):
+        evaluate(args, world, log, state)
     while phase_index < len(args.phases) and not stop:
         if batches is None or phase_index != counters.phase:
             batches = begin_phase(args, world, state, phase_index)

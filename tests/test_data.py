@@ -730,6 +730,13 @@ def test_a_damaged_shard_is_named_to_the_ranks_that_read_it(copy):
     data.PretrainingData(copy, 32).batch(range(1, 50, 2))            # of 1 and 3 alone
 
 
+def test_a_damaged_held_out_shard_is_named_to_every_rank(copy):
+    (copy / "heldout.tokens").write_bytes(b"")
+    for rank in range(4):
+        with pytest.raises(data.DataError, match="heldout.tokens is missing or damaged"):
+            data.verify(copy, rank, 4)
+
+
 def test_what_is_no_file_is_not_opened(copy):
     """A pipe could be read for ever. To open a socket is an error, at once."""
     (copy / "unigrams").unlink()

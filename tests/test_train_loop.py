@@ -372,6 +372,17 @@ def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
         train_here(tmp_path, "--steps", 1, 0)
         assert metrics(tmp_path, "eval"), "the last step is not evaluated"
         (tmp_path / "metrics.jsonl").unlink()
+    train_here(tmp_path / "other", "--steps", 0)
+    assert metrics(tmp_path / "other", "eval"), "without steps nothing is evaluated"
+
+
+def test_a_stop_at_a_resume_waits_for_no_evaluation(train_here, tmp_path, monkeypatch):
+    train_here(tmp_path, "--steps", 3, 0, "--max-steps", 1)
+    monkeypatch.setattr(dist, "stop_requests", ["SIGTERM"])
+    monkeypatch.setattr(train, "evaluate", Mock())
+    with pytest.raises(dist.DistError, match="stopped after step 2"):
+        train_here(tmp_path, "--steps", 3, 0)
+    train.evaluate.assert_not_called()
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeypatch):

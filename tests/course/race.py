@@ -59,7 +59,7 @@ class Run(NamedTuple):
     """What metrics.jsonl says of a run."""
     name: str                # its folder, as given
     start: dict              # the fields of the first line, and of its field `flags`
-    points: list             # of Point, in the order of steps
+    points: list             # of Point, in the order of the log
 
 
 def points_of(lines):

@@ -40,7 +40,7 @@ def read_run(folder):
         if line["kind"] == "run":
             phases = line["phases"]
         elif line["kind"] == "train":
-            while next(reversed(steps)) >= line["step"]:
+            while next(reversed(steps), -1) >= line["step"]:
                 steps.popitem()          # a crash has lost it
             phase = phases[line["phase"] - 1]
             line["tokens"] = phase["global_batch"] * phase["seq_len"]

@@ -5,7 +5,7 @@ import pytest
 
 from tests.tools import plot
 
-# Step 2 stands there twice, of a line only the half, and a crash has lost steps 3 and 4.
+# Step 2 stands there twice, of a line only the half, and a crash has lost steps 3 to 5.
 METRICS = """\
 {"kind": "run", "phases": [{"seq_len": 64, "global_batch": 8}, {"seq_len": 128, "global_batch": 5}]}
 {"kind": "train", "step": 1, "phase": 1, "seconds": 1800, "mlm_loss": 6.0, "wait_seconds": null}
@@ -15,6 +15,7 @@ METRICS = """\
 {"kind": "eval", "step": 2, "mlm_loss": 5.5}
 {"kind": "train", "step": 3, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
 {"kind": "train", "step": 4, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
+{"kind": "train", "step": 5, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
 {"kind": "train", "step": 3, "phase": 2, "seconds": 5400, "mlm_loss": 4.0}
 """
 
@@ -53,7 +54,7 @@ def test_without_matplotlib_it_says_so(plot_run, monkeypatch):
         plot_run(METRICS)
 
 
-@pytest.mark.parametrize("text", ["{", '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
+@pytest.mark.parametrize("text", ["{", '{"kind": "train", "step": 0}', '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
 def test_what_is_no_run_is_one_line(plot_run, text):
     with pytest.raises(SystemExit, match="plot.py: .* train.py"):
         plot_run(text)
