@@ -304,8 +304,8 @@ class PretrainingData:
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included. (Of Spans of arrays an
-        array.)"""
+        """Returns how many tokens an example has, special symbols included; if the fields are
+        arrays, an array."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
@@ -353,7 +353,7 @@ class PretrainingData:
         with_padding = np.append(lengths, -len(tokens) % 64)           # (B + 1,)
         bounds = np.cumsum([0, *with_padding], dtype=np.int32)         # (B + 2,)
 
-        # Arrays (n,), for each row: `repeat` gives an example's number to all of its rows.
+        # Arrays (n,): `repeat` gives each row the value of its example.
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-2], lengths)
         a_lengths = columns.a_end - columns.a
         segments = positions >= np.repeat(a_lengths + 2, lengths)      # after [CLS] A [SEP]

@@ -65,7 +65,7 @@ class World:
     rank: int = 0            # among the processes of `group`
     size: int = 1
     local_size: int = 1      # ranks of this node
-    nodes: int = 1           # (both are of use in the World of all ranks alone)
+    nodes: int = 1           # (these two only in the World of all ranks; elsewhere they are 1)
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
     levels: list = None      # the Worlds within and across nodes, see `two_levels`
@@ -161,7 +161,7 @@ def average_gradients(module, world):
     What it costs: the network idles during backward and the processor afterwards, since nothing
     overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
     has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
-    (tests/variants/one_by_one.py trains by this function; buckets_after.py sends buckets, but also
+    (tests/variants/one_by_one.py trains by this function; buckets_after.py sends buckets, still
     after backward.)
     """
     for parameter in module.parameters():
@@ -226,7 +226,7 @@ class Reducer:
             masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
             # `detach` makes another tensor of the same memory. If the module is cast later, p.grad
-            # alone gets other memory, and `_ready` finds that out.
+            # gets other memory, self.views[name] does not, and `_ready` finds that out.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
@@ -852,10 +852,10 @@ def end_torchrun():
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
 # --timeout from one that hangs. (A rank that waits for a third rank gets the error when the third
-# ends. NCCL always waits twice the --timeout.) So a rank that fails only has to end, and all come
-# to `leave`. One of them prints its error: the first to put its number into the store. (The error
-# of a collective only tells that some rank is gone. Then the first one asks which.) Keys in the
-# store:
+# ends. NCCL waits for either, at most twice the --timeout.) So a rank that fails only has to end,
+# and all come to `leave`. One of them prints its error: the first to put its number into the store.
+# (The error of a collective only tells that some rank is gone. Then the first one asks which.) Keys
+# in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
 #                       restart helps
@@ -886,7 +886,7 @@ def open_store():
     return distributed.group.WORLD.get_group_store().clone()
 
 
-# Set by `watch` 2 s after it saw "failed"; where it ends torchrun first, after that.
+# Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
 # Set by `watch` if the store is gone before: node 0's torchrun keeps it.
 store_gone = threading.Event()

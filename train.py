@@ -880,8 +880,8 @@ def training_loop(args, world, log, state):
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
-    # A resumed run may have died in an evaluation. (If it shall stop at once, the next one makes
-    # that up.) A run without any step only evaluates.
+    # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
+    # once. A run that has no step left only evaluates.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
     if phase_index == len(args.phases) or (counters.step and not signals):
         evaluate(args, world, log, state)
