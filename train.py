@@ -904,7 +904,7 @@ def training_loop(args, world, log, state):
         sums = collections.Counter()                                 # of losses, {task: tensor}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed follows from the step: none is saved. (No hash of numbers is random.)
+            # Dropout's seed follows from these numbers, which hash alike in every process.
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)

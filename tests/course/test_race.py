@@ -28,8 +28,8 @@ def write(name, evaluations, unigram=6.5, **changes):
 
 def test_the_first_evaluation_at_or_below_the_goal_counts(tmp_path, monkeypatch, capsys):
     write(tmp_path / "base", BASE)
-    # In phase 1 it is below the goal at once, but at another length. A crash has
-    # lost its steps 101 to 150
+    # In phase 1 it is below the goal at once, but at another length. A crash has lost its steps 101
+    # to 150
     write(tmp_path / "mine", [(50, 1, 3.0), (150, 2, 4.201), (100, 2, 4.2), (150, 2, 4.3)])
     write(tmp_path / "slow", [(100, 2, None), (200, 2, 4.3), (300, 2, 4.4)])
     write(tmp_path / "short", [(100, 1, 3.0)])

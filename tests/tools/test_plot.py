@@ -54,7 +54,8 @@ def test_without_matplotlib_it_says_so(plot_run, monkeypatch):
         plot_run(METRICS)
 
 
-@pytest.mark.parametrize("text", ["{", '{"kind": "train", "step": 0}', '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
+@pytest.mark.parametrize("text", [
+    "{", '{"kind": "train", "step": 0}', '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
 def test_what_is_no_run_is_one_line(plot_run, text):
     with pytest.raises(SystemExit, match="plot.py: .* train.py"):
         plot_run(text)

@@ -18,9 +18,9 @@ Vectors have one q, max |w| / max |u|, or 1 where that is 0. No bias correction,
 
 What is changed: an entry of optim.OPTIMIZERS, and --optimizer's default. To know: a row without
 gradients, of a position beyond a phase's length, has u = decay w and so a_i = 1 / decay, and
-shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||. A later
-phase with longer texts begins with copies of other positions (train.copy_positions), but not with
---init: there the longer positions of that model are near 0 by then.
+shrinks by lr in every step. LAMB would shrink it by lr decay ||w|| / ||u||. A later phase with
+longer texts begins with copies of other positions (train.copy_positions), but not with --init:
+there the longer positions of that model are near 0 by then.
 """
 import sys
 from pathlib import Path
