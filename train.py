@@ -880,11 +880,6 @@ def training_loop(args, world, log, state):
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
-    # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
-    # once. A run that has no step left only evaluates.
-    signals = world.sum(signals=len(dist.stop_requests))["signals"]
-    if phase_index == len(args.phases) or (counters.step and not signals):
-        evaluate(args, world, log, state)
     while phase_index < len(args.phases) and not stop:
         if batches is None or phase_index != counters.phase:
             batches = begin_phase(args, world, state, phase_index)
@@ -994,6 +989,12 @@ def train(args, world):
     state = build(args, world)
     restore(args, world, log, state)
     log_start(args, world, log, state)
+    # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
+    # once. A run that has no step left only evaluates.
+    signals = world.sum(signals=len(dist.stop_requests))["signals"]
+    no_step_left = progress(args, state.counters)[0] == len(args.phases)
+    if no_step_left or (state.counters.step and not signals):
+        evaluate(args, world, log, state)
     stop = training_loop(args, world, log, state)
 
     if world.rank == 0:
