@@ -311,8 +311,9 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the logits of each task, by the names of batch.labels: "mlm" (M, V) of the masked
-        tokens, "nsp" (B, 2) of the pairs. batch: a data.Batch."""
+        """Returns the logits of both tasks, by their names in batch.labels: "mlm" (M, V) of the
+        masked tokens, "nsp" (B, 2) of the pairs (without pairs nobody reads these). batch: a
+        data.Batch."""
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist: they would be most of the work of `tiny`.
         examples = len(batch.lengths) - 1
@@ -522,7 +523,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
     the same tokens but for what `tokenizer_json` says. longest: how many tokens the longest example
     of training had (of rank 0's), AutoTokenizer's model_max_length. Raises OSError if a file cannot
-    be read or written, RuntimeError if tokenizer_path is no tokenizer.
+    be read or written, RuntimeError if tokenizer_path holds anything but a tokenizer.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -563,13 +564,15 @@ def load_huggingface(folder):
 
     It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
     save_pretrained of transformers' BertForPreTraining does, in fp32, fp16 or bf16. Raises
-    ModelError if one is missing or damaged, or if the model computes otherwise.
+    ModelError if one is missing or cannot be read, or if config.json says of the model that it
+    computes otherwise. (There are no checksums: a number that has changed is not noticed.)
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
         if described["model_type"] not in MODEL_TYPES:
             raise ValueError(f"its type is {described['model_type']}")
-        for field, ours in {"hidden_act": "gelu", "tie_word_embeddings": True}.items():
+        fixed = {"hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False}
+        for field, ours in fixed.items():
             if described.get(field, ours) != ours:
                 raise ValueError(f"its {field} is {described[field]}, not {ours}")
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
@@ -685,7 +688,7 @@ def main():
     try:
         model = load_huggingface(flags.folder)
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
-        print("\n".join(fill_mask(model, tokenizer, flags.text)))
+        print("\n".join(fill_mask(model, tokenizer, flags.text)), flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         # What a terminal without UTF-8 raises, UnicodeEncodeError, is a ValueError.
         sys.exit(f"bert.py: {error}")

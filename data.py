@@ -651,50 +651,62 @@ def files_in(folder):
             yield from files_in(path)
 
 
+def begins_json(beginning):
+    """Returns whether a file that begins so is JSON lines. Raises ValueError if it is no text."""
+    beginning = beginning.lstrip("\ufeff\n\t\f ")
+    if MARKUP.match(beginning):
+        raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
+    # In UTF-16 one of a letter's two bytes is 0 or another small number.
+    if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
+        raise ValueError("UTF-16, or no text")
+    # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": `text_of`
+    # refuses it.
+    return bool(re.match(r'{|\[\s*([{"]|$)', beginning))
+
+
+def text_of(line, is_json):
+    """Returns the text of a line, "" if there is none: of a line of JSON its `text`, else the line
+    itself. Can raise any exception if it is neither UTF-8 nor such JSON."""
+    if not line.isascii():
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
+    if "\0\0" in line:
+        raise ValueError("null characters: it is a tar, or a part of it is lost")
+    line = line.strip()
+    if not line:
+        return ""
+    if is_json:
+        # JSON can spell characters that UTF-8 has not ("\ud800"): they become "?".
+        text = json.loads(line)["text"] or ""
+        return text.encode("utf-8", "replace").decode()
+    return f"{line}\n"
+
+
 def documents_in(path):
     """Yields the documents of a file. Raises OSError if it cannot be opened, DataError, with file
     and line, if what is in it cannot be used."""
     document = ""
     number = 1
-    # What is no UTF-8 becomes a lone surrogate, which is found below, where the line's number is
-    # known. A line ends with any of \n, \r\n and \r.
+    # What is no UTF-8 becomes a lone surrogate, which `text_of` finds, since here the line's number
+    # is known. A line ends with any of \n, \r\n and \r.
     with OPENERS.get(path.suffix, open)(
             path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         try:
-            beginning = file.read(1 << 12).lstrip("\ufeff\n\t ")
+            is_json = begins_json(file.read(1 << 12))
             file.seek(0)
-            if MARKUP.match(beginning):
-                raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
-            # In UTF-16 one of a letter's two bytes is 0 or another small number.
-            if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
-                raise ValueError("UTF-16, or no text")
             if path.suffix in OPENERS and not path.stat().st_size:
                 raise ValueError("it has 0 bytes")
-            # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": an
-            # error below.
-            is_json = re.match(r'{|\[\s*([{"]|$)', beginning)
             # A text may be a single line, so it is read in parts, of a few MB at most.
             limit = -1 if is_json else 1 << 21
             for line in iter(lambda: file.readline(limit), ""):
-                ended = line.endswith("\n")
-                if not line.isascii():
-                    line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
-                if "\0\0" in line:
-                    raise ValueError("null characters: it is a tar, or a part of it is lost")
-                line = line.strip()
-                if line and is_json:
-                    # JSON can spell characters that UTF-8 has not ("\ud800"): they become "?".
-                    text = json.loads(line)["text"] or ""
-                    document = text.encode("utf-8", "replace").decode()
-                elif line:
-                    document += f"{line}\n"
+                text = text_of(line, is_json)
+                document += text
                 # A document ends after a line of JSON, at a blank line, or when it is long, so that
                 # no file has to fit in memory. (At half of LONGEST: what is a little longer than
                 # LONGEST would be cut once more by `blocks`.)
-                if document and (is_json or not line or len(document) > LONGEST // 2):
+                if document and (is_json or not text or len(document) > LONGEST // 2):
                     yield document
                     document = ""
-                number += ended
+                number += line.endswith("\n")
         # gzip, bz2, lzma, JSON and UTF-8 have errors of their own.
         except Exception as error:
             raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
@@ -799,9 +811,9 @@ def sha256_of(path):
 def machine_documentation():
     """Returns the default corpus, a list of documents of a sentence a line.
 
-    It is the language reference (pydoc_data) and the docstrings of the standard library, NumPy and
-    PyTorch as installed here, filtered to English prose; no sentence occurs twice. It differs a
-    little between versions of Python and of the packages.
+    It is the language reference (pydoc_data) and what stands in triple quotes, mostly docstrings,
+    in the standard library, NumPy and PyTorch as installed here, filtered to English prose; no
+    sentence occurs twice. It differs a little between versions of Python and of the packages.
     """
     from pydoc_data.topics import topics
     texts = list(topics.values())

@@ -131,7 +131,8 @@ class World:
                 raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
-        """Calls a collective of torch; raises RankLost if Gloo finds a rank gone."""
+        """Calls a collective of torch. If it fails, but not for lack of memory, a rank is gone:
+        raises RankLost."""
         if self.size == 1:
             return
         try:
@@ -823,7 +824,7 @@ def find_torchrun():
         return None
     try:
         # "PID (NAME) STATE PARENT ...", where NAME can be anything.
-        status = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+        status = Path(f"/proc/{os.getsid(0)}/stat").read_text(errors="replace")
         return int(status.rpartition(")")[2].split()[1])
     except OSError:                                # no /proc, or the wrapper is gone
         return os.getppid()

@@ -288,7 +288,8 @@ class Log:
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(folder / "metrics.jsonl", "a")      # the lock lasts while it is open
+        # The lock lasts while it is open. Lines that a full disk refuses wait in 1 MB of memory.
+        self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
         self.begun_before = self.file.tell() > 0
         self.lock(folder)
 
@@ -331,7 +332,8 @@ class Log:
         line = json.loads(json.dumps({"kind": kind, **fields}), parse_constant=lambda _: None)
         try:
             self.file.write(json.dumps(line) + "\n")
-            # What a full disk refuses stays in Python's buffer, and goes with a later line.
+            # What a full disk refuses stays in Python's buffer, and goes with a later line, unless
+            # the buffer is full.
             self.file.flush()
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
@@ -391,7 +393,8 @@ class Counters:
     phase_step: int = 0              # finished steps of this phase
     seconds: float = 0.0             # that the program has run, in all starts, without what a crash
                                      # lost; a mean over the ranks: so all end --hours together
-    longest: int = 0                 # tokens of the longest example, of those of this rank
+    longest: int = 0                 # tokens of the longest example, of those of this rank (of
+                                     # rank 0's before a resume)
 
 
 @dataclasses.dataclass
@@ -851,7 +854,7 @@ def evaluate(args, world, log, state):
 
 class Clock:
     """Counts the seconds of a run, in all its starts, but not those in which the whole process was
-    suspended for more than a minute. `--hours` goes by it."""
+    suspended for more than a minute while the clock was there. `--hours` goes by it."""
 
     def __init__(self, seconds):
         self.start = STARTED - seconds       # of earlier starts
@@ -871,11 +874,10 @@ class Clock:
         return time.monotonic() - self.start
 
 
-def training_loop(args, world, log, state):
+def training_loop(args, world, log, state, clock):
     """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
     says why it stopped before the last. Collective."""
     counters = state.counters
-    clock = Clock(counters.seconds)                  # a resumed run has its seconds already
     saved_at = counters.seconds
     batches = None
     stop = None
@@ -988,6 +990,7 @@ def train(args, world):
         dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
+    clock = Clock(state.counters.seconds)    # a resumed run has its seconds already
     log_start(args, world, log, state)
     # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
     # once. A run that has no step left only evaluates.
@@ -995,7 +998,7 @@ def train(args, world):
     no_step_left = progress(args, state.counters)[0] == len(args.phases)
     if no_step_left or (state.counters.step and not signals):
         evaluate(args, world, log, state)
-    stop = training_loop(args, world, log, state)
+    stop = training_loop(args, world, log, state, clock)
 
     if world.rank == 0:
         # The folder gets the masters, since in 16 bits the model's weights are rounded. (What is

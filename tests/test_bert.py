@@ -286,7 +286,7 @@ def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
 @pytest.mark.parametrize("content", [
     b"", b"{}", b"[]", b"[" * 10 ** 5, {"num_hidden_layers": 3}, {"hidden_size": 65},
     {"vocab_size": 191}, {"max_position_embeddings": 513}, {"hidden_act": "relu"},
-    {"tie_word_embeddings": False}, {"model_type": "roberta"},
+    {"tie_word_embeddings": False}, {"is_decoder": True}, {"model_type": "roberta"},
     {"intermediate_size": 10 ** 12}])                            # which would fill the memory
 def test_a_wrong_config_is_one_line(saved, content):
     _, folder, _ = saved

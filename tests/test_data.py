@@ -298,6 +298,7 @@ READ = {
     "a.txt.xz": (lzma.compress(PLAIN), DOCUMENTS),
     "wiki_00": (JSON, DOCUMENTS),
     "windows.jsonl": (b"\xef\xbb\xbf" + JSON, DOCUMENTS),
+    "printer.jsonl": (b"\f\n" + JSON, DOCUMENTS),
     "null.jsonl": (b'\n{"text": null}\n\n{"text": ""}\n' + JSON, DOCUMENTS),
     "spaces.txt": (b" \n\t\n" + PLAIN.replace(b"\n", b" \n"), DOCUMENTS),
     "windows.txt": (b"\xef\xbb\xbf" + PLAIN.replace(b"\n", b"\r\n"), DOCUMENTS),

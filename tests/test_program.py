@@ -265,11 +265,12 @@ def test_a_restart_helps_after_bugs_and_lost_ranks_and_disks(
 def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
     log = train.Log(tmp_path, True)
     with no_room():
-        log.metric("train", step=1)
+        for step in range(1, 1000):
+            log.metric("train", step=step)
     assert "warning: metrics.jsonl: File too large" in capsys.readouterr().out
-    log.metric("train", step=2, mlm_loss=math.nan)
-    assert column(tmp_path, "step") == [1, 2]
-    assert metrics(tmp_path)[1]["mlm_loss"] is None, "JSON has no NaN"
+    log.metric("train", step=1000, mlm_loss=math.nan)
+    assert column(tmp_path, "step") == [*range(1, 1001)]
+    assert metrics(tmp_path)[-1]["mlm_loss"] is None, "JSON has no NaN"
 
 
 def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):

@@ -57,7 +57,8 @@ def steps(args, model, seq_len, examples, micro_tokens):
     state = train.build(flags, world)
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    train.training_loop(flags, world, SimpleNamespace(step=figures.append), state)
+    log = SimpleNamespace(step=figures.append)
+    train.training_loop(flags, world, log, state, train.Clock(0.0))
     memory = torch.cuda.max_memory_allocated() / 2 ** 30 if CUDA else 0.0
     return statistics.median(line["examples_per_second"] for line in figures[5:]), memory
 
