@@ -5,12 +5,13 @@
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
 Trains the program fourteen times for a few steps, on the CPU: a minute on two idle cores. For each
-thing that must hold, whatever was changed, it prints "yes", or what differs first. Status 1 if
-something differs.
+thing that nearly every program must keep it prints "yes", or "NO" and what differs first. Status 1
+if something differs.
 
 What is dropped out, compressed or rounded differs by its nature, so leave --dropout, --compression
-and --precision alone, and --steps. It does not see whether a change does what you wanted, nor what
-shows only in a long run, on a GPU or with other flags.
+and --precision alone, and --steps. So do variants that compress by themselves, and whose ranks step
+alone: they have a NO at two ranks or resumes. It does not see whether a change does what you
+wanted, nor what shows only in a long run, on a GPU or with other flags.
 """
 import json
 import math
@@ -89,8 +90,8 @@ def difference(losses, expected, tolerance=1e-5):
     return ""
 
 
-# ----- What must hold. Each returns "" or, in words, why it does not. whole: the losses of a run
-# ----- without a stop, on one rank
+# ----- What must hold. Each returns "" or, in words, why it does not ("NO: ..."). whole: the
+# ----- losses of a run without a stop, on one rank
 
 def same_again(program, whole):
     """Nothing is drawn but from --seed."""
@@ -133,10 +134,15 @@ def near_in_bf16(program, whole):
 
 
 def same_from_folder(program, whole):
-    """model/ has all weights, and --init takes them all up."""
+    """model/ has all weights, and --init takes them all up (some variants refuse it)."""
     before = program.train("written", "--max-steps", "3")
     folder = program.folder / "written/model"
-    after = program.train("taken up", "--init", str(folder), "--steps", "0")
+    try:
+        after = program.train("taken up", "--init", str(folder), "--steps", "0")
+    except Failed as error:
+        if "leave" in str(error) and "--init" in str(error):
+            return f"not tried: {error}"
+        raise
     return difference({("eval", 3): after["eval", 0]}, {("eval", 3): before["eval", 3]})
 
 
@@ -180,7 +186,7 @@ def main():
         with ThreadPoolExecutor(2) as pool:
             for question, answer in zip(questions, pool.map(ask, questions.values())):
                 print(f"{question:<53}{answer or 'yes'}", flush=True)
-                right = right and not answer
+                right = right and not answer.startswith("NO")
     sys.exit(not right)
 
 

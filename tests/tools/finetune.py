@@ -7,9 +7,9 @@ A line of a .tsv file is a text and its label, or in all lines two texts and a l
 between; UTF-8, no header. Examples are cut at 128 tokens, the most that the demo has trained. (Of a
 model that has read shorter texts alone the later positions are not trained before.)
 
-A new linear layer is the NSP head, so that all labels, not two, are told from [CLS]. All weights
-are trained; with --frozen that layer alone. A fifth of train.tsv, at most 2,000 lines, is set apart
-to choose the best of 10 epochs. dev.tsv is scored once, at the end.
+A new linear layer is the NSP head, so that all labels, not two, are told from [CLS]. It and the
+encoder are trained; with --frozen that layer alone. A fifth of train.tsv, at most 2,000 lines, is
+set apart to choose the best of 10 epochs. dev.tsv is scored once, at the end.
 
 The table has accuracy; macro F1, the mean of the F1 of all labels; Matthews' correlation, 0 for a
 guess that does not look at the text: means and standard deviations of three seeds. Beside them are

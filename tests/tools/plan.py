@@ -3,10 +3,10 @@ r"""What a training would take: memory, seconds and hours, by formulas alone. It
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \
         --model large --recipe nvidia-64k --micro-tokens 4096
 
-All flags of train.py but --data and --max-steps count as they would there; those of a plan are
-added. The speed of a GPU has to be given. --gpu takes what others have published of a card; better
-is --tflops, from a short run of your own: its `examples_per_second` of a GPU times the GFLOP of an
-example, which are printed here, over 1,000. With --hours it says how many steps these buy.
+All flags of train.py but --data, --pairs and --max-steps count as they would there; those of a plan
+are added. The speed of a GPU has to be given. --gpu takes what others have published of a card;
+better is --tflops, from a short run of your own: its `examples_per_second` of a GPU times the GFLOP
+of an example, which are printed here, over 1,000. With --hours it says how many steps these buy.
 
 Not counted: the time to compress, what happens inside a node, the optimizer, loading, evaluation
 and saving; and that some examples are shorter than the phase's length, which makes a real run

@@ -13,8 +13,8 @@ from tests.tools import check
 
 def pretend(command, wrong_in, loss):
     """Does what a program does, in place of subprocess.run. wrong_in: a word of the command, "the
-    run NAME", or "a resumed run". There the program "dies", or has this loss, not 6.0, and always
-    another model."""
+    run NAME", or "a resumed run". There the program "dies", or "refuses" --init, or has this loss,
+    not 6.0, and always another model."""
     flags = dict(zip(command, command[1:]))          # each word, and the one behind it
     run = Path(flags["--out"])
     log = run / "metrics.jsonl"
@@ -28,6 +28,8 @@ def pretend(command, wrong_in, loss):
     if wrong and loss == "dies":
         noise = "W1128 torch/distributed/run.py\ntrain.py: rank 1: ValueError\nRoot Cause"
         return SimpleNamespace(returncode=1, stderr=noise)
+    if wrong and loss == "refuses":
+        return SimpleNamespace(returncode=1, stderr="train.py: other blocks: leave out --init")
 
     last = min(2 * int(flags["--steps"]), int(flags.get("--max-steps", 10)))
     with open(log, "a") as file:
@@ -49,6 +51,7 @@ def pretend(command, wrong_in, loss):
     ("--nproc_per_node=2", 6.1, "same_on_two_ranks same_from_two_to_one"),
     ("--nproc_per_node=2", "dies", "same_on_two_ranks same_from_two_to_one"),
     ("--init", 6.1, "same_from_folder"),
+    ("--init", "refuses", ""),
     ("bf16", 6.1, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: pretend(command, wrong_in, loss))
@@ -58,8 +61,10 @@ def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in,
         check.main()
     lines = capsys.readouterr().out.splitlines()
     seen = [question.__name__ for question, line in zip(check.QUESTIONS.values(), lines)
-            if not line.endswith("yes")]
+            if "NO: " in line]
     assert seen == seen_by.split(), lines
+    others = [line for line in lines if not ("NO: " in line or line.endswith("yes"))]
+    assert bool(others) == (loss == "refuses"), lines
     assert end.value.code == bool(seen)
     if loss == "dies":
         assert "NO: train.py: rank 1: ValueError" in lines[3], "the program's own line is not shown"

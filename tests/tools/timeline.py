@@ -5,8 +5,9 @@
     python tests/tools/timeline.py --draw none.json topk.json --picture steps.svg
 
 The first two train as train.py does with these flags, and end when the step is drawn; if the first
-phase ends before, its last step is. No checkpoint is written; without --out nothing is. The third
-draws what --save has written, a panel for each file, all with one time axis.
+phase ends before, its last step is. No checkpoint is written; without --out nothing is, but for the
+demo's shards if they are not there. The third draws what --save has written, a panel for each file,
+all with one time axis.
 
 Time runs to the right. It begins on each rank with backward of the step's last micro-batch: clocks
 of two ranks are not compared. A rank has a row for its main thread, with the ms of all of it:

@@ -10,9 +10,9 @@ Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and E much sma
     pairs: B always follows A in the document; in half of the examples B is given first (SOP,
     sentence order prediction, in place of NSP, which the topics of A and B give away)
 
-The gradient of a shared weight is the sum of those that its L copies would have. Nothing is saved
-in forward and backward: a layer computes what it did. What is saved is memory, of weights and
-moments, and bytes to average: 8.7 times fewer at base, 17 at large.
+The gradient of a shared weight is the sum of those that its L copies would have. A layer computes
+what it did; only the MLM head has less to do. What is saved is memory, of weights and moments, and
+bytes to average: 8.7 times fewer at base, 17 at large.
 
 What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times, and
 whose `tokens` are two modules; data.PretrainingData, by one with other pairs, which the log still

@@ -9,8 +9,8 @@ ranks choose the same chunks, and a plain all-reduce of those is enough:
 
     S = the chunks c with the largest mean_r ||v_r[c]||_1      q = mean_r v_r on S, 0 elsewhere
 
-What topk.py sends grows with the number of ranks, since each chooses elements of its own
-and must send their indices; this sends the same on any number. The paper's momentum correction and
+What topk.py sends grows with the number of ranks, since each chooses elements of its own and must
+send their indices; this sends at most twice what two ranks do. The paper's momentum correction and
 its dense warm-up are left out; error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets a row "chunk", which --compression now means where it is not

@@ -9,14 +9,14 @@ backward of step t goes on, the ranks average the parts that are due, and only t
     due at step t:      the parts b with floor(b H / B) = t mod H
     w_r = (mean over the ranks of w_r, if due at t, else w_r) - update of rank r's own gradient
 
-So H times fewer bytes are sent, spread over the steps as far as there are parts, behind backward.
-The paper's parts are layers, and a search over measured times makes the schedule; ours are the
-Reducer's buckets (on a CPU 3 of tiny, 8 of mini, 52 of base), evenly spread. The paper (from
-memory, not checked) updates a layer within backward and averages the result at once. train.py clips
-by the global norm, which is known only after backward; so here what is averaged is what step t
-began with, and the update is added to the mean: one step late. The norm is that of the ranks' own
-gradients, sqrt(N) times that of their mean where noise dominates: so train.py clips harder than it
-does its baseline.
+So H times fewer bytes are sent in the steps (a save sends more), spread over the steps as far as
+there are parts, behind backward. The paper's parts are layers, and a search over measured times
+makes the schedule; ours are the Reducer's buckets (on a CPU 3 of tiny, 8 of mini, 52 of base),
+evenly spread. The paper (from memory, not checked) updates a layer within backward and averages the
+result at once. train.py clips by the global norm, which is known only after backward; so here what
+is averaged is what step t began with, and the update is added to the mean: one step late. The norm
+is that of the ranks' own gradients, sqrt(N) times that of their mean where noise dominates: so
+train.py clips harder than it does its baseline.
 
 What is changed: dist.Reducer, by a subclass that averages weights where its parent averages
 gradients. Before train.py saves, the weights and moments of all ranks become their means, in the

@@ -19,7 +19,8 @@ ms at 1 Gb/s (bench_network.py). Set GBPS to see it on one machine, see slow_net
 
 What is changed: dist.Reducer, by a class that has what train.py uses of it, and that calls
 dist.average_gradients. Like --bucket-mb it changes results only by rounding, of the norm, and on
-more than two ranks of the sums: so it takes up a run of train.py, and train.py one of it.
+more than two ranks of the sums: so it takes up a run of train.py, and train.py one of it. But it
+does not notice a parameter that takes no part in the loss, with which train.py stops.
 """
 import sys
 import time

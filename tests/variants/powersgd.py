@@ -9,7 +9,7 @@ arXiv 1905.13727, algorithm 1. For each matrix V_r (a, b) of rank r of the N, wi
     P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
 Both means are linear in V_r, so the sums over the ranks are those of the mean gradient: what is
-sent does not grow with the ranks, unlike that of topk.py. Error feedback is in
+sent is at most twice what two ranks send, unlike that of topk.py. Error feedback is in
 dist.ErrorFeedback, and a save drops Q.
 
 What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is

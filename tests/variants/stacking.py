@@ -18,8 +18,9 @@ What is changed:
 - optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
   (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
 - train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and has the Reducer pack what trains. A stage without any
-  steps copies as well. train.restore sets the stage of a new run, or of a checkpoint.
+  copies the layers, sets requires_grad, and has the Reducer pack what trains (with --compression
+  int8 or onebit it could not, so these are refused). A stage without any steps copies as well.
+  train.restore sets the stage of a new run, or of a checkpoint.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's groups, which have only what trains.
