@@ -532,7 +532,8 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
 
-    model_type = MODEL_TYPES[bool(unlike_huggingface(model))]
+    bert_type, other_type = MODEL_TYPES
+    model_type = other_type if unlike_huggingface(model) else bert_type
     config = {"architectures": ["BertForPreTraining"], "model_type": model_type,
               "pad_token_id": PAD, "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():

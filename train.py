@@ -624,17 +624,17 @@ def restore(args, world, log, state):
                           "shared disk")
 
     # Every rank has tensors of the same names and shapes. Rank 0 fills them, and sends them to all.
-    numbers = None
+    checkpoint = None
     tensors = tensors_of(state)
     if world.rank == 0:
-        numbers = newest_checkpoint(args, log, tensors)
-    if numbers:
-        for name, saved in numbers.pop("tensors").items():
+        checkpoint = newest_checkpoint(args, log, tensors)
+    if checkpoint:
+        for name, saved in checkpoint.pop("tensors").items():
             tensors[name].copy_(saved)
-        changed = dist.differences(args.code, numbers["code"])
+        changed = dist.differences(args.code, checkpoint["code"])
         if changed:
             log.say(f"warning: the code has changed since the checkpoint: {changed}")
-    numbers = world.all_gather_object(numbers)[0]
+    numbers = world.all_gather_object(checkpoint)[0]     # all but the tensors
     if numbers is None:
         return
     for tensor in tensors.values():
@@ -736,14 +736,15 @@ def count_labels(world, micro_batches):
     return world.sum(**own)
 
 
-def count_tokens(counters, micro_batches):
-    """Returns how many tokens the micro-batches have, without padding; keeps the length of the
-    longest example in `counters`."""
-    tokens = 0
+def count_tokens(micro_batches):
+    """Returns how many tokens the micro-batches have, without padding."""
+    return sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
+
+
+def note_longest(counters, micro_batches):
+    """Sets `counters.longest` to the length of the longest example, if one of these is longer."""
     for batch in micro_batches:
-        tokens += int(batch.lengths[:-1].sum())
         counters.longest = max(counters.longest, int(batch.lengths[-2]))        # its last example
-    return tokens
 
 
 def loss_sum(logits, labels):
@@ -840,7 +841,7 @@ def evaluate(args, world, log, state):
               "unigram_loss": total["unigram_loss"] / total["mlm_labels"]}
     line = (f"step {counters.step:>6}  held out, {total['mlm_labels'] / total['tokens']:.0%} "
             f"masked: unigram {result['unigram_loss']:.3f}")
-    for task in batch.labels:
+    for task in batch.labels:                # the same in every batch
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
         for name in loss, accuracy:
             result[name] = total[name] / total[f"{task}_labels"]
@@ -933,7 +934,8 @@ def training_loop(args, world, log, state, clock):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        total = world.sum(**sums, tokens=count_tokens(counters, micro_batches),
+        note_longest(counters, micro_batches)
+        total = world.sum(**sums, tokens=count_tokens(micro_batches),
                           seconds=clock.read(), signals=len(dist.stop_requests),
                           orphans=dist.torchrun_died())
         counters.step += 1
@@ -978,6 +980,18 @@ def report(args, log, state):
             f'Fill in your own:\n    python bert.py "{args.out}/model" "Text with a [MASK] in it."')
 
 
+def use_masters(args, state):
+    """Gives the model of rank 0 the weights that its folder shall have, in fp32: the masters, since
+    in 16 bits the model's are rounded. (What is not trained has no masters and stays rounded:
+    buffers; without pairs pooler and NSP head.)"""
+    state.model.float()
+    optim.copy_to_model(state.masters, state.model)
+    segments = getattr(state.model.embeddings, "segments", None)
+    if segments and args.pairs == "none" and not args.init:
+        # No text had a segment B, so this was never trained.
+        segments.weight.data[1] = segments.weight.data[0]
+
+
 def train(args, world):
     """Trains as the flags say. Returns nothing: all results are in the folder args.out. Collective.
 
@@ -1001,14 +1015,7 @@ def train(args, world):
     stop = training_loop(args, world, log, state, clock)
 
     if world.rank == 0:
-        # The folder gets the masters, since in 16 bits the model's weights are rounded. (What is
-        # not trained has no masters and stays rounded: buffers; without pairs pooler and NSP head.)
-        state.model.float()
-        optim.copy_to_model(state.masters, state.model)
-        segments = getattr(state.model.embeddings, "segments", None)
-        if segments and args.pairs == "none" and not args.init:
-            # No text had a segment B, so this was never trained.
-            segments.weight.data[1] = segments.weight.data[0]
+        use_masters(args, state)
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
                               state.counters.longest or args.phases[0].seq_len)
         if not stop:

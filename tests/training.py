@@ -214,13 +214,13 @@ def fake_clock(world, seconds_of_step, patch=setattr):
     """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now,
                             sleep=lambda seconds: threading.Event().wait())
-    count_tokens = train.count_tokens
+    note_longest = train.note_longest
 
-    def count_slowly(counters, micro_batches):
+    def note_slowly(counters, micro_batches):
         clock.now += seconds_of_step(counters.step, world.rank)
-        return count_tokens(counters, micro_batches)
+        note_longest(counters, micro_batches)
 
-    patch(train, "count_tokens", count_slowly)           # at the end of a step
+    patch(train, "note_longest", note_slowly)            # at the end of a step
     patch(train, "STARTED", 0.0)
     patch(train, "time", clock)
 
