@@ -90,7 +90,7 @@ class Batch:
     masked_rows: np.ndarray         # (M,) int64, the rows that are to be predicted, then zeros
     labels: dict                    # of each task; a label that is IGNORED does not count:
                                     # "mlm": (M,) int64, the tokens that stood in masked_rows
-                                    # "nsp": (B,) int64, 0 if B follows A in its document, 1 if not;
+                                    # "nsp": (B,) int64, 0 if segment B is the next of A, 1 if not;
                                     # not there without pairs
     bounds: np.ndarray              # (B + 2,) int32 as FlashAttention wants it: the first row of
                                     # each example and of the padding, then N
@@ -189,9 +189,10 @@ class PretrainingData:
         (k * 0.618... + walk_start) modulo 1        GOLDEN, and a random number
 
     of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
-    largest gap that those before it have left. So texts lie about every place equally often: in one
-    pass over long documents a seventh is never read, at random places it would be more than a
-    third. And there is no order of examples that would have to be shuffled and kept.
+    largest gap that those before it have left. So texts lie about every place equally often: when
+    texts of as many tokens as the shard has were read, a seventh of it was not; at random places it
+    would be more than a third. And there is no order of examples that would have to be shuffled and
+    kept.
 
     The text has as many tokens as fit, half of them before the place, but never leaves its
     document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
@@ -346,7 +347,7 @@ class PretrainingData:
                 parts += [text[spans.b:spans.b_end], [SEP]]
         tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
-        # The Spans of all examples at once: each field is an array (B,).
+        # The Spans of all examples as one, of which each field is an array (B,).
         columns = Spans(*np.array(examples).T)
         lengths = self.length(columns)                                 # (B,)
         # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.

@@ -60,7 +60,7 @@ class World:
                                                         which rank it is
 
     So before the main thread waits for what NCCL does, it asks over Gloo whether all ranks are
-    there.
+    there. (One group of torch has both: the tensor's device decides.)
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -71,9 +71,9 @@ class World:
     levels: list = None      # the Worlds within and across nodes, see `two_levels`
 
     def sum(self, **numbers):
-        """Returns the sums over all ranks of numbers, {name: float}: integers are exact below 2^53,
-        NaN and inf survive, and the answer is the same on every rank. All ranks give the same names
-        in the same order."""
+        """Returns the sums over all ranks of numbers (or tensors of one element), {name: float}:
+        integers are exact below 2^53, NaN and inf survive, and the answer is the same on every
+        rank. All ranks give the same names in the same order."""
         total = torch.tensor([*numbers.values()], dtype=torch.float64)
         self.all_reduce(total)
         return dict(zip(numbers, total.tolist()))
@@ -226,8 +226,8 @@ class Reducer:
         for name, p in parameters.items():
             masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # `detach` makes another tensor of the same memory. If the module is cast later, p.grad
-            # gets other memory, self.views[name] does not, and `_ready` finds that out.
+            # `detach` makes a second tensor of the view's memory, not the view itself: if the
+            # module is cast later, p.grad alone gets other memory, and `_ready` finds that out.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
@@ -287,8 +287,8 @@ class Reducer:
                 return
             gradients_done = None
             if self.stream:
-                # A mark in the GPU's queue, after backward's work so far. Who waits for it sleeps
-                # until the GPU has come there. ("blocking": without taking a core.)
+                # A mark in the queue of this thread's stream, after backward's work so far.
+                # ("blocking": a thread that waits until the GPU has come there takes no core.)
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             bucket.launched = time.perf_counter()
@@ -301,7 +301,7 @@ class Reducer:
             # What this thread calls from here on goes to this stream, and to its GPU. (Each thread
             # begins with GPU 0, where it would take memory even to wait.)
             torch.cuda.set_stream(self.stream)
-            gradients_done.synchronize()
+            gradients_done.synchronize()   # this thread sleeps until backward has come to the mark
         bucket.began = time.perf_counter()
         bucket.bytes_sent = bucket.average(self.loss_scale)
         if self.stream:
@@ -342,8 +342,8 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 and onebit keep what they have not sent for the next one. If this step
-        is skipped, they keep what they had before it."""
+        """Ends a step: int8 and onebit keep, for the next one, what they have not sent. If this
+        step is skipped, they keep what they had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
@@ -358,9 +358,9 @@ def fill_buckets(tensors, world, compression, bucket_mb):
     """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
 
     A bucket is full when it has bucket_mb MB (4 bytes an element) or more. The embeddings begin a
-    new one, and so does what follows them: their gradients come last, and what shared a bucket with
-    them would wait. (The small mlm_bias comes after them here, since torch lists a model's own
-    parameters first.)"""
+    new one: their gradients come last, and what shared a bucket with them would wait. So does what
+    follows them, the small mlm_bias, since torch lists a model's own parameters first. (It waits
+    anyway: buckets start in order.)"""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # what still fits into the last of them, MB
     in_embeddings = False
@@ -437,7 +437,7 @@ class Dense:
 
     fp16 has the range 6e-8 to 65,504; the loss scale keeps gradients in it. It has 11 significant
     bits, but fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds
-    as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 2 to 31 %.
+    as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 ranks 2 to 31 %.
     """
     dtype: torch.dtype
 
@@ -467,18 +467,18 @@ class ErrorFeedback:
     one then:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
-        q = mean(v_r)                          q: the mean that all get, the same on every rank
+        q = mean(v_r), nearly                  what all get, the same on every rank
         g = loss_scale * q                     what is then in the bucket
-        e_r = v_r - sent_r                     what rank r has not sent: kept by `commit`, only if
-                                               the step is taken
+        e_r = v_r - c_r                        c_r: v_r rounded, which rank r sends. The next
+                                               residual: kept by `commit`, if the step is taken
 
     If the step is skipped, after an overflow, the next one begins with the same e_r.
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
         value (n + padding,)   v_r, then padding, so that each rank has whole blocks. The padding
-                               has a residual, too. The function subtracts sent_r, what it sends,
-                               in place
+                               has a residual, too. The function subtracts c_r in place, which
+                               leaves e_r
         mean (n + padding,)    q
         state                  a dict, empty at first: what the function keeps from step to step. It
                                is not changed: the next state is a new one
@@ -499,7 +499,7 @@ class ErrorFeedback:
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
         value[n:] = residual[n:]                   # of the padding: onebit sends signs for zeros
         mean, next_state, sent = self.mean(world, value, state)
-        self.next = value, next_state
+        self.next = value, next_state              # value is now the next residual
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent
 
@@ -523,7 +523,8 @@ def compressed_mean(encode, decode, world, value, state):
 
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
-        encode         3      1               2      5            0.4 0.0 and 0.0 0.2 stay in value
+        encode         3      1               2      5
+        left in value  0.4    0.0             0.0    0.2          the next residuals
         all_to_all     3      2               1      5            now part 0 of both; part 1 of both
         mean           2.5                    3.0                 plus s, which is 0 at first
         encode         2                      3                   0.5 and 0.0 are the next s

@@ -165,10 +165,10 @@ class LossScaler:
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
     bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1,
-    growth_interval=100). It, too, skips steps that are not finite, and its scale counts them: each
-    halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it is below
-    `smallest`, and the training stops; so a bad step now and then is forgiven. (Gradients times
-    such a scale, a power of two, lose no bits.)
+    growth_interval=100). It, too, skips steps that are not finite, and its scale only counts them:
+    each halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it is
+    below `smallest`, and the training stops; so a bad step now and then is forgiven. (Gradients
+    times such a scale, a power of two, lose no bits.)
     """
     scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
     growth_interval: int = 1000
@@ -346,7 +346,7 @@ class LAMB(Optimizer):
             u_norm = torch.stack(torch._foreach_norm(u))
             ratio = torch.where(w_norm > 0, w_norm / u_norm, LARGEST_RATIO)
             ratio = ratio.clamp(max=LARGEST_RATIO)
-            # Each by its own ratio. (Tensors as factors: torch calls the GPU for one at a time.)
+            # Each by its own ratio. (Tensors as factors: one call of the GPU for each matrix.)
             torch._foreach_mul_(u, ratio.unbind())
         torch._foreach_sub_(w, u, alpha=group["lr"])
 

@@ -696,8 +696,9 @@ def copy_positions(args, state):
     So a phase of longer texts begins with positions that mean something, not with random ones
     (Longformer, arXiv 2004.05150, section 5); without it the demo's loss ends 0.25 nats higher.
     Google's and NVIDIA's BERT do without. With --init nothing is copied: that model may know all
-    positions. (Their moments begin at 0, and `t` of optim.adam_update goes on: with b2 of 0.999
-    their first steps are up to fourteen times those of others, after 100 steps three times.)
+    positions. (Their moments begin at 0, and `t` of optim.adam_update goes on, so nothing corrects
+    them. Where gradients change their sign at random, with b2 of 0.999 their first steps are up to
+    fourteen times those of others, after 100 steps three times.)
     """
     phase_index = state.counters.phase
     # (max_positions, width); None if they are not trained
@@ -913,7 +914,7 @@ def training_loop(args, world, log, state, clock):
                 sums[task] += task_sum.detach().double()
                 # By the count of all ranks: so every masked token weighs the same, and every pair.
                 loss = loss + task_sum / max(counts[task], 1)
-            # The Reducer takes the mean over the ranks: times their number, that is the sum.
+            # The Reducer takes the mean: 1/W sum_r (W scale loss_r) = scale sum_r loss_r.
             (world.size * scale * loss).backward()
 
         # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
@@ -947,7 +948,7 @@ def training_loop(args, world, log, state, clock):
         phase_index, done = progress(args, counters)
         if phase_index < len(args.phases):
             stop = reason_to_stop(counters.step, total)
-        phase_ends = phase_index != counters.phase   # also where the run ends
+        phase_ends = phase_index != counters.phase   # also at the run's end: there is no such phase
         if phase_ends or stop or save_is_due(args, counters, saved_at):
             save(args, world, log, state)
             saved_at = counters.seconds
