@@ -25,7 +25,7 @@ from tests.training import last_state
 
 TRAIN = {        # runs of train.py, name: (its baseline, flags)
     "lamb": ("lamb", ""),
-    "adamw": ("adamw", "--optimizer adamw --lr-scale 0.5"),
+    "adamw": ("adamw", "--optimizer adamw --lr-scale 0.25"),
     "fp32": ("fp32", "--precision fp32"),
     "bf16": ("fp32", "--precision bf16"),
     "fp16": ("fp32", "--precision fp16"),
