@@ -687,8 +687,8 @@ def documents_in(path):
     and line, if what is in it cannot be used."""
     document = ""
     number = 1
-    # What is no UTF-8 becomes a lone surrogate, which `text_of` finds, since here the line's number
-    # is known. A line ends with any of \n, \r\n and \r.
+    # What is no UTF-8 becomes a lone surrogate, which `text_of` finds, when the line's number is
+    # known. A line ends with any of \n, \r\n and \r.
     with OPENERS.get(path.suffix, open)(
             path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         try:
