@@ -8,10 +8,11 @@ Trains the program fourteen times for a few steps, on the CPU: a minute on two i
 thing that nearly every program must keep it prints "yes", or "NO" and what differs first. Status 1
 if something differs.
 
-What is dropped out, compressed or rounded differs by its nature, so leave --dropout, --compression
-and --precision alone, and --steps. So do variants that compress by themselves, and whose ranks step
-alone: they have a NO at two ranks or resumes. It does not see whether a change does what you
-wanted, nor what shows only in a long run, on a GPU or with other flags.
+What is dropped out, compressed, rounded or timed differs by its nature, so leave --dropout,
+--compression, --precision and --hours alone, and --steps. So do variants that compress by
+themselves, and whose ranks step alone: they have a NO at two ranks or resumes. It does not see
+whether a change does what you wanted, nor what shows only in a long run, on a GPU or with other
+flags.
 """
 import json
 import math
@@ -165,6 +166,9 @@ QUESTIONS = {
 
 def main():
     """Asks all questions, and prints a line for each."""
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     questions = dict(QUESTIONS)
     if optim.choose_precision("auto", torch.device("cpu")) != "bf16":
         print("bf16 is not tried: this CPU computes it slowly")

@@ -64,7 +64,8 @@ def parse_arguments(argv=None):
     `ranks`; `config`, a bert.BertConfig; `parameters`, how many numbers the model has; and
     `itemsize`, the bytes of a weight. Wrong flags end the program with one line and status 2."""
     parser = data.Parser(description="Print what a training would take.", allow_abbrev=False,
-                         epilog="All flags of train.py can be given as well.")
+                         epilog="All flags of train.py can be given as well. It reads no --data: "
+                                "give the --vocab-size that the shards have.")
     add = parser.add_argument
     add("--nodes", type=train.COUNT, default=1, help="(default: %(default)s)")
     add("--gpus-per-node", type=train.COUNT, default=8,
