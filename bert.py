@@ -311,9 +311,9 @@ class BertForPreTraining(nn.Module):
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the logits of both tasks, by their names in batch.labels: "mlm" (M, V) of the
-        masked tokens, "nsp" (B, 2) of the pairs (without pairs nobody reads these). batch: a
-        data.Batch."""
+        """Returns the logits of both tasks, by the names that their labels have in a data.Batch:
+        "mlm" (M, V) of the masked tokens, "nsp" (B, 2) of the pairs (without pairs nobody reads
+        these)."""
         # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
         # exist: they would be most of the work of `tiny`.
         examples = len(batch.lengths) - 1
@@ -532,8 +532,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
 
-    bert_type, other_type = MODEL_TYPES
-    model_type = other_type if unlike_huggingface(model) else bert_type
+    model_type = MODEL_TYPES[1] if unlike_huggingface(model) else MODEL_TYPES[0]
     config = {"architectures": ["BertForPreTraining"], "model_type": model_type,
               "pad_token_id": PAD, "attention_probs_dropout_prob": model.config.dropout}
     for ours, theirs in CONFIG_NAMES.items():
@@ -565,8 +564,8 @@ def load_huggingface(folder):
 
     It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
     save_pretrained of transformers' BertForPreTraining does, in fp32, fp16 or bf16. Raises
-    ModelError if one is missing or cannot be read, or if config.json says of the model that it
-    computes otherwise. (There are no checksums: a number that has changed is not noticed.)
+    ModelError if one is missing or cannot be read, or if the model has other tensors, or computes
+    otherwise as config.json says it. (There are no checksums: a changed number goes unnoticed.)
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())

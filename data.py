@@ -667,7 +667,8 @@ def begins_json(beginning):
 
 def text_of(line, is_json):
     """Returns the text of a line, "" if there is none: of a line of JSON its `text`, else the line
-    itself. Can raise any exception if it is neither UTF-8 nor such JSON."""
+    itself. Can raise any exception if it is not UTF-8, has null characters in a row, or should be
+    such JSON and is not."""
     if not line.isascii():
         line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
     if "\0\0" in line:

@@ -595,8 +595,8 @@ def encode_onebit(blocks):
 
         block_scale = mean |x|      bit = sign of x            C(x) = block_scale or -block_scale
 
-    LAMB and AdamW learn much less from it: v, their mean of squares, is then that of such scales.
-    So 1-bit Adam and 1-bit LAMB begin with full gradients, and then freeze v (tests/variants).
+    In the demo LAMB learns much less from it: v, its mean of squares, is then that of such scales.
+    So 1-bit LAMB and 1-bit Adam begin with full gradients, and then freeze v (tests/variants).
 
     mean |x| has the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam has one
     scale, ||x|| / sqrt(n), for a whole tensor: with that the residual of an embedding, most of

@@ -369,7 +369,7 @@ def log_start(args, world, log, state):
     if args.optimizer != made_for:
         log.say(f"warning: the recipe's rates and betas are for {made_for}")
     if args.compression == "onebit":
-        log.say("warning: from one bit alone much less is learned: see README, Which compression")
+        log.say("warning: by onebit alone the demo learns much less: see README, Which compression")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours and phase.steps else f"{phase.steps:,} steps"
         part = data.part_long_enough(args.data, phase.seq_len)
