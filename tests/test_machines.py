@@ -102,12 +102,13 @@ def test_a_run_whose_shards_are_replaced_stops(
     assert steps_kept(tmp_path / "out") == [1, 4], "what was right is lost"
 
 
-def test_a_start_says_what_was_not_saved_and_which_rates_do_not_fit(train_here, tmp_path, capsys):
+def test_a_start_says_what_was_not_saved_and_what_does_not_fit(train_here, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of one that was killed
-    train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer", "adamw")
+    train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer=adamw", "--compression=onebit")
     said = capsys.readouterr().out
     assert "has left no whole checkpoint: this one begins anew" in said
     assert "warning: the recipe's rates and betas are for lamb" in said
+    assert "warning: by onebit alone the demo learns much less" in said
     assert steps_kept(tmp_path) == [1, 2]
 
 
