@@ -288,7 +288,7 @@ class Log:
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # The lock lasts while it is open. Lines that a full disk refuses wait in 1 MB of memory.
+        # The lock lasts while it is open; its buffer of 1 MB is for a full disk, see `metric`.
         self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
         self.begun_before = self.file.tell() > 0
         self.lock(folder)
@@ -332,8 +332,7 @@ class Log:
         line = json.loads(json.dumps({"kind": kind, **fields}), parse_constant=lambda _: None)
         try:
             self.file.write(json.dumps(line) + "\n")
-            # What a full disk refuses stays in Python's buffer, and goes with a later line, unless
-            # the buffer is full.
+            # What a full disk refuses stays in the buffer, if it fits, and goes with a later line.
             self.file.flush()
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
