@@ -738,11 +738,6 @@ def count_labels(world, micro_batches):
     return world.sum(**own)
 
 
-def count_tokens(micro_batches):
-    """Returns how many tokens the micro-batches have, without padding."""
-    return sum(int(batch.lengths[:-1].sum()) for batch in micro_batches)
-
-
 def note_longest(counters, micro_batches):
     """Sets `counters.longest` to the length of the longest example, if one of these is longer."""
     for batch in micro_batches:
@@ -901,13 +896,14 @@ def training_loop(args, world, log, state, clock):
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each complete bucket is averaged while backward goes on.
         scale = state.scaler.scale
-        sums = collections.Counter()                                 # of losses, {task: tensor}
+        sums = collections.Counter()         # of tokens, and of losses {task: tensor}; from 0 on
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # Dropout's seed follows from these numbers, which hash alike in every process.
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
+            sums["tokens"] += int(batch.lengths[:-1].sum())          # all but the padding
             logits = state.model(batch)                              # {task: (labels, classes)}
             loss = 0.0
             for task, labels in batch.labels.items():
@@ -937,8 +933,7 @@ def training_loop(args, world, log, state, clock):
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
         note_longest(counters, micro_batches)
-        total = world.sum(**sums, tokens=count_tokens(micro_batches),
-                          seconds=clock.read(), signals=len(dist.stop_requests),
+        total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
                           orphans=dist.torchrun_died())
         counters.step += 1
         counters.phase_step += 1
