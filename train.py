@@ -738,12 +738,6 @@ def count_labels(world, micro_batches):
     return world.sum(**own)
 
 
-def note_longest(counters, micro_batches):
-    """Sets `counters.longest` to the length of the longest example, if one of these is longer."""
-    for batch in micro_batches:
-        counters.longest = max(counters.longest, int(batch.lengths[-2]))        # its last example
-
-
 def loss_sum(logits, labels):
     """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
     nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
@@ -904,6 +898,7 @@ def training_loop(args, world, log, state, clock):
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
             sums["tokens"] += int(batch.lengths[:-1].sum())          # all but the padding
+            counters.longest = max(counters.longest, int(batch.lengths[-2]))    # the last example's
             logits = state.model(batch)                              # {task: (labels, classes)}
             loss = 0.0
             for task, labels in batch.labels.items():
@@ -932,7 +927,6 @@ def training_loop(args, world, log, state, clock):
             optim.copy_to_model(state.masters, state.model)
 
         # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
-        note_longest(counters, micro_batches)
         total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
                           orphans=dist.torchrun_died())
         counters.step += 1

@@ -214,13 +214,13 @@ def fake_clock(world, seconds_of_step, patch=setattr):
     """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now,
                             sleep=lambda seconds: threading.Event().wait())
-    note_longest = train.note_longest
+    update = optim.LossScaler.update
 
-    def note_slowly(counters, micro_batches):
-        clock.now += seconds_of_step(counters.step, world.rank)
-        note_longest(counters, micro_batches)
+    def update_slowly(scaler, overflow, step):
+        clock.now += seconds_of_step(step - 1, world.rank)
+        return update(scaler, overflow, step)
 
-    patch(train, "note_longest", note_slowly)            # at the end of a step
+    patch(optim.LossScaler, "update", update_slowly)     # once in a step, before the clock is read
     patch(train, "STARTED", 0.0)
     patch(train, "time", clock)
 
