@@ -265,16 +265,6 @@ STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_nor
              "{minutes_left:.0f} min left")
 
 
-def step_line(figures):
-    """Returns the line of a step for the terminal; figures: as of `step_figures`, and more, see
-    `training_loop`."""
-    losses = ""
-    for name, value in figures.items():
-        if name.endswith("_loss"):
-            losses += f"{name.removesuffix('_loss')} {value:6.3f}  "
-    return STEP_LINE.format(losses=losses, **figures)
-
-
 class Log:
     """The terminal and metrics.jsonl of a run; silent on all ranks but rank 0.
 
@@ -338,11 +328,17 @@ class Log:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
     def step(self, figures):
-        """Logs the figures of a step (dict): always in metrics.jsonl, now and then as a line."""
+        """Logs the figures of a step (dict, as of `step_figures`, and more, see `training_loop`):
+        always in metrics.jsonl, now and then as a line."""
         self.metric("train", **figures)
-        if time.monotonic() - self.said_at > LOG_SECONDS:
-            self.said_at = time.monotonic()
-            self.say(step_line(figures))
+        if time.monotonic() - self.said_at <= LOG_SECONDS:
+            return
+        self.said_at = time.monotonic()
+        losses = ""
+        for name, value in figures.items():
+            if name.endswith("_loss"):
+                losses += f"{name.removesuffix('_loss')} {value:6.3f}  "
+        self.say(STEP_LINE.format(losses=losses, **figures))
 
 
 def log_start(args, world, log, state):
