@@ -64,8 +64,7 @@ class World:
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1      # ranks of this node
-    nodes: int = 1           # (these two only in the World of all ranks; elsewhere they are 1)
+    local_size: int = 1      # ranks of this node (only in the World of all ranks; elsewhere 1)
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
     levels: list = None      # the Worlds within and across nodes, see `two_levels`
@@ -696,7 +695,7 @@ def world_of_environment():
         # the same one by it are refused in train.py.)
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    return World(rank, size, local_size, size // local_size, device)
+    return World(rank, size, local_size, device)
 
 
 def meet(world, init_method, limit):
@@ -777,11 +776,11 @@ def two_levels(world, limit):
         node 0: ranks 0 1        within nodes:  (0 1) and (2 3)
         node 1: ranks 2 3        across nodes:  (0 2) and (1 3)
     """
-    if world.nodes == 1:
+    if world.local_size == world.size:
         return None
     if world.device.type == "cuda":
         limit = 2 * limit                            # of NCCL, see `start_groups`
-    ranks = torch.arange(world.size).view(world.nodes, world.local_size)
+    ranks = torch.arange(world.size).view(-1, world.local_size)    # a row for each node
     levels = []
     for teams in ranks, ranks.T:
         # Every rank must create all groups, in the same order, and gets its own back. (1 3) is not

@@ -355,8 +355,8 @@ def log_start(args, world, log, state):
 
     log.say(f"model {args.model}: {config.layers} layers x {config.width}, {parameters:,} "
             f"parameters, vocabulary {config.vocab_size:,}\n"
-            f"{world.size} rank(s) on {world.nodes} node(s), {world.device.type}, each with "
-            f"{torch.get_num_threads()} CPU threads\n"
+            f"{world.size} rank(s) on {world.size // world.local_size} node(s), "
+            f"{world.device.type}, each with {torch.get_num_threads()} CPU threads\n"
             f"{args.precision}, optimizer {args.optimizer}\n"
             f"{args.micro_tokens:,} tokens at once, compression {args.compression}, buckets of "
             f"{args.bucket_mb:g} MB")

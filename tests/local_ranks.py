@@ -101,7 +101,7 @@ def local_worlds(size, local_size=None):
     worlds = []
     for rank in range(size):
         node, local_rank = divmod(rank, local_size)
-        worlds.append(LocalWorld(rank, size, local_size, nodes, group=everyone))
+        worlds.append(LocalWorld(rank, size, local_size, group=everyone))
         if nodes > 1:
             worlds[rank].levels = [LocalWorld(local_rank, local_size, group=within[node]),
                                    LocalWorld(node, nodes, group=across[local_rank])]
