@@ -669,7 +669,7 @@ def finished_tokens(args, counters):
 
 def progress(args, counters):
     """Returns (index, done): the phase that the next step is in, and `done` of learning_rate. If
-    there is no next step: (the number of phases, 0.0).
+    there is no next step: (None, 0.0).
 
     With phases of 100 and 50 tokens, and 120 finished, it is in the second one, of which 20 are.
     """
@@ -683,7 +683,7 @@ def progress(args, counters):
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
-    return len(args.phases), 0.0
+    return None, 0.0
 
 
 def copy_positions(args, state):
@@ -870,7 +870,7 @@ def training_loop(args, world, log, state, clock):
     batches = None
     stop = None
     phase_index, done = progress(args, counters)
-    while phase_index < len(args.phases) and not stop:
+    while phase_index is not None and not stop:
         if batches is None or phase_index != counters.phase:
             batches = begin_phase(args, world, state, phase_index)
             phase = args.phases[phase_index]
@@ -932,9 +932,9 @@ def training_loop(args, world, log, state, clock):
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
                             "data_share": data_seconds / (time.perf_counter() - began)})
         phase_index, done = progress(args, counters)
-        if phase_index < len(args.phases):
+        if phase_index is not None:
             stop = reason_to_stop(counters.step, total)
-        phase_ends = phase_index != counters.phase   # also at the run's end: there is no such phase
+        phase_ends = phase_index != counters.phase               # also at the run's end: None
         if phase_ends or stop or save_is_due(args, counters, saved_at):
             save(args, world, log, state)
             saved_at = counters.seconds
@@ -996,8 +996,8 @@ def train(args, world):
     # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
     # once. A run that has no step left only evaluates.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
-    no_step_left = progress(args, state.counters)[0] == len(args.phases)
-    if no_step_left or (state.counters.step and not signals):
+    phase_index, _ = progress(args, state.counters)
+    if phase_index is None or (state.counters.step and not signals):
         evaluate(args, world, log, state)
     stop = training_loop(args, world, log, state, clock)
 

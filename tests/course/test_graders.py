@@ -340,9 +340,10 @@ N_A, N_B = DRAW.randrange(7, 12), DRAW.choice([3, 4])
 HOURS = DRAW.uniform(1, 9)
 # (--hours, --max-steps, part of the hours that is over, phase, its steps that are over): what is
 # next, in phases of N_A, 0 and N_B steps
+NOTHING = None, 0
 NEXT = {(None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / (N_B + 1)),
-        (None, 99, 0, 2, N_B): (3, 0), (None, 5, 0, 0, 5): (3, 0), (None, 5, 0, 2, 1): (3, 0),
-        (HOURS, 99, 1.01, 2, 1): (3, 0), (HOURS, 5, 0.5, 0, 6): (3, 0),
+        (None, 99, 0, 2, N_B): NOTHING, (None, 5, 0, 0, 5): NOTHING, (None, 5, 0, 2, 1): NOTHING,
+        (HOURS, 99, 1.01, 2, 1): NOTHING, (HOURS, 5, 0.5, 0, 6): NOTHING,
         (HOURS, 99, 0.5, 0, 1): (0, 0.5 * (N_A + N_B) / N_A),
         (HOURS, 99, 0.9, 0, 6): (2, (0.9 * (N_A + N_B) - N_A) / N_B)}
 
