@@ -482,10 +482,10 @@ def shapes_of(tensors):
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers. Raises
     TypeError for anything else: a checkpoint that held it could not be read."""
-    numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler)}
-    numbers["groups"] = []                           # the optimizer's counts and options
-    for group in state.optimizer.param_groups:
-        numbers["groups"].append({key: group[key] for key in group if key != "params"})
+    groups = [dict(group) for group in state.optimizer.param_groups]
+    for group in groups:
+        del group["params"]                          # the optimizer's counts and options are left
+    numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler), "groups": groups}
     return json.loads(json.dumps(numbers))           # of NumPy's float it makes Python's
 
 
