@@ -280,7 +280,6 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         # The lock lasts while it is open; its buffer of 1 MB is for a full disk, see `metric`.
         self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
-        self.begun_before = self.file.tell() > 0
         self.lock(folder)
 
     def lock(self, folder):
@@ -346,6 +345,7 @@ def log_start(args, world, log, state):
     if not log.active:
         return
     log.claim(args.out)
+    begun_before = log.file.tell() > 0       # metrics.jsonl has lines of another start
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     log.metric("run", command=sys.argv, flags=args.settings, code=args.code,
@@ -376,7 +376,7 @@ def log_start(args, world, log, state):
                 "model's folder")
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
-    elif log.begun_before:
+    elif begun_before:
         log.say(f"a run in {args.out} has left no whole checkpoint: this one begins anew")
 
 
