@@ -930,8 +930,8 @@ def path_of(text):
     return Path(text)
 
 
-def parse_arguments():
-    """Returns the flags (Namespace). Wrong flags end the program with one line and status 2."""
+def main():
+    """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
     parser = Parser(description="Prepare text for BERT.")
     add = parser.add_argument
     add("corpus", type=path_of, nargs="+", help="read these files and folders")
@@ -942,12 +942,7 @@ def parse_arguments():
         help="train a tokenizer of so many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
     add("--tokenizer", type=path_of, help="take this tokenizer.model, whatever its size and case")
-    return parser.parse_args()
-
-
-def main():
-    """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
-    args = parse_arguments()
+    args = parser.parse_args()
     try:
         prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards, args.cased,
                 args.tokenizer)
