@@ -404,8 +404,8 @@ def replace(pattern, content):
 def normalizer_steps(tokenizer):
     """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
 
-    They do what data.py does: INVISIBLE and Unicode's form NFKC; then SentencePiece's own rule,
-    nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
+    Together they do what data.py does, INVISIBLE and Unicode's form NFKC, and what SentencePiece
+    does by its own rule: nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
     steps = [
         # What is dropped at the start leaves a space, so that the text begins with a new word.

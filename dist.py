@@ -54,7 +54,7 @@ ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
-            what it moves                               if a rank is gone
+        library what it moves                               if a rank is gone
         NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
         Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
                                                         which rank it is
@@ -195,10 +195,10 @@ class Reducer:
 
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
-        communication thread    averages buckets (`_average`); there is none if W is 1
         loader thread           makes batches (data.py)
-        `watch`                 waits until some rank has failed
         train.Clock             looks for pauses
+        communication thread    averages buckets (`_average`); only if W > 1
+        `watch`                 waits until some rank has failed; only if W > 1
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
     without them the parameters, in fp32, are stepped themselves. After `finish`: `bytes_sent` by
@@ -422,7 +422,7 @@ class Bucket:
 #
 #     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
 #                                         bits on all; returns the bytes sent by this rank. Called
-#                                         by leaders, in `Reducer._average`
+#                                         by leaders, in `Bucket.average`
 #     commit(step_taken)                  ends a step; called by all ranks, in the main thread
 #     forget()                            drops what steps have left; as commit
 #
@@ -648,8 +648,8 @@ def init(timeout=600.0, init_method="env://"):
     """Returns this process's World, by the environment that torchrun sets; without it, a World of
     one rank.
 
-    timeout: seconds that a collective waits for a rank. init_method: where the store is, as torch
-    says it; "env://" is torchrun's.
+    timeout: seconds that a collective over Gloo waits for a rank; over NCCL twice as many.
+    init_method: where the store is, as torch says it; "env://" is torchrun's.
 
     If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
     their processes have to end by os._exit: Python's exit aborts while torch's groups are open, and
@@ -700,8 +700,8 @@ def world_of_environment():
 
 def meet(world, init_method, limit):
     """Returns a store that all ranks share, and in which nothing is left of earlier processes.
-    Raises RuntimeError if ranks do not come within `limit`, a timedelta, naming them, or if this
-    rank's torchrun dies.
+    Raises RuntimeError if node 0 does not answer within `limit`, a timedelta; if ranks do not come
+    within another `limit`, naming them; or if this rank's torchrun dies.
 
     A store is a small dictionary that all ranks share, kept by a process of node 0. Torch's own
     lives as long as torchrun, which may start dead ranks again: new processes would find in it what
@@ -883,7 +883,8 @@ def end_torchrun():
 #     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
 #     later                        2 s *     its `watch` has to set "alive"           nothing
 #
-# * From when `watch` saw "failed": an error may come later, as it goes from neighbour to neighbour.
+# * At most, and only until `watch` sets `may_leave`: an error may come late, as it goes from
+# neighbour to neighbour.
 
 def open_store():
     """Returns the store of all ranks, with a new connection: another thread may use the old one."""

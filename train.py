@@ -994,7 +994,7 @@ def train(args, world):
     clock = Clock(state.counters.seconds)    # a resumed run has its seconds already
     log_start(args, world, log, state)
     # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
-    # once. A run that has no step left only evaluates.
+    # once. A run that has no step left evaluates, too, and writes its model again.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
     phase_index, _ = progress(args, state.counters)
     if phase_index is None or (state.counters.step and not signals):
