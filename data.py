@@ -213,7 +213,6 @@ class PretrainingData:
         manifest = load_manifest(folder)
         names = shard_names(manifest["shards"])
         names = names[:1] if held_out else names[1:]
-        self.folder = Path(folder)
         paths = self.paths = [f"{folder}/{name}" for name in names]
         # Shard s, which is opened when it is first needed. (With `self` in it, this object would
         # refer to itself: such ones Python frees late, and with it files would stay open.)
@@ -224,7 +223,7 @@ class PretrainingData:
         self.mask_fraction = mask_fraction
         self.specials = 2 if pairs == "none" else 3     # [CLS] and one or two [SEP]
 
-        tokenizer = load_tokenizer(f"{self.folder}/tokenizer.model")
+        tokenizer = load_tokenizer(f"{folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
         # (pieces,) bool: whether the expression matches the end, or the beginning, of a piece.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)

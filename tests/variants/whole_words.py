@@ -28,10 +28,10 @@ LONGEST_WORD = 8             # tokens; longer words are masked in parts: some sc
 class WholeWords(data.PretrainingData):
     """Examples in which whole words are masked."""
 
-    def __init__(self, *arguments, held_out=False, **options):
-        super().__init__(*arguments, held_out=held_out, **options)
+    def __init__(self, folder, *arguments, held_out=False, **options):
+        super().__init__(folder, *arguments, held_out=held_out, **options)
         self.held_out = held_out
-        tokenizer = data.load_tokenizer(self.folder / "tokenizer.model")
+        tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
         self.begins_word = np.char.startswith(pieces, "▁")               # (V,)
 
