@@ -742,11 +742,10 @@ def loss_sum(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def step_figures(args, state, counts, total, began):
+def step_figures(args, state, counts, total, seconds):
     """Returns the log's fields (dict) that follow from the State, from what `count_labels` says of
-    the step, from its sums over all ranks, `total`, and from the time when it began."""
+    the step, from its sums over all ranks, `total`, and from how long it took."""
     counters = state.counters
-    seconds = time.perf_counter() - began
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
     left = max(0, planned_tokens(args.phases) - finished)
@@ -867,8 +866,7 @@ def training_loop(args, world, log, state, clock):
     says why it stopped before the last. Collective."""
     counters = state.counters
     saved_at = counters.seconds
-    batches = None
-    stop = None
+    batches = stop = None
     phase_index, done = progress(args, counters)
     while phase_index is not None and not stop:
         if batches is None or phase_index != counters.phase:
@@ -928,9 +926,10 @@ def training_loop(args, world, log, state, clock):
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
-        figures = step_figures(args, state, counts, total, began)
+        seconds = time.perf_counter() - began
+        figures = step_figures(args, state, counts, total, seconds)
         log.step(figures | {"lr": lr, "grad_norm": norm / scale, "loss_scale": scale,
-                            "data_share": data_seconds / (time.perf_counter() - began)})
+                            "data_share": data_seconds / seconds})
         phase_index, done = progress(args, counters)
         if phase_index is not None:
             stop = reason_to_stop(counters.step, total)
