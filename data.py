@@ -211,8 +211,7 @@ class PretrainingData:
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, pairs="nsp",
                  mask_fraction=0.15):
         manifest = load_manifest(folder)
-        names = shard_names(manifest["shards"])
-        names = names[:1] if held_out else names[1:]
+        names = ["heldout"] if held_out else shard_names(manifest["shards"])
         paths = self.paths = [f"{folder}/{name}" for name in names]
         # Shard s, which is opened when it is first needed. (With `self` in it, this object would
         # refer to itself: such ones Python frees late, and with it files would stay open.)
@@ -544,7 +543,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     less than two documents, or if the corpus has another checksum now.
     """
     vocab_size = tokenizer.get_piece_size()
-    names = shard_names(shards)
+    names = ["heldout", *shard_names(shards)]
     token_files = [open(folder / f"{name}.tokens", "wb") for name in names]
     document_files = [open(folder / f"{name}.documents", "wb") for name in names]
     for file in document_files:
@@ -764,15 +763,15 @@ def unigram_losses(folder):
 
 
 def shard_names(shards):
-    """Returns the names of the shard that training never reads and of those to train on."""
-    return ["heldout"] + [f"train-{s:05d}" for s in range(shards)]
+    """Returns the names of the shards to train on. One more, "heldout", training never reads."""
+    return [f"train-{s:05d}" for s in range(shards)]
 
 
 def file_names(names):
-    """Returns the names of the files of a folder with shards of these names, but for manifest.json.
-    """
+    """Returns the names of the files of a folder with shards of these names to train on, but for
+    manifest.json."""
     files = ["tokenizer.model", "unigrams"]
-    for name in names:
+    for name in "heldout", *names:
         files += [f"{name}.tokens", f"{name}.documents"]
     return files
 
@@ -781,11 +780,11 @@ def verify(folder, rank=0, size=1):
     """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
     DataError or OSError that names the first file that is damaged or missing."""
     manifest = load_manifest(folder)
-    held_out, *names = shard_names(manifest["shards"])
+    names = shard_names(manifest["shards"])
     # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
     # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
-    for name in file_names([held_out, *names[rank % stride::stride]]):
+    for name in file_names(names[rank % stride::stride]):
         path = Path(folder, name)
         # A pipe or a device in its place could be read for ever.
         if not path.is_file() or sha256_of(path) != manifest["files"].get(name):

@@ -602,7 +602,7 @@ def prepared(shards, tmp_path):
 def test_shards_hold_every_document_once(documents, shards):
     manifest = data.load_manifest(shards)
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
-    held_out, *rest = (texts_of(shards, name) for name in data.shard_names(4))
+    held_out, *rest = (texts_of(shards, name) for name in ["heldout", *data.shard_names(4)])
     trained = sum(rest, [])
     everything = sorted(held_out + trained)
     assert everything == sorted(map(tuple, tokenizer.encode(documents))), "texts are lost or new"
