@@ -297,6 +297,21 @@ def test_a_wrong_config_is_one_line(saved, content):
     assert_refused(folder, "it")
 
 
+def test_weights_that_another_program_has_written_are_read(saved):
+    """In another order, without metadata, and with what old transformers add."""
+    model, folder, _ = saved
+    path = folder / "model.safetensors"
+    ids = {"bert.embeddings.position_ids": torch.zeros(512)}
+    content = bert.pack(weights_in(folder) | ids)
+    size = int.from_bytes(content[:8], "little")
+    assert size % 8 == 0, "the format has its tensors at multiples of 8 bytes"
+    header = json.loads(content[8:8 + size])
+    del header["__metadata__"]
+    text = json.dumps(dict(reversed(header.items()))).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size:])
+    assert_same_weights(model, bert.load_huggingface(folder))
+
+
 WRONG_ENTRIES = {                    # of a matrix (2, 128)
     "dtype": ["F64", "F8_E4M3", None],
     "shape": [[2 ** 62, 2 ** 62], [-1], [0], [1e9], ["a"], None, [128, 2]],

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -78,6 +79,14 @@ def test_a_damaged_checkpoint_is_passed_over(finished, whole, train_here, capsys
     assert other.exists(), "a file of another name is removed"
     train_here(finished, *ARGV)
     assert_same(last_state(whole), last_state(finished))
+
+
+def test_a_checkpoint_for_which_memory_is_missing_keeps_its_name(
+        finished, train_here, monkeypatch):
+    monkeypatch.setattr(train, "read_checkpoint", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        train_here(finished, *ARGV)
+    assert steps_kept(finished) == [12, 14]
 
 
 def test_a_flipped_bit_is_found_or_changes_nothing(finished):
@@ -224,6 +233,15 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     assert "warning: no checkpoint of step 6: " in capsys.readouterr().out
 
 
+def test_what_a_disk_neither_takes_nor_gives_up_stops_no_run(train_here, tmp_path, monkeypatch):
+    log = train.Log(tmp_path, True)
+    with no_room():
+        log.claim(tmp_path)
+    monkeypatch.setattr(train.Path, "unlink", Mock(side_effect=PermissionError))
+    train_here(tmp_path / "out", *EIGHT, "--save-every", 3)
+    assert steps_kept(tmp_path / "out") == [1, 3, 6, 8]
+
+
 # ----- Model folders -----
 
 def test_a_folder_holds_the_masters_and_init_begins_with_them(shards, train_here, tmp_path):
@@ -236,6 +254,12 @@ def test_a_folder_holds_the_masters_and_init_begins_with_them(shards, train_here
     run(shards, tmp_path / "again", *argv, "--steps", 0, "--init", model, size=2)
     files = [folder / "model.safetensors" for folder in (model, tmp_path / "again" / "model")]
     assert files[0].read_bytes() == files[1].read_bytes(), "--init did not give all weights"
+
+
+def test_rank_0_alone_reads_init(shards):
+    args, _ = built(shards)
+    args.init = "a disk of the first node"
+    train.build_model(args, dist.World(rank=1, size=2))
 
 
 def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp_path):

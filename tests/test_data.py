@@ -318,6 +318,12 @@ def test_text_of_many_forms_is_read(name, tmp_path):
     assert [document.strip() for document in block] == documents
 
 
+def test_a_line_of_json_may_be_long(tmp_path):
+    text = "word " * 500_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    assert list(data.TextFiles([tmp_path])) == [text]
+
+
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">
 <siteinfo>
 <sitename>Wikipedia</sitename>
@@ -370,6 +376,7 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "loop").symlink_to(".")
     os.mknod(tmp_path / "socket", stat.S_IFSOCK)             # to open it is an error, at once
+    (tmp_path / "empty.txt").touch()
     assert list(data.TextFiles([tmp_path])) == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"]
     (tmp_path / "nowhere").symlink_to("gone")
     with pytest.raises(OSError, match="nowhere"):
@@ -398,6 +405,7 @@ REFUSED = {
     "list.jsonl": (b'{"text": "One."}\n[]\n', "line 2: .*`text`"),
     "deep.jsonl": (b'{"text": ' + b"[" * 200000, "line 1: .*`text`"),
     "array.json": (b' [ {"text": "One."}]', "line 1: .*`text`"),
+    "strings.json": (b'["One.", "Two."]', "line 1: .*`text`"),
     "indented.json": (b'[\n  {"text": "One."}\n]\n', "line 1: JSONDecodeError.*`text`"),
     "wiki_00": (b'<doc id="1">\nOne.\n</doc>\n', "line 1: .*HTML, XML.*--json"),
     "trec": (b"<DOC>\n", "line 1: .*HTML, XML"),
@@ -616,7 +624,8 @@ def test_shards_hold_every_document_once(documents, shards):
 
 def test_a_text_is_held_out_once_and_never_trained_on(prepared):
     """1,220 copies of a notice, and 5,000 replies of which 200 differ."""
-    corpus = 25 * make_documents(200) + 1220 * make_documents(1, seed=1)
+    replies = make_documents(200)
+    corpus = 24 * replies + [f"{reply}\n" for reply in replies] + 1220 * make_documents(1, seed=1)
     manifest, held_out, trained = prepared(corpus)
     assert 2 <= len(held_out) == len(set(held_out)) == manifest["held_out"] < 20
     assert not set(held_out) & set(trained), "a text is held out and trained on"
@@ -625,6 +634,9 @@ def test_a_text_is_held_out_once_and_never_trained_on(prepared):
 
 def test_no_document_is_lost_and_a_fifth_at_most_is_held_out(prepared, tmp_path):
     """Of folders that are made one after another, as in a notebook: none is that of before."""
+    for count in range(5, 10):                               # one at most would be held out
+        with pytest.raises(data.DataError, match="too few"):
+            prepared(make_documents(count))
     for count in range(40, 46):
         _, held_out, trained = prepared(make_documents(count, seed=count))
         assert len(held_out) + len(trained) == count, "documents are lost, or of the folder before"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -18,6 +19,7 @@ import torch
 from torch import distributed, nn
 
 import dist
+import optim
 from tests import ranks
 from tests.conftest import SEED
 from tests.local_ranks import on_threads
@@ -139,6 +141,17 @@ def test_gradients_are_those_of_one_process_on_gloo_and_on_threads(
     check_same_bits(threads)
     if size != 3:                                  # there Gloo sums in another order
         check_same_bits([processes[0], threads[0]])
+
+
+def masters_of(world):
+    model = toy(world.rank)
+    masters = optim.cast_with_masters(model, torch.bfloat16)
+    dist.Reducer(model, world, masters=masters)
+    return masters
+
+
+def test_all_ranks_begin_with_the_masters_of_rank_0():
+    check_same_bits(on_threads(masters_of, 2))
 
 
 def test_averaging_takes_one_core_and_backward_keeps_its_own():
@@ -289,6 +302,15 @@ def test_unequal_nodes_are_refused_by_every_rank(tmp_path, nodes):
         assert "set the same --nproc_per_node on every node" in str(error)
 
 
+def timeouts(world):
+    groups = [distributed.group.WORLD] + [level.group for level in world.levels]
+    return [group._get_backend(world.device).options._timeout.seconds for group in groups]
+
+
+def test_timeout_is_that_of_groups_within_and_across_nodes(tmp_path):
+    assert run_ranks(timeouts, 2, tmp_path, local_size=1, timeout=47)[0][1:] == [47, 47]
+
+
 def dies(world):
     os._exit(9)
 
@@ -347,14 +369,19 @@ def test_a_rank_takes_its_gpu_or_the_only_one_that_it_sees(monkeypatch, gpus, ta
     set_device.assert_called_once_with(torch.device("cuda", taken))
 
 
-def test_a_lack_of_memory_is_no_lost_rank():
+def test_a_lack_of_memory_is_no_lost_rank(monkeypatch):
     with pytest.raises(RuntimeError, match="^out of memory$"):
         dist.World(size=2)._run(Mock(side_effect=RuntimeError("out of memory")))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "meet", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        dist.init()
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv("SLURM_NTASKS", "2")                    # a batch script's own process, too
+    monkeypatch.setenv("LOCAL_RANK", "")                       # as some launchers leave it
     monkeypatch.delenv("RANK", raising=False)
     assert dist.init().size == 1
     monkeypatch.setenv(name, "2")
@@ -424,13 +451,15 @@ def test_one_rank_says_who_failed_and_all_end(tmp_path):
         assert found == ends, f"{act}: not {ends} of 4 ranks end their torchrun, but {found}"
 
 
-@pytest.mark.parametrize("place, missing", [(dist, "open_store"), (threading.Thread, "start")])
+@pytest.mark.parametrize("place, missing, error", [
+    (dist, "open_store", distributed.DistNetworkError), (threading.Thread, "start", RuntimeError),
+    (Future, "result", TimeoutError)])                         # a node that is cut off
 @pytest.mark.parametrize("local_rank, rank_lost, restart_helps, other_failed, speaks", [
     ("0", True, True, False, True), ("1", True, True, False, False), ("1", False, True, True, True),
     ("1", False, False, False, True), ("0", True, True, True, False)])
 def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
-        monkeypatch, capsys, place, missing, local_rank, rank_lost, restart_helps, other_failed,
-        speaks):
+        monkeypatch, capsys, place, missing, error, local_rank, rank_lost, restart_helps,
+        other_failed, speaks):
     """But not of a lost rank after another has failed: that one has spoken."""
     kill = Mock()
     monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: other_failed))
@@ -439,13 +468,16 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
     monkeypatch.setattr(dist, "time", Mock())
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(place, missing, Mock(side_effect=distributed.DistNetworkError("gone")))
+    absent = Mock(side_effect=error("gone"))
+    monkeypatch.setattr(place, missing, absent)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit, match="1"):                 # see conftest.py
         dist.leave("the reason", restart_helps, rank_lost)
     assert capsys.readouterr().err == "the reason\n" * speaks
     ends = [] if restart_helps else [call(4711, signal.SIGTERM)]
     assert kill.mock_calls == ends, "torchrun ends where, and only where, a restart is in vain"
+    if error is TimeoutError:
+        absent.assert_called_once_with(timeout=10)
 
 
 def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsys):
@@ -473,6 +505,14 @@ def test_a_store_that_is_gone_is_not_asked(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError):
         dist.agree("the reason", True, True)
+
+
+def test_the_first_to_fail_says_whether_a_restart_helps(monkeypatch):
+    monkeypatch.setattr(dist, "open_store", lambda: Mock(compare_set=lambda *_: b"0 True"))
+    monkeypatch.setattr(dist, "may_leave", Mock())
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    assert dist.agree("an error of its own", False, False) == ("", True)
 
 
 def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(capsys):

@@ -68,9 +68,11 @@ def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path,
     assert steps_kept(tmp_path) == [1], "it has saved among the other's checkpoints"
 
 
-def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, after_step_3):
+@pytest.mark.parametrize("damage", [
+    lambda path: path.unlink(), lambda path: path.write_bytes(b"\xff")])
+def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, after_step_3, damage):
     """Somebody tidies up, or the disk was full at the start."""
-    after_step_3((tmp_path / "run").unlink)
+    after_step_3(lambda: damage(tmp_path / "run"))
     train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path) == [4, 6], "it has trained on without checkpoints"
 
@@ -232,10 +234,15 @@ def test_a_broadcast_crosses_the_network_once_for_each_node(monkeypatch):
 
 def test_a_terminal_without_utf_8_gets_escapes_and_none_gets_nothing(monkeypatch):
     plain = io.TextIOWrapper(io.BytesIO(), "ascii")
-    for terminal in None, plain:                             # None: as `>&-` has it
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", None)
+    for terminal in None, closed, plain:                     # None: as `>&-` has it
         monkeypatch.setattr(sys, "stdout", terminal)
         data.say("ü")
+        data.end_terminal()
     assert plain.buffer.getvalue() == b"\\xfc\n"
+    assert list(data.blocks(["a"])) == [["a"]], "its progress is shown nowhere"
 
 
 def test_a_terminal_that_takes_nothing_ends_nothing(documents, shards, tmp_path):

@@ -124,16 +124,18 @@ def test_without_pairs_nothing_is_said_of_them(train_here, tmp_path, capsys):
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("trained, longest, init", [
-    (32, 64, None), (128, 512, None), (128, 512, "a model that may know all positions")])
-def test_new_positions_begin_as_copies(shards, trained, longest, init):
+@pytest.mark.parametrize("before, trained, longest, init", [
+    ((512, 0), 32, 64, None), ((512, 0), 128, 512, None),
+    ((512, 0), 128, 512, "a model that may know all positions"), ((64, 9), 16, 64, None)])
+def test_new_positions_begin_as_copies(shards, before, trained, longest, init):
     args, state = built(shards, "--precision", "bf16")
     args.init = init
     args.phases = [optim.Phase(length, 1, steps, lr=1, warmup=0)
-                   for length, steps in [(512, 0), (trained, 9), (longest, 9)]]
+                   for length, steps in [before, (trained, 9), (longest, 9)]]
     positions = state.masters["embeddings.positions.weight"]
     expected = positions.clone()
-    for position in range(trained, trained if init else longest):
+    known = longest if init or before[1] else trained
+    for position in range(known, longest):
         expected[position] = expected[position % trained]
     state.counters = train.Counters(step=9, phase_step=9)
     train.begin_phase(args, dist.World(), state, 2)
@@ -335,11 +337,15 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
 # ----- Evaluation, GPUs -----
 
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
-    args, state = built(shards, *"--micro-tokens 200 --mask-fraction 0.6 --dropout 0.1".split())
+    flags = "--micro-tokens 200 --mask-fraction 0.6 --dropout 0.1 --seed 7"
+    args, state = built(shards, *flags.split())
+    sizes = []
+    state.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0].tokens)))
     found = train.evaluate(args, dist.World(), train.Log(None, active=False), state)
+    assert max(sizes) <= 256, "more tokens at once than --micro-tokens, padded to 64"
     assert state.model.training, "after an evaluation dropout is off"
     state.model.eval()
-    # 15 % are masked, however many training masks.
+    # 15 % are masked, however many training masks, and the same ones with any --seed.
     examples = data.PretrainingData(shards, 32, held_out=True, mask_fraction=0.15)
     batch = examples.batch(range(32)).to("cpu")
     labels = batch.labels["mlm"]
@@ -374,15 +380,26 @@ def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
         (tmp_path / "metrics.jsonl").unlink()
     train_here(tmp_path / "other", "--steps", 0)
     assert metrics(tmp_path / "other", "eval"), "without steps nothing is evaluated"
+    described = (tmp_path / "other/model/tokenizer_config.json").read_text()
+    assert '"model_max_length": 32' in described, "not the length of the first phase"
 
 
-def test_a_stop_at_a_resume_waits_for_no_evaluation(train_here, tmp_path, monkeypatch):
-    train_here(tmp_path, "--steps", 3, 0, "--max-steps", 1)
-    monkeypatch.setattr(dist, "stop_requests", ["SIGTERM"])
-    monkeypatch.setattr(train, "evaluate", Mock())
-    with pytest.raises(dist.DistError, match="stopped after step 2"):
-        train_here(tmp_path, "--steps", 3, 0)
-    train.evaluate.assert_not_called()
+def test_a_step_without_masked_tokens_is_taken(train_here, tmp_path):
+    train_here(tmp_path, "--steps", 2, 0, "--mask-fraction", 0)
+    assert column(tmp_path, "mlm_loss", "skipped") == [0] * 4
+
+
+def stop_rank_1(world):
+    dist.stop_requests[:] = ["SIGTERM"] * world.rank
+
+
+def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(shards, train_here, tmp_path):
+    argv = "--steps", 3, 0, "--precision", "fp32"
+    train_here(tmp_path, *argv, "--max-steps", 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    for error in run(shards, tmp_path, *argv, size=2, sabotage=(stop_rank_1,), check=False):
+        assert "stopped after step 2" in str(error)
+    assert not metrics(tmp_path, "eval")
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeypatch):
