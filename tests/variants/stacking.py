@@ -18,9 +18,9 @@ What is changed:
 - optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
   (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
 - train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and has the Reducer pack what trains (with --compression
-  int8 or onebit it could not, so these are refused). A stage without any steps copies as well.
-  train.restore sets the stage of a new run, or of a checkpoint.
+  copies the layers, sets requires_grad, and has the Reducer pack what trains. (What int8 and onebit
+  have not sent is gone then: each phase ends with a checkpoint.) A stage without any steps copies
+  as well. train.restore sets the stage of a new run, or of a checkpoint.
 - the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
   so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
 - the optimizer's groups, which have only what trains.
@@ -117,10 +117,8 @@ def begin_stage(args, state, stage, grow):
 
 def prepare(args, world, state):
     """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
-    dense = isinstance(state.reducer.buckets[0].wire, dist.Dense)
-    if state.model.config.layers % STAGES or not dense:
-        raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers, and "
-                                "--compression none, fp16 or bf16")
+    if state.model.config.layers % STAGES:
+        raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers")
     if args.init:
         raise train.ConfigError("stacking copies layers over those of --init: leave it out")
     state.groups = [group["params"] for group in state.optimizer.param_groups]
