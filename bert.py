@@ -194,7 +194,7 @@ def flash_attention(qkv, bounds, longest, dropout):
     Torch does not document its function. Queries and keys each have bounds and longest.
     """
     q, k, v = qkv.unbind(1)                                      # (N, H, D/H) each
-    # (The last two: no token is hidden from the ones before it, and nothing is to be debugged.)
+    # (The last two: a token also sees those after it, and nothing is to be debugged.)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
 

@@ -884,7 +884,7 @@ def training_loop(args, world, log, state, clock):
         # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each complete bucket is averaged while backward goes on.
         scale = state.scaler.scale
-        sums = collections.Counter()         # of tokens, and of losses {task: tensor}; from 0 on
+        sums = collections.Counter()             # {"tokens": number, task: its loss (a tensor)}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
             # Dropout's seed follows from these numbers, which hash alike in every process.
