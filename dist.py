@@ -54,7 +54,7 @@ ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_
 class World:
     """A group of ranks, seen from one of them, and the collectives: calls that all make together.
 
-        library what it moves                               if a rank is gone
+        library what it moves                           if a rank is gone
         NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
         Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
                                                         which rank it is

@@ -1,4 +1,4 @@
-"""tests/tools/check.py, on a pretended program of six steps: which question sees which fault."""
+"""tests/tools/check.py, on a pretended program of eight steps: which question sees which fault."""
 import json
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def pretend(command, wrong_in, loss):
     if wrong and loss == "refuses":
         return SimpleNamespace(returncode=1, stderr="train.py: other blocks: leave out --init")
 
-    last = min(2 * int(flags["--steps"]), int(flags.get("--max-steps", 6)))
+    last = min(2 * int(flags["--steps"]), int(flags.get("--max-steps", 8)))
     with open(log, "a") as file:
         for step in range(len(before) // 2, last + 1):
             for kind in "train", "eval":
@@ -77,4 +77,4 @@ def test_what_does_not_run_at_all_is_one_line(monkeypatch):
 
 
 def test_the_flags_are_those_of_train():
-    assert [phase.steps for phase in train.parse_arguments(check.FLAGS).phases] == [3, 3]
+    assert [phase.steps for phase in train.parse_arguments(check.FLAGS).phases] == [4, 4]
