@@ -348,7 +348,8 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
     other = make_model(seed=1, dropout=0.1, init_std=0.1).float()            # which are no shapes
     bert.init_from(folder, other, tokenizer)
     assert_same_weights(model, other)
-    for change in {"vocab_size": 256}, {"max_positions": 128}, {"layers": 3}, {"heads": 1}:
+    for change in ({"vocab_size": 256}, {"max_positions": 128}, {"layers": 3}, {"heads": 1},
+                   {"layer_norm_eps": 1e-5}):
         with pytest.raises(bert.ModelError, match="is not of the shape"):
             bert.init_from(folder, make_model(**change), tokenizer)
     own = folder / "tokenizer.model"

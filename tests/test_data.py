@@ -125,6 +125,15 @@ def test_ten_percent_are_short(shards, pairs):
     assert 0.80 < (lengths == 16).mean() < 0.93       # others end with their document
     assert lengths.min() == 2 + dataset.specials, "the shortest text has not two tokens"
     assert lengths.max() == 16, "an example is longer than seq_len"
+    middle = (2 + dataset.specials + 15) / 2
+    assert lengths[lengths < 16].mean() == pytest.approx(middle, rel=0.06), "not of all lengths"
+
+
+def test_a_text_lies_around_its_place_within_its_document(shards):
+    shard = data.Shard(np.full(1200, 7), np.array([0, 1000, 1200]))
+    for place, expected in (500, (450, 550)), (10, (0, 100)), (990, (900, 1000)):
+        text = data.PretrainingData(shards, 64).text(shard, place, 100, 0.5)
+        assert (text.start, text.end) == expected, f"around {place}"
 
 
 def test_texts_are_cut_at_any_place(shards):
@@ -154,12 +163,15 @@ def test_every_token_is_read_about_equally_often(tmp_path, prepared, monkeypatch
     documents = make_documents(2400)
     prepared(["\n".join(documents[k:k + 60]) for k in range(0, 2400, 60)])
     dataset = data.PretrainingData(tmp_path / "out", 128, seed=SEED, pairs="none")
-    size = len(dataset.shard(0).tokens)
+    shard = dataset.shard(0)
+    dataset.paths, dataset.shard = 8 * dataset.paths, lambda s: shard        # the first one of 8
+    size = len(shard.tokens)
     epoch = size // 126
-    for first in 0, 10 ** 12:                        # a walk goes on evenly, however far it is
+    for first in 0, 10 ** 11:                        # a walk goes on evenly, however far it is
         seen = np.zeros(size, int)
         for k, unread in enumerate([0.2, 0.03, 0.01, 0.01]):    # 0.38, 0.15, 0.06, 0.02 by chance
-            for span in dataset.spans(range(first + k * epoch, first + (k + 1) * epoch)):
+            ks = range(first + k * epoch, first + (k + 1) * epoch)
+            for span in dataset.spans([8 * k for k in ks]):
                 assert span.a_end - span.a == 126, "a text is short, and its document long"
                 seen[span.a:span.a_end] += 1
             share = (seen == 0).mean()
@@ -620,6 +632,13 @@ def test_shards_hold_every_document_once(documents, shards):
     assert np.array_equal(np.fromfile(shards / "unigrams"), counts), "unigrams are miscounted"
     losses = -np.log((counts + 1) / (counts + 1).sum())
     assert np.allclose(data.unigram_losses(shards).numpy(), losses)
+
+
+def test_the_part_of_unknown_tokens_is_that_of_all_shards(shards, tmp_path):
+    texts = [f"{text} ქ ქ ქ ქ" for text in make_documents()]
+    manifest = data.prepare(texts, tmp_path / "out", shards=2, tokenizer=shards / "tokenizer.model")
+    counts = np.fromfile(tmp_path / "out/unigrams")
+    assert manifest["unknown"] == pytest.approx(counts[data.UNK] / counts.sum())
 
 
 def test_a_text_is_held_out_once_and_never_trained_on(prepared):

@@ -240,7 +240,7 @@ def test_what_comes_in_goes_out(lossy, size, local_size, exchanging):
 
 
 def test_codes_are_as_their_equations_say():
-    x = torch.randn(3, 512) * torch.tensor([[0.1], [1.0], [10.0]])
+    x = torch.randn(3, 512) * torch.tensor([[1e-9], [1.0], [10.0]])
     x[0, :2] = torch.tensor([0.0, -0.0])
     scales = x.abs().amax(1, keepdim=True) / 127
     for encode, decode, exact in [

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 HARD = ["", " ", "\t\n", "  two   spaces ", "No space after.Here", "a▁b", "x" * 300, "-" * 50,
         "Ünïcödé Größe İstanbul ﬁne", "e\u0301 ½ ① Ｗｉｄｅ\u3000space", "漢字 unknown 漢", "ǅ ß ſ Σς",
         "emoji 😀😀 end", "\u200bzero", "soft\u00adhyphen", "1,000.50 $ %", "\ufeffmark \x07bell\x7f",
+        "a\u2028line\u2029b",
         "don't 'quote' (brackets) [MASKED] [mask] <unk>"]
 SCRIPTS = """
 École française, Œuvre, garçon. Straße, Übermut, groß. İstanbul'da ılık Iğdır. Čeština, kůň.

@@ -103,7 +103,9 @@ def test_the_published_recipes():
         assert [phase.seq_len, phase.global_batch, phase.steps] == numbers
         assert phase.power == 0.5
         assert phase.lr == pytest.approx(highest * (1 - phase.warmup) ** 0.5, rel=1e-4)
-    assert args_of("--recipe", "day").phases[0].power == 1
+    day = args_of("--recipe", "day")
+    assert day.phases[0].power == 1
+    assert day.betas == args_of().betas == (0.9, 0.98)
 
 
 @pytest.mark.parametrize("found, precision", [("avx512_bf16", "bf16"), ("avx2", "fp32")])

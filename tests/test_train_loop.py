@@ -4,6 +4,8 @@ import functools
 import itertools
 import math
 import shutil
+import time
+from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
 import numpy as np
@@ -290,6 +292,12 @@ def spoil_loss(world, calls, infinite=(), patch=setattr):
     patch(bert.BertForPreTraining, "forward", patched)
 
 
+def test_fp16_doubles_its_scale_after_a_thousand_steps(shards):
+    for flags, expected in (("--precision", "fp16"), (2 ** 16, 1000)), ((), (1, 100)):
+        scaler = built(shards, *flags)[1].scaler
+        assert (scaler.scale, scaler.growth_interval) == expected
+
+
 def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
     # Two micro-batches a step and a rank: the last one of step 4, and then the first one of step 6
     run(shards, tmp_path / "out", *"--steps 20 0 --max-steps 7 --batch 4 --micro-tokens 32 "
@@ -334,11 +342,33 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
     assert not steps_kept(tmp_path / "out"), "wrong weights are saved"
 
 
-# ----- Evaluation, GPUs -----
+# ----- Figures, evaluation, GPUs -----
+
+def test_figures_of_a_step_are_of_its_own_examples(shards, train_here, tmp_path, monkeypatch):
+    """By a clock of which each look takes a second: one for the examples, one for the step."""
+    seconds = itertools.count()
+    monkeypatch.setattr(train, "time", SimpleNamespace(
+        monotonic=time.monotonic, sleep=time.sleep, perf_counter=lambda: next(seconds)))
+    args = train_here(tmp_path, *SHORT)
+    for line in metrics(tmp_path):
+        phase = args.phases[line["phase"] - 1]
+        step = line["step"] - (1 if line["phase"] == 1 else 1 + args.phases[0].steps)
+        examples = data.PretrainingData(shards, phase.seq_len, line["phase"] - 1,
+                                        mask_fraction=args.mask_fraction)
+        size = phase.global_batch
+        batch = examples.batch(range(step * size, (step + 1) * size))
+        tokens = batch.lengths[:-1].sum()
+        masked = (batch.labels["mlm"] != data.IGNORED).sum()
+        expected = {"examples_per_second": size / 2, "tokens_per_second": tokens / 2,
+                    "masked_fraction": masked / tokens, "data_share": 0.5}
+        assert {name: line[name] for name in expected} == pytest.approx(expected), line
+
+
 
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     flags = "--micro-tokens 200 --mask-fraction 0.6 --dropout 0.1 --seed 7"
     args, state = built(shards, *flags.split())
+    args.phases, state.counters.phase = args.phases[::-1], 1         # the second one, of 32 tokens
     sizes = []
     state.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0].tokens)))
     found = train.evaluate(args, dist.World(), train.Log(None, active=False), state)
@@ -350,7 +380,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     batch = examples.batch(range(32)).to("cpu")
     labels = batch.labels["mlm"]
     unigram_losses = data.unigram_losses(shards)[labels[labels != data.IGNORED]]
-    expected = {"step": 0, "phase": 1, "unigram_loss": unigram_losses.mean().item()}
+    expected = {"step": 0, "phase": 2, "unigram_loss": unigram_losses.mean().item()}
     for task, logits in state.model(batch).items():
         counted = batch.labels[task] != data.IGNORED
         logits, labels = logits[counted], batch.labels[task][counted]

@@ -30,8 +30,8 @@ import torch
 
 import optim
 
-# So few steps in each phase that `first_six` has some of the second one. Two ranks and small
-# micro-batches cannot divide 13 examples equally. Ranks that wait for each other end after a minute.
+# So few steps in each phase that `first_six` has some of the second one. Two ranks and small micro-
+# batches cannot divide 13 examples equally. Ranks that wait for each other end after a minute.
 FLAGS = "--steps 4 --batch 13 --lr-scale 0.25 --dropout 0 --precision fp32 --timeout 60".split()
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,6 +69,20 @@ def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in,
     assert end.value.code == bool(seen)
     if loss == "dies":
         assert "NO: train.py: rank 1: ValueError" in lines[3], "the program's own line is not shown"
+
+
+def test_it_compares_as_much_as_it_says(monkeypatch):
+    flags = dict(zip(check.FLAGS, check.FLAGS[1:]))
+    assert int(flags["--batch"]) % 2, "two ranks have equal shares: wrong divisors do not show"
+    losses = {("train", step): {"mlm_loss": 6.0} for step in range(1, 9)}
+    assert [step for _, step in check.first_six(losses)] == [1, 2, 3, 4, 5, 6]
+    other = losses | {("train", 5): {"mlm_loss": 6.001}}
+    assert check.difference(other, losses).startswith("NO: mlm_loss of step 5 is 6.001")
+
+    program = Mock(train=Mock(return_value=losses), model=Mock(return_value=b""))
+    assert not check.same_after_resume(program, losses)
+    stops = [int(call.args[2]) for call in program.train.mock_calls if len(call.args) > 1]
+    assert [stop // 4 for stop in stops] == [0, 1, 2], "it does not stop in each of three phases"
 
 
 def test_what_does_not_run_at_all_is_one_line(monkeypatch):

@@ -26,10 +26,10 @@ def finetuned(shards, tmp_path, monkeypatch):
     model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "model", 64)
 
-    def run(train, dev, model="model"):
+    def run(train, dev, model="model", more=""):
         (tmp_path / "train.tsv").write_bytes(train)
         (tmp_path / "dev.tsv").write_bytes(dev)
-        flags = f"- {model} train.tsv dev.tsv --out sorted"
+        flags = f"- {model} train.tsv dev.tsv --out sorted {more}"
         monkeypatch.setattr(sys, "argv", flags.split())
         finetune.main()
 
@@ -50,6 +50,14 @@ def test_scores():
     matthews = (15 - 10) / math.sqrt((25 - 13) * (25 - 9))
     found = finetune.score(bag, examples * 200)      # two batches
     assert found.tolist() == pytest.approx([3 / 5, f1, matthews])
+    long = finetune.batch_of([(np.array([[0, 0, 1, 1], [0] * 4, range(4)]), 0)])
+    assert bag(long)["nsp"].tolist() == [[0.5, 0.5, 0, 0]], "not the mean of its tokens' weights"
+
+
+def test_a_row_has_means_and_deviations(capsys):
+    finetune.row("name", [torch.tensor([0.0, 0.5, 0.25]), torch.tensor([1.0, 0.5, 0.75])])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "name 0.500 +- 0.500 0.500 +- 0.000 0.500 +- 0.250"
 
 
 @pytest.mark.parametrize("bad", [b"yes", b"", b"a\tb\tc\tyes", b"a\tb\tyes", b"x\tmaybe",
@@ -126,7 +134,7 @@ def test_learns_and_transformers_gives_its_logits(finetuned, tmp_path, capsys):
 
 def test_the_best_epoch_is_kept(monkeypatch):
     example = np.array([[2], [0], [0]])
-    accuracies = iter([0.5, 0.9, 0.7, 0.6])
+    accuracies = iter([0.5, 0.9, 0.9, 0.6])
     weights = []
 
     def score(model, held):
@@ -138,4 +146,48 @@ def test_the_best_epoch_is_kept(monkeypatch):
     bag = finetune.BagOfTokens(3, 2, [(example, 0)])
     finetune.fit(bag, [(example, 1)] * 20, 4, 0.1)
     same = [torch.equal(bag.weight, of_epoch) for of_epoch in weights]
-    assert same == [False, True, False, False], "of these epochs it has the weights"
+    assert same == [False, False, True, False], "of these epochs it has the weights"
+
+
+def test_a_step_has_its_own_clipped_gradient_dropout_and_a_rate_that_falls(monkeypatch):
+    example = np.array([[2], [0], [0]])
+    bag = finetune.BagOfTokens(3, 2, [(example, 0)])
+    bag.weight.data[:, 0] = 9.0                      # it is sure, and wrong
+    steps = []
+
+    class Noted(torch.optim.AdamW):
+        def step(self, closure=None):
+            steps.append((bag.weight.grad.norm().item(), self.param_groups[0]["lr"], bag.training))
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "AdamW", Noted)
+    finetune.fit(bag, [(example, 1)] * 20, epochs=20, lr=1.0, size=4)
+    norms, rates, modes = zip(*steps)
+    assert len(steps) == 20 * 4, "what is set apart is trained on, too"
+    assert max(norms) == pytest.approx(1), "gradients are not clipped"
+    assert norms[-1] < 0.1, "gradients of former steps are left"
+    assert max(rates) == rates[7] == pytest.approx(1) and rates[-1] < 0.01, "warm-up, then a cosine"
+    assert all(modes), "after the first epoch dropout is off"
+
+
+@pytest.mark.parametrize("flag, pretrained, trains", [
+    ("", True, True), ("--frozen", True, False), ("--random", False, True)])
+def test_what_a_model_begins_with_and_trains(
+        finetuned, tmp_path, monkeypatch, flag, pretrained, trains):
+    models, begun = [], []
+    make = finetune.classifier
+
+    def noted(*arguments):
+        models.append(make(*arguments))
+        begun.append({name: p.detach().clone() for name, p in models[-1].named_parameters()})
+        return models[-1]
+
+    monkeypatch.setattr(finetune, "classifier", noted)
+    folder = bert.load_huggingface(tmp_path / "model")
+    finetuned(GOOD, GOOD, more=flag)
+    assert len({float(weights["nsp.weight"].sum()) for weights in begun}) == 3, "equal seeds"
+    for name in "embeddings.tokens.weight", "blocks.0.qkv.weight", "pooler.weight":
+        same = torch.equal(folder.get_parameter(name), begun[2][name])
+        assert same == pretrained, f"{name} begins otherwise"
+        changed = not torch.equal(begun[2][name], models[2].get_parameter(name))
+        assert changed == trains, f"{name} is, or is not, trained"

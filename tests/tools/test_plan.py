@@ -134,13 +134,15 @@ def test_the_seconds_add_up(printed):
         # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter at 1 Gb/s
         assert exchange == pytest.approx(56e-9 * 336232258, rel=0.01)
         assert 0 < late < exchange, f"{late} of {exchange} s are not hidden"
+    gigaflops = float(re.search(r"(\S+) GFLOP an example", text)[1])
+    assert gigaflops == pytest.approx(38e3 * float(found[0][0]) / (65536 / 8), rel=0.01)
     rate = 65536 / 8 / float(found[0][0])
     assert rate == pytest.approx(164, rel=0.02), "NVIDIA published 164 examples a second of a V100"
 
 
 @pytest.mark.parametrize("flags, bits, bytes_each", [
     ("", 16, 18), ("--precision fp32", 32, 16), ("--compression onebit", 16, 26),
-    ("--model small", 16, 18)])
+    ("--model small", 16, 18), ("--batch 65536 8", 16, 18)])
 def test_the_memory_adds_up(printed, flags, bits, bytes_each):
     text = printed("--tflops 10 --model base --recipe nvidia-64k --gpu-memory 8 "
                    f"--micro-tokens 8192 {flags}")

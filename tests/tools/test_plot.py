@@ -48,6 +48,21 @@ def test_a_run_is_drawn(plot_run, tmp_path):
     assert "<!-- tokens -->" in (tmp_path / "x.svg").read_text(), "no axis says --against tokens"
 
 
+def test_each_panel_has_its_field_of_each_run(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, picture: drawn.extend(self.axes))
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    steps = plot.read_run(tmp_path)
+    plot.draw({"one": steps, "two": steps}, "hours", tmp_path / "x.svg")
+    for axes, (field, title) in zip(drawn, plot.PANELS.items(), strict=True):
+        assert axes.get_title() == title
+        assert len({line.get_color() for line in axes.lines}) == 2, "runs look alike"
+        for line in axes.lines:
+            assert [*line.get_xdata()] == [0.5, 1.0, 1.5], title
+            assert [*line.get_ydata()] == [step.get(field) for step in steps.values()], title
+
+
 def test_without_matplotlib_it_says_so(plot_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="plot.py: ModuleNotFoundError: .*matplotlib"):

@@ -2,6 +2,7 @@
 definitions, the ring and the slow network beside Gloo."""
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -56,8 +57,11 @@ def test_one_rank_alone_averages_its_buckets_after_backward():
     model, inputs = tower()
     reducer = buckets_after.BucketsAfter(model, dist.World())
     model(inputs[0, 0]).sum().backward()
+    for bucket in reducer.buckets:
+        bucket.average = lambda scale, average=bucket.average: time.sleep(0.1) or average(scale)
     reducer.finish()
     assert reducer.norm() > 0
+    assert reducer.wait_seconds < 0.05, "it waits for nobody"
 
 
 @pytest.mark.parametrize("factor, scale", [(1000, 1), (1000, 1024), (0.001, 1)])

@@ -29,6 +29,7 @@ def test_an_albert_is_a_bert_with_equal_layers():
     batch = random_batch(192, examples=8, length=64)
     nn.init.normal_(shared.mlm_bias)
     plain = albert.written_out(shared)
+    assert plain.embeddings.tokens.weight.std().item() == pytest.approx(0.02, rel=0.1)
     losses = [loss_of(model, batch) for model in (shared, plain)]
     sum(losses).backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
@@ -45,12 +46,13 @@ def test_an_albert_is_a_bert_with_equal_layers():
             f"{name} has another gradient than the sum over its uses")
 
 
-def test_an_albert_is_8_times_smaller_than_base():
+def test_an_albert_is_8_times_smaller_than_base_and_a_modern_is_as_large():
     config = bert.BertConfig.preset("base", 30522)
     with torch.device("meta"):
-        many, few = (sum(p.numel() for p in kind(config).parameters())
-                     for kind in (bert.BertForPreTraining, albert.Albert))
+        many, few, other = (sum(p.numel() for p in kind(config).parameters())
+                            for kind in (bert.BertForPreTraining, albert.Albert, modern.Modern))
     assert round(many / few, 1) == 8.7
+    assert 0.93 < many / other < 1.07
 
 
 def plain_modern(model, tokens):
@@ -96,6 +98,15 @@ def test_a_modern_is_its_equations_on_packed_rows():
     later = model.encode(rows, tokens, None, positions + 7, bounds, lengths)
     torch.testing.assert_close(hidden, later, rtol=1e-3, atol=1e-3,
                                msg="it matters where an example begins")
+
+
+def test_a_modern_drops_embeddings_and_both_branches():
+    model = modern.Modern(bert.BertConfig.preset("tiny", 192, dropout=1.0))
+    rows = torch.arange(64)
+    bounds, lengths = torch.tensor([0, 64, 64], dtype=torch.int32), torch.tensor([64, 0])
+    x = torch.randn(64, 128)
+    assert torch.equal(model.blocks[1](x, modern.cos_sin(rows, 64), bounds, lengths), x)
+    assert not model.encode(rows, rows, None, rows, bounds, lengths).any(), "embeddings"
 
 
 # ----- Stacking: a step of each stage -----
@@ -168,6 +179,7 @@ def test_a_stage_without_steps_copies_its_layers_too(monkeypatch):
 def test_albert_swaps_whole_sentences(shards):
     examples = albert.OrderedPairs(shards, 64)
     swapped = 0
+    first, several = 0, 0
     for spans in examples.spans(range(400)):
         a, middle, b, end = spans.a, spans.a_end, spans.b, spans.b_end
         if spans.pair_label:
@@ -180,6 +192,11 @@ def test_albert_swaps_whole_sentences(shards):
         whole = {*cuts, *documents}
         assert {a, middle, end} <= whole or np.isin(range(a + 1, end), cuts).sum() < 3, (
             f"a part of a sentence is in {spans}")
+        within = cuts[(a < cuts) & (cuts < end)]
+        if len(within) > 1:
+            several += 1
+            first += middle == within[0]
+    assert 0.1 < first / several < 0.5, "A is not cut after any of its sentences"
     assert 160 < swapped < 240, f"{swapped} of 400 are swapped"
     assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
 

@@ -77,9 +77,11 @@ def test_the_recipe_of_lans():
     with installed(lans.install):
         args = args_of("--recipe", "lans-96k", "--lr-scale", "2")
         rates = [optim.learning_rate(done, args.phases[0]) for done in (0.4265 / 2, 0.5, 0.7, 0.85)]
+        later = [optim.learning_rate(done, args.phases[1]) for done in (0.096, 0.3, 0.65)]
         other = optim.learning_rate(0.99, optim.Phase(64, 8, 9, 1, warmup=0))
     short, long = args.phases
     assert rates == pytest.approx([6.75e-3, 13.5e-3, 13.5e-3, 6.75e-3]), "it grows, holds, decays"
+    assert later == pytest.approx([5e-3, 10e-3, 5e-3])
     assert other == pytest.approx(0.1), "other recipes have another schedule"
     assert short.steps + long.steps == 4301
     assert (short.global_batch, long.global_batch, long.lr) == (98304, 33792, 10e-3)
