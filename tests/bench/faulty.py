@@ -183,8 +183,9 @@ class Run:
         finally:
             self.kill()
         wrong = [f"left: {process.kind} {process.rank}" for process in left]
-        if "terminate called" in self.text():
-            wrong.append("aborted")
+        _, abort, cause = self.text().partition("terminate called")
+        if abort:
+            wrong.append(f"aborted: {abort}{cause:.300}")
         return wrong
 
     def has_traceback(self):
