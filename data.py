@@ -453,7 +453,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         documents = checksum = 0
         for block in blocks(corpus):
             documents += len(block)
-            checksum += sum(map(crc_of, block))
+            checksum += checksum_of(block)           # all blocks come again, so a sum will do
         if not documents:
             raise DataError("there is no text in the corpus")
         if not tokenizer:
@@ -491,9 +491,9 @@ def clean(text):
     return unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
 
 
-def crc_of(document):
-    """Returns a document's CRC-32, a checksum; white space around it does not count."""
-    return zlib.crc32(document.strip().encode())
+def checksum_of(block):
+    """Returns a checksum of a list of documents."""
+    return zlib.crc32("\n".join(block).encode())
 
 
 def cut_text(text, n):
@@ -534,13 +534,13 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
 
 def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
-    says of them. checksum: the sum of the documents' `crc_of`.
+    says of them. checksum: the sum of `checksum_of` of its blocks.
 
-    Documents are dealt by their CRC-32, here taken as a random number. So a text that comes twice
-    is either trained on or held out, and is held out once. (But the parts of a long one are
-    documents of their own: some of a book can be held out, and others trained on.) Documents of
-    less than two tokens are left out, since they have no A and B. Raises DataError if a shard has
-    less than two documents, or if the corpus has another checksum now.
+    Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
+    that comes twice is either trained on or held out, and is held out once. (But the parts of a
+    long one are documents of their own: some of a book can be held out, and others trained on.)
+    Documents of less than two tokens are left out, since they have no A and B. Raises DataError if
+    a shard has less than two documents, or if the corpus has another checksum now.
     """
     vocab_size = tokenizer.get_piece_size()
     names = ["heldout", *shard_names(shards)]
@@ -554,14 +554,14 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     # One of a hundred documents is held out; of few documents about 100, but a fifth at most. (Of
     # few documents chance could take more, so they are counted below.)
     fraction = min(0.2, max(0.01, 100 / documents))
-    held_out = set()                            # `crc_of` the documents that are held out
+    held_out = set()                            # the CRC-32 of the texts that are held out
     threads = min(usable_cores(), 16)           # more have little to do, and may not be allowed
     found = 0                                   # the checksum of now
     for block in blocks(corpus, documents):
+        found += checksum_of(block)
         encoded = tokenizer.encode(block, num_threads=threads)
         for document, tokens in zip(block, encoded):
-            crc = crc_of(document)
-            found += crc
+            crc = zlib.crc32(document.strip().encode())
             if len(tokens) < 2 or crc in held_out:
                 continue
             tokens = np.array(tokens, np.uint16)

@@ -74,12 +74,12 @@ class Corpus:
         self.checksums = []
         for window in self.windows():
             self.sizes.append(sum(map(len, window)))
-            self.checksums.append(checksum_of(window))
-            candidates = [document for document in window if data.crc_of(document) < limit]
+            self.checksums.append(data.checksum_of(window))
+            candidates = [document for document in window if crc_of(document) < limit]
             for document, tokens in zip(candidates, self.encode(candidates)):
                 if tokens.tobytes() in held_out:
                     missing.discard(tokens.tobytes())
-                    self.held_out.add(data.crc_of(document))
+                    self.held_out.add(crc_of(document))
         if missing:
             raise data.DataError(
                 f"{path or 'the documentation here (TEXT is not set)'} lacks {len(missing)} of the "
@@ -118,19 +118,19 @@ class Corpus:
         self.coming = math.inf                       # stays so if the text cannot be read
         window = next(itertools.islice(self.reader, ahead, None), [])
         self.coming = number + 1
-        if checksum_of(window) != self.checksums[number]:
+        if data.checksum_of(window) != self.checksums[number]:
             raise data.DataError("TEXT has changed since the run started; bring it back")
         documents = [tokens for document, tokens in zip(window, self.encode(window))
-                     if len(tokens) > 1 and data.crc_of(document) not in self.held_out]
+                     if len(tokens) > 1 and crc_of(document) not in self.held_out]
         if len(documents) < 2:
             raise data.DataError(f"window {number} of TEXT has fewer than two documents to read")
         ends = np.cumsum([len(tokens) for tokens in documents])
         return data.Shard(np.concatenate(documents), np.append(0, ends))
 
 
-def checksum_of(window):
-    """Returns a checksum of a list of documents, in their order."""
-    return zlib.crc32("\n".join(window).encode())
+def crc_of(document):
+    """Returns the checksum by which data.write_shards knows a document."""
+    return zlib.crc32(document.strip().encode())
 
 
 corpus_of = functools.cache(Corpus)                  # all phases share one
