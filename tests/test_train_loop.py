@@ -364,7 +364,6 @@ def test_figures_of_a_step_are_of_its_own_examples(shards, train_here, tmp_path,
         assert {name: line[name] for name in expected} == pytest.approx(expected), line
 
 
-
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     flags = "--micro-tokens 200 --mask-fraction 0.6 --dropout 0.1 --seed 7"
     args, state = built(shards, *flags.split())
