@@ -31,7 +31,9 @@ import torch
 import optim
 
 # So few steps in each phase that `first_six` has some of the second one. Two ranks and small micro-
-# batches cannot divide 13 examples equally. Ranks that wait for each other end after a minute.
+# batches cannot divide 13 examples equally. At a quarter of the rate optimizers of signs drift
+# less. So does what is wrong: therefore the small tolerance of `difference`. Ranks that wait for
+# each other end after a minute.
 FLAGS = "--steps 4 --batch 13 --lr-scale 0.25 --dropout 0 --precision fp32 --timeout 60".split()
 
 
@@ -77,7 +79,7 @@ class Program:
         return (self.folder / name / "model/model.safetensors").read_bytes()
 
 
-def difference(losses, expected, tolerance=1e-5):
+def difference(losses, expected, tolerance=2.5e-6):
     """Returns in words the first of the expected losses that is another one, or that is not finite;
     "" if there is none. tolerance: as a part of a loss."""
     for (kind, step), numbers in expected.items():
