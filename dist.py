@@ -1,19 +1,19 @@
 """Ranks, and gradients averaged over them while backward still runs.
 
-A rank is one training process; a node is a machine that runs one or more. Each rank has the whole
-model and computes the gradients of its own examples; all ranks then step with the mean of these.
+A rank is one training process; a node is a machine that runs one or more. Each rank holds the whole
+model and computes the gradients of its own examples; then all ranks step with the mean gradient.
 
 The first half is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
-averages after backward; `Reducer` does it during backward (Li et al., "PyTorch Distributed", arXiv
-2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` are what may go
+averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
+2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` decide what goes
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail. The first half can be understood without it. You only have to know that
-a collective over Gloo raises RankLost if a rank is gone.
+ranks meet, stop and fail. The first half needs only one fact of it: a collective over Gloo raises
+RankLost when a rank is gone.
 
-A collective is a call that all ranks of a group make together, such as a sum over them; if there is
-only one rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
+A collective is a call that all ranks of a group make together, such as a sum over them; with a
+single rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
 
-In comments on shapes: W ranks of a group, n elements of a bucket.
+Shapes in comments: W ranks of a group, n elements of a bucket.
 """
 import contextlib
 import dataclasses
@@ -35,44 +35,44 @@ from torch import distributed, nn
 
 
 class DistError(Exception):
-    """Ranks cannot train together, or not any longer; the message says why and what to do."""
+    """Ranks cannot train together, or no longer can; the message says why and what to do."""
 
 
 class RankLost(DistError):
     """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
-    After it, end the process by `leave`.
+    End the process with `leave`.
     """
 
 
 # ----- Ranks and collectives -----
 
-# One function, two names: torch 2.13 has the first, 2.11 the second.
+# The same function: torch 2.13 has the first name, 2.11 the second.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 @dataclasses.dataclass
 class World:
-    """A group of ranks, seen from one of them, and the collectives: calls that all make together.
+    """A group of ranks, seen from one of them, with its collectives.
 
-        library what it moves                           if a rank is gone
+        library moves                                   if a rank is gone
         NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
         Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
                                                         which rank it is
 
-    So before the main thread waits for what NCCL does, it asks over Gloo whether all ranks are
-    there. (One group of torch has both: the tensor's device decides.)
+    Therefore the main thread first asks over Gloo whether all ranks are there, and only then waits
+    for NCCL. One torch group uses both libraries: the device of the tensor decides.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1      # ranks of this node (only in the World of all ranks; elsewhere 1)
+    local_size: int = 1      # ranks of this node, in the World of all ranks; in others 1
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
     levels: list = None      # the Worlds within and across nodes, see `two_levels`
 
     def sum(self, **numbers):
-        """Returns the sums over all ranks of numbers (or tensors of one element), {name: float}:
-        integers are exact below 2^53, NaN and inf survive, and the answer is the same on every
-        rank. All ranks give the same names in the same order."""
+        """Returns the sums over all ranks of numbers or one-element tensors, {name: float}, equal
+        on every rank. Integers are exact below 2^53; NaN and inf survive. All ranks pass the same
+        names in the same order."""
         total = torch.tensor([*numbers.values()], dtype=torch.float64)
         self.all_reduce(total)
         return dict(zip(numbers, total.tolist()))
@@ -90,9 +90,9 @@ class World:
         self._run(distributed.reduce, tensor, group_dst=0)
 
     def broadcast(self, tensor):
-        """Overwrites a tensor, in place, with that of rank 0, which has the same shape. Each node
-        receives it once: its first rank passes it on to the others."""
-        if self.levels and tensor.is_cpu:            # NCCL itself does so
+        """Overwrites a tensor, in place, with rank 0's tensor of the same shape. Each node receives
+        it once: its first rank passes it on to the others."""
+        if self.levels and tensor.is_cpu:            # NCCL does this by itself
             within_node, across_nodes = self.levels
             if within_node.rank == 0:
                 across_nodes.broadcast(tensor)
@@ -102,27 +102,27 @@ class World:
 
     def all_to_all(self, rows):
         """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
-        received = rows.clone()                      # of one rank this is the answer already
+        received = rows.clone()                      # for one rank already the result
         self._run(distributed.all_to_all_single, received, rows)
         return received
 
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
-        gathered = torch.stack([tensor] * self.size)     # of one rank this is the answer already
-        # `flatten` copies nothing: what torch writes there stands in `gathered`.
+        gathered = torch.stack([tensor] * self.size)     # for one rank already the result
+        # `flatten` copies nothing here: torch writes into `gathered`.
         self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
         return gathered
 
     def all_gather_object(self, value):
-        """Returns the list of every rank's value, in order of rank: any small Python object that
-        pickle knows."""
+        """Returns the list of every rank's value, in order of rank. A value is any small Python
+        object that pickle can store."""
         values = [value] * self.size
         self._run(distributed.all_gather_object, values, value)
         return values
 
     def check_same(self, values, complaint):
-        """Raises DistError, on every rank, if a dict is not the same on all; `complaint` is what
-        its message says of the rank that differs from rank 0."""
+        """Raises DistError on every rank unless the dict `values` is equal on all of them. The
+        message names the first rank that differs from rank 0, then has the text `complaint`."""
         everyone = self.all_gather_object(values)
         for rank, other in enumerate(everyone):
             differ = differences(other, everyone[0])
@@ -130,24 +130,24 @@ class World:
                 raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
-        """Calls a collective of torch. If it fails, but not for lack of memory, a rank is gone:
-        raises RankLost."""
+        """Calls one of torch's collectives. Raises RankLost if it fails for any reason but a lack
+        of memory: then a rank is gone."""
         if self.size == 1:
             return
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            # Out of memory is a RuntimeError, too. No rank is lost, and a restart would not help.
+            # Out of memory is a RuntimeError, too, but no rank is lost and a restart does not help.
             if "memory" in str(error):
                 raise
-            # Gloo's words name no rank, or a wrong one. `leave` finds out which it is.
+            # Gloo's message names no rank, or the wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
                            "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
                            f"({error!r:.400})")
 
 
 def differences(one, other):
-    """Returns the keys in which two dicts differ, as text: "seed 1 (not 0)"."""
+    """Returns the entries in which two dicts differ, as text: "seed 1 (not 0)"."""
     keys = [key for key in sorted(one | other) if one.get(key) != other.get(key)]
     return ", ".join(f"{key} {one.get(key)} (not {other.get(key)})" for key in keys)
 
@@ -155,18 +155,20 @@ def differences(one, other):
 # ----- The simple form: average after backward -----
 
 def average_gradients(module, world):
-    """Replaces the gradients of a module by their means over all ranks. To be called after
-    backward, on ranks that began with equal weights.
+    """Replaces the gradients of a module by their means over all ranks. Call it after backward, on
+    ranks that began with equal weights.
 
-    What it costs: the network idles during backward and the processor afterwards, since nothing
-    overlaps; each tensor is a call of its own, and a small one costs a whole round trip (BERT base
-    has 158 tensors); and all are sent in full, without compression. `Reducer` mends all three.
-    (tests/variants/one_by_one.py trains by this function; buckets_after.py sends buckets, still
-    after backward.)
+    It is slow for three reasons, and `Reducer` mends them all. Nothing overlaps: the network idles
+    during backward, and the processor afterwards. Each tensor is a call of its own, and even a
+    small one costs a round trip; BERT base has 158 tensors. And everything is sent in full, without
+    compression.
+
+    tests/variants/one_by_one.py trains with this function; buckets_after.py sends buckets, still
+    after backward.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
-            parameter.grad.div_(world.size)          # before the sum, which might overflow fp16
+            parameter.grad.div_(world.size)          # before the sum, which could overflow fp16
             world.all_reduce(parameter.grad)
 
 
@@ -177,8 +179,8 @@ class Reducer:
 
         g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
 
-    A bucket is a flat fp32 tensor for the gradients of several parameters. It owns them: p.grad is
-    a view of it, and so is the gradient of p's master, the fp32 weight that an optimizer steps.
+    A bucket is a flat fp32 tensor that owns the gradients of several parameters. p.grad is a view
+    of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps.
 
         backward adds to p.grad   -->   bucket, averaged   -->   master.grad, for the optimizer
 
@@ -191,7 +193,7 @@ class Reducer:
         reducer.finish()                # now every master.grad is g, the same bits on all ranks
         reducer.commit(step_taken)      # for int8 and onebit, see `ErrorFeedback`
 
-    A rank runs several threads:
+    The threads of a rank:
 
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
@@ -200,18 +202,17 @@ class Reducer:
         communication thread    averages buckets (`_average`); only if W > 1
         `watch`                 waits until some rank has failed; only if W > 1
 
-    compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, as of optim.cast_with_masters;
-    without them the parameters, in fp32, are stepped themselves. After `finish`: `bytes_sent` by
-    this rank, and `wait_seconds` for the communication thread. Each bucket notes what its averaging
-    took: `bytes_sent`, and by time.perf_counter when it was `launched` (if there is a thread),
-    `began` and `ended`.
+    compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, from optim.cast_with_masters;
+    without them the optimizer steps the parameters themselves, in fp32. `finish` sets `bytes_sent`,
+    by this rank, and `wait_seconds`, for the communication thread. Each bucket records its own
+    `bytes_sent`, and the time.perf_counter at which it was `launched` (with a thread only), `began`
+    and `ended`.
     """
 
-    # 1. Pack, once. Each parameter gets its place in a bucket. All ranks start from the weights of
-    #    rank 0.
+    # 1. Pack, once. Each parameter gets a place in a bucket. All ranks start from rank 0's weights.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
-        world.barrier()                            # before NCCL is used, see `World`
+        world.barrier()                            # before NCCL's first call, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         masters = masters or {name: p.detach() for name, p in parameters.items()}
@@ -225,29 +226,29 @@ class Reducer:
         for name, p in parameters.items():
             masters[name].grad = self.views[name]
             p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # `detach` makes a second tensor of the view's memory, not the view itself: if the
-            # module is cast later, p.grad alone gets other memory, and `_ready` finds that out.
+            # `detach` makes a second tensor of the same memory. If the module is cast later, only
+            # p.grad moves to other memory, not the view, and `_ready` notices the difference.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         self.thread = self.stream = None
         if world.size > 1:
-            # It gets one core. With more it would slow backward down: a step of `tiny` took 1.36
-            # times as long.
+            # One core: with more the thread slows backward, and a step of `tiny` took 1.36 times as
+            # long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
-                # A stream is a queue of work for a GPU. The averaging gets one of its own, so that
-                # it runs beside backward, not after it.
+                # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
+                # beside backward, not after it.
                 self.stream = torch.cuda.Stream(world.device)
         self.zero_grad()
 
     def zero_grad(self, loss_scale=1.0):
-        """Begins a step: all gradients are 0. loss_scale: what the step's loss is multiplied by."""
-        self.jobs = []             # of the thread in this step, one for each launched bucket
+        """Begins a step: sets all gradients to 0. loss_scale: the factor in the step's loss."""
+        self.jobs = []             # the thread's jobs in this step, one for each launched bucket
         self.loss_scale = loss_scale
         self.last_micro_batch = True
-        self.missing = set(self.views)             # names of those that are not ready
+        self.missing = set(self.views)             # names of the gradients that are not ready yet
         torch._foreach_zero_(self.flats)
 
     # 2. Ready. Autograd has added a gradient to p.grad.
@@ -255,10 +256,10 @@ class Reducer:
     def _ready(self, name, p):
         """In the step's last micro-batch, launches the buckets that are complete now.
 
-        Autograd calls this when it has added to p.grad the sum of all uses of p (the token
-        embedding has two): on a CPU in the thread that has called backward, on a GPU in a thread of
-        its own. Raises KeyError if there is a backward after that of the last micro-batch, and
-        DistError if p.grad is no view of the bucket any longer."""
+        Autograd calls this hook after it has added the gradients of all uses of p to p.grad; the
+        token embedding has two uses. On a CPU it runs in the thread that called backward, on a GPU
+        in autograd's own thread. Raises KeyError for a backward after that of the last micro-batch,
+        and DistError if p.grad is no longer a view of its bucket."""
         if p.grad.data_ptr() != self.views[name].data_ptr():
             raise DistError(f"the gradient of {name} is not in its bucket any longer: cast the "
                             "module before the Reducer is made, let no zero_grad be called but the "
@@ -268,62 +269,62 @@ class Reducer:
             if self.thread:
                 self._launch()
 
-    # 3. Launch. A bucket whose gradients are all there is averaged by the communication thread,
-    #    while backward goes on. (Only one thread at a time runs Python. But both are nearly always
-    #    in C++ code, backward and collectives, which lets others run.)
+    # 3. Launch. The communication thread averages complete buckets while backward goes on. Only one
+    #    thread at a time runs Python, but both threads are nearly always in C++ code, backward and
+    #    collectives, which lets the other one run.
     #
-    #    A GPU computes later than Python calls it: the CPU only puts the work into a stream.
+    #    A GPU computes later than Python calls it: the CPU only puts work into a stream.
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
 
-        Buckets start in the order of `self.buckets`, on every rank: torch adds up the first
-        collective of one rank with the first of the others, and so on. So a bucket that is complete
-        waits for those before it.
+        Buckets start in the order of `self.buckets` on every rank, because torch matches
+        collectives by their order: the first of one rank is added up with the first of the others,
+        and so on. A complete bucket therefore waits for the buckets before it.
         """
         for bucket in self.buckets[len(self.jobs):]:         # not launched yet
             if not self.missing.isdisjoint(bucket.shapes):
                 return
             gradients_done = None
             if self.stream:
-                # A mark in the queue of this thread's stream, after backward's work so far.
-                # ("blocking": a thread that waits until the GPU has come there takes no core.)
+                # An event marks a place in a stream: here, the end of backward's work so far. A
+                # thread that waits for a "blocking" event takes no core.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             bucket.launched = time.perf_counter()
             self.jobs.append(self.thread.submit(self._average, bucket, gradients_done))
 
     def _average(self, bucket, gradients_done):
-        """Averages a bucket, in the communication thread if there is one. gradients_done: the
-        torch.cuda.Event to wait for first, or None."""
+        """Averages a bucket, in the communication thread if there is one. gradients_done: None, or
+        the torch.cuda.Event to wait for first."""
         if self.stream:
-            # What this thread calls from here on goes to this stream, and to its GPU. (Each thread
-            # begins with GPU 0, where it would take memory even to wait.)
+            # From here on this thread's calls go to this stream, and to its GPU. A thread begins
+            # with GPU 0, and would take memory there even to wait.
             torch.cuda.set_stream(self.stream)
-            gradients_done.synchronize()   # this thread sleeps until backward has come to the mark
+            gradients_done.synchronize()   # sleeps until the GPU has reached the mark
         bucket.began = time.perf_counter()
         bucket.bytes_sent = bucket.average(self.loss_scale)
         if self.stream:
-            self.stream.synchronize()      # only this thread waits, until the bucket is averaged
+            self.stream.synchronize()      # this thread alone waits until the bucket is averaged
         bucket.ended = time.perf_counter()
 
     # 4. Finish. Wait for the communication thread.
 
     def finish(self):
-        """Waits until this rank has the mean of all gradients. Sets `bytes_sent`, `wait_seconds`.
-        Raises what went wrong in the thread, say RankLost; before it waits, DistError that names
-        the parameters that took no part in the loss: their buckets were never launched."""
+        """Waits until this rank has the mean of all gradients; sets `bytes_sent`, `wait_seconds`.
+        Raises the thread's errors, such as RankLost; before it waits, DistError if parameters took
+        no part in the loss, with their names: their buckets were never launched."""
         if self.missing:
             raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
                             "backward: each must take part in that loss, or have "
                             "requires_grad=False")
         if self.stream:
-            # First let backward end: wait_seconds shall count the averaging alone.
+            # Let backward end first, so that wait_seconds counts the averaging alone.
             torch.cuda.current_stream().synchronize()
             self.world.barrier()                   # a rank may have died in backward, see `World`
         if not self.thread:
-            # One rank sends nothing. But compression rounds here, too: so one rank shows what that
-            # does to a loss.
+            # One rank sends nothing, but compression rounds here, too: a single rank already shows
+            # the effect on the loss.
             for bucket in self.buckets:
                 self._average(bucket, None)
         began = time.perf_counter()
@@ -333,35 +334,37 @@ class Reducer:
         self.bytes_sent = sum(bucket.bytes_sent for bucket in self.buckets)
 
     def norm(self):
-        """Returns the 2-norm of all that is in the buckets, as a float; NaN or inf if any of it
-        is. After `finish` it is that of the averaged gradients, the same on every rank. Before, it
-        is of no use: averaging runs. A rank's own gradients are whole only when `Bucket.average`
-        begins, in the communication thread. (A sum in fp32: on a CPU it can be off by 3e-3 where a
-        tensor has tens of millions of elements, by 1e-2 where one of them is far larger.)"""
+        """Returns the 2-norm of all gradients, as a float; NaN or inf if any element is. Call it
+        after `finish`: then the gradients are the means, and their norm is equal on every rank.
+        Before, averaging may be at work; a rank's own gradients are whole only where
+        `Bucket.average` begins, in the communication thread. The sum is in fp32: on a CPU the norm
+        can be off by 3e-3 if a tensor has tens of millions of elements, and by 1e-2 if one of them
+        is far larger than the rest."""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 and onebit keep, for the next one, what they have not sent. If this
-        step is skipped, they keep what they had before it."""
+        """Ends a step: int8 and onebit keep what they have not sent for the next step. If this step
+        is skipped, they keep what they had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
     def forget(self):
-        """Drops all that waits to be sent. Done at each save: so a checkpoint does not need it, and
-        the run that goes on equals the one that resumes."""
+        """Drops everything that waits to be sent. train.py does so at each save: a checkpoint then
+        needs no residuals, and the run that goes on equals the run that resumes."""
         for bucket in self.buckets:
             bucket.wire.forget()
 
 
 def fill_buckets(tensors, world, compression, bucket_mb):
-    """Returns Buckets of {name: tensor}, the last tensor first: backward begins at the output.
+    """Returns Buckets for {name: tensor}, the last tensor first, since backward begins at the
+    output.
 
-    A bucket is full when it has bucket_mb MB (4 bytes an element) or more. The embeddings begin a
-    new one: their gradients come last, and what shared a bucket with them would wait. So does what
-    follows them, the small mlm_bias, since torch lists a model's own parameters first. (It waits
-    anyway: buckets start in order.)"""
+    A bucket is full when it has bucket_mb MB or more, at 4 bytes an element. The embeddings begin a
+    new bucket: their gradients come last, and whatever shared a bucket with them would wait. The
+    small mlm_bias gets a bucket of its own after them, since torch lists a model's own parameters
+    first; it waits anyway, because buckets start in order."""
     contents = []                                  # {name: shape} of each bucket
-    space = 0.0                                    # what still fits into the last of them, MB
+    space = 0.0                                    # MB that still fit into the last bucket
     in_embeddings = False
     for name, tensor in reversed(tensors.items()):
         if space <= 0 or name.startswith("embeddings.") != in_embeddings:
@@ -378,22 +381,22 @@ def fill_buckets(tensors, world, compression, bucket_mb):
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, `flat`, and its way over the network, `wire`.
 
-    If there are several nodes, there are two levels (Goyal et al., arXiv 1706.02677, section 4.1).
-    The first rank of each node is its leader, here 0 and 2:
+    Several nodes are averaged on two levels (Goyal et al., arXiv 1706.02677, section 4.1). The
+    first rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
         1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
         2. wire.average      0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
-    So a node sends no more than a single rank would. With one level each rank is a leader. `none`,
-    `fp16` and `bf16` have one level on GPUs, where NCCL itself adds up inside a node first.
+    A node then sends no more than a single rank would. With one level each rank is a leader. On
+    GPUs `none`, `fp16` and `bf16` use one level, since NCCL itself adds up inside a node first.
     """
 
     def __init__(self, shapes, world, compression):
         self.shapes = shapes                       # {name: shape}, in the order of the flat tensor
         self.wire = COMPRESSORS[compression]()
-        self.within_node = World()                 # with one level: this rank alone
+        self.within_node = World()                 # one level: this rank alone
         self.across_nodes = world
         if world.levels and (world.device.type == "cpu" or not isinstance(self.wire, Dense)):
             self.within_node, self.across_nodes = world.levels
@@ -404,8 +407,8 @@ class Bucket:
             self.views[name] = part.view(shapes[name])
 
     def average(self, loss_scale):
-        """Averages the bucket over all ranks, in place; returns the bytes that this rank sent (on
-        two levels: to other nodes). loss_scale: the factor that is in the gradients."""
+        """Averages the bucket over all ranks, in place. Returns the bytes that this rank sent, on
+        two levels those sent to other nodes. loss_scale: the factor in the gradients."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
             self.within_node.reduce(self.flat)
@@ -418,34 +421,33 @@ class Bucket:
 
 # ----- What goes over the wire, from simple to hard -----
 #
-# Each Bucket has a wire of its own, an object with these functions:
+# Each Bucket has a wire of its own, an object with these methods:
 #
 #     average(world, flat, loss_scale)    averages flat (n,) over the ranks, in place, to the same
 #                                         bits on all; returns the bytes sent by this rank. Called
 #                                         by leaders, in `Bucket.average`
 #     commit(step_taken)                  ends a step; called by all ranks, in the main thread
-#     forget()                            drops what steps have left; as commit
+#     forget()                            drops what earlier steps have left; called like commit
 #
-# A wire must keep inf and NaN: if one rank has such an element, the mean must have one, too, on all
-# ranks, since all must skip the same step.
+# A wire must keep inf and NaN: if any rank has one, the mean on all ranks must have one, because
+# all ranks must skip the same step.
 
 @dataclasses.dataclass
 class Dense:
-    """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`, after which nothing is
-    left.
+    """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`. Nothing is left over.
 
-    fp16 has the range 6e-8 to 65,504; the loss scale keeps gradients in it. It has 11 significant
-    bits, but fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds
-    as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 ranks 2 to 31 %.
+    fp16 ranges from 6e-8 to 65,504, where the loss scale keeps the gradients; it has 11 significant
+    bits, fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds as
+    well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 ranks 2 to 31 %.
     """
     dtype: torch.dtype
 
     def average(self, world, flat, loss_scale):
-        """Divides, casts, sums, in this order. Returns the bytes of ranks that send to the next one
-        in a ring: each sends (W - 1) / W of the tensor twice, first to sum it up, then to spread
-        the sums."""
-        flat.div_(world.size)                      # before the sum, which might overflow fp16
-        sent = flat.to(self.dtype)                 # in fp32 it is `flat` itself
+        """Divides, casts and sums, in this order. Returns the bytes that a rank sends in a ring: it
+        sends (W - 1) / W of the tensor to its neighbour twice, first to add up, then to spread the
+        sums."""
+        flat.div_(world.size)                      # before the sum, which could overflow fp16
+        sent = flat.to(self.dtype)                 # for fp32 this is `flat` itself
         world.all_reduce(sent)
         flat.copy_(sent)
         return 2 * (world.size - 1) * sent.nbytes // world.size
@@ -461,17 +463,17 @@ BLOCK = 512                  # elements that share a block's scale, see `encode_
 
 
 class ErrorFeedback:
-    """The wire of int8 and onebit. They round what they send. What rounding has lost, the residual,
-    is added to what is sent in the next step. It is unscaled, since the loss scale may be another
-    one then:
+    """The wire of int8 and onebit, which round what they send. The loss from rounding, the
+    residual, is added to what the next step sends. Residuals are unscaled, because the next step
+    may have a different loss scale:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
-        q = mean(v_r), nearly                  what all get, the same on every rank
-        g = loss_scale * q                     what is then in the bucket
-        e_r = v_r - c_r                        c_r: v_r rounded, which rank r sends. The next
-                                               residual: kept by `commit`, if the step is taken
+        q = mean(v_r), nearly                  the result, the same on every rank
+        g = loss_scale * q                     goes back into the bucket
+        e_r = v_r - c_r                        c_r: v_r rounded, as rank r sends it. The next
+                                               residual; `commit` keeps it if the step is taken
 
-    If the step is skipped, after an overflow, the next one begins with the same e_r.
+    After a skipped step (an overflow) the next one begins with the same e_r.
 
     mean: a function (world, value, state) -> (mean, next state, bytes sent):
 
@@ -479,8 +481,8 @@ class ErrorFeedback:
                                has a residual, too. The function subtracts c_r in place, which
                                leaves e_r
         mean (n + padding,)    q
-        state                  a dict, empty at first: what the function keeps from step to step. It
-                               is not changed: the next state is a new one
+        state                  a dict, empty at first, for what the function keeps from step to
+                               step. It is not changed: the next state is a new dict
     """
 
     def __init__(self, mean):
@@ -488,7 +490,7 @@ class ErrorFeedback:
         self.forget()
 
     def average(self, world, flat, loss_scale):
-        """Averages flat by the equations of the class. What is left of them is `next`."""
+        """Averages flat by the equations of the class, and sets `next` for `commit`."""
         n = len(flat)
         residual, state = self.kept
         if residual is None:
@@ -496,14 +498,14 @@ class ErrorFeedback:
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = torch.empty_like(residual)
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
-        value[n:] = residual[n:]                   # of the padding: onebit sends signs for zeros
+        value[n:] = residual[n:]                   # of the padding: onebit rounds zeros, too
         mean, next_state, sent = self.mean(world, value, state)
         self.next = value, next_state              # value is now the next residual
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent
 
     def commit(self, step_taken):
-        """Keeps what `average` has left if the step is taken, else what was kept before."""
+        """Keeps the residual and state of `average` if the step is taken, else the old ones."""
         if step_taken:
             self.kept = self.next
         self.next = self.kept
@@ -515,10 +517,10 @@ class ErrorFeedback:
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The
-    value is cut into W parts. Rank j averages part j of all ranks, and sends the average to all.
-    C(x) is what x becomes when it is encoded and decoded. An example of two ranks, with a C that
-    rounds down to whole numbers, in the first step:
+    """The mean of int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv
+    2102.02888). The value is cut into W parts. Rank j averages part j of all ranks, and sends the
+    average to all. C(x) is x encoded and then decoded. For example, the first step of two ranks,
+    with a C that rounds down to whole numbers:
 
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
@@ -529,14 +531,14 @@ def compressed_mean(encode, decode, world, value, state):
         encode         2                      3                   0.5 and 0.0 are the next s
         all_gather     2      3               2      3            the mean, on both
 
-    The same in letters. Rank r has the value v_r, see `ErrorFeedback`. The rank that averages a
-    part keeps a residual of its own, s:
+    In letters: rank r has the value v_r, see `ErrorFeedback`, and the rank that averages a part
+    keeps a residual of its own, s:
 
         c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
         m = mean_r c_r + s
         q = C(m)                  s' = m - q                the mean that all get, and the next s
 
-    Nothing is lost. What comes in goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
+    Nothing is lost: whatever comes in goes out or stays, mean_r v_r + s = q + mean_r e'_r + s'.
     """
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
@@ -551,22 +553,22 @@ def compressed_mean(encode, decode, world, value, state):
 
     # 3. Send the average to all.
     part_codes, part_decoded = encode(part_mean)
-    part_mean -= part_decoded                              # what is left of it
+    part_mean -= part_decoded                              # the next part residual
     mean = decode(world.all_gather(part_codes)).view(-1)
     return mean, {"part_residual": part_mean}, 2 * (world.size - 1) * part_codes.numel()
 
 
 def encode_int8(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 516), an int8 for each element and a scale in
-    fp32 for the block, and C(blocks), what they stand for.
+    """Returns codes (..., 516) of blocks (..., 512), an int8 for each element and an fp32 scale for
+    the block; and C(blocks), the values that the codes stand for.
 
     The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
     arXiv 2110.02861, section 2.1, here linear):
 
         block_scale = max |x| / 127     level = round(x / block_scale)     C(x) = block_scale level
     """
-    # The clamp is for blocks of zeros. In a block with inf its scale is inf, and what is decoded
-    # from it NaN (0 * inf), so that all ranks skip the step.
+    # The clamp is for blocks of zeros. A block with an inf has the scale inf; it is decoded to NaN
+    # (0 * inf), so that all ranks skip the step.
     scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
@@ -574,32 +576,32 @@ def encode_int8(blocks):
 
 
 def decode_int8(codes):
-    """Returns the blocks (..., 512) that bytes (..., 516) stand for."""
+    """Returns the blocks (..., 512) that codes (..., 516) stand for."""
     levels = codes[..., :-4].view(torch.int8).float()
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
 
-# Both tables are copied to the GPU where they are used. (non_blocking: the CPU goes on meanwhile.)
+# Both tables are copied to the GPU on use; with non_blocking the CPU goes on meanwhile.
 POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
-# The eight signs that each of the 256 bytes stands for, (256, 8): a bit of 1 is -1. So row 3, which
-# is 00000011, is 1 1 1 1 1 1 -1 -1.
+# The eight signs that each of the 256 bytes stands for, (256, 8). A bit of 1 is -1: row 3, or
+# 00000011, is 1 1 1 1 1 1 -1 -1.
 SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 
 def encode_onebit(blocks):
-    """Returns the bytes of blocks (..., 512) -> (..., 68), a bit for each element and a scale in
-    fp32 for the block, and C(blocks), what they stand for.
+    """Returns codes (..., 68) of blocks (..., 512), a bit for each element and an fp32 scale for
+    the block; and C(blocks), the values that the codes stand for.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
         block_scale = mean |x|      bit = sign of x            C(x) = block_scale or -block_scale
 
-    In the demo LAMB learns much less from it: v, its mean of squares, is then that of such scales.
-    So 1-bit LAMB and 1-bit Adam begin with full gradients, and then freeze v (tests/variants).
+    LAMB learns much less from it in the demo, because v, its mean of squares, then holds squares of
+    scales. 1-bit LAMB and 1-bit Adam begin with full gradients and then freeze v (tests/variants).
 
     mean |x| has the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam has one
-    scale, ||x|| / sqrt(n), for a whole tensor: with that the residual of an embedding, most of
-    whose rows have hardly any gradient in a step, grows from step to step.
+    scale, ||x|| / sqrt(n), for a whole tensor. With it the residual of an embedding grows from step
+    to step, since most of its rows have hardly any gradient in a step.
     """
     scales = blocks.abs().mean(-1, keepdim=True)
     if blocks.is_cpu:                              # NumPy packs several times faster than torch
@@ -612,7 +614,7 @@ def encode_onebit(blocks):
 
 
 def decode_onebit(codes):
-    """Returns the blocks (..., 512) that bytes (..., 68) stand for."""
+    """Returns the blocks (..., 512) that codes (..., 68) stand for."""
     table = SIGNS.to(codes.device, non_blocking=True)
     signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
@@ -631,7 +633,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 
 # ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
 #
-# When something is wrong, every wait has an end (the names are told below):
+# Every wait has an end; the names are explained below:
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
 #     10 s                    `leave` gives up asking the store
@@ -645,22 +647,22 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 # ----- How the ranks meet -----
 
 def init(timeout=600.0, init_method="env://"):
-    """Returns this process's World, by the environment that torchrun sets; without it, a World of
-    one rank.
+    """Returns this process's World, from the environment that torchrun sets; without torchrun, a
+    World of one rank.
 
-    timeout: seconds that a collective over Gloo waits for a rank; over NCCL twice as many.
-    init_method: where the store is, as torch says it; "env://" is torchrun's.
+    timeout: the seconds that a collective over Gloo waits for a rank; over NCCL twice as many.
+    init_method: the address of the store, as for torch; "env://" is torchrun's.
 
-    If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
-    their processes have to end by os._exit: Python's exit aborts while torch's groups are open, and
-    to close them can wait for a lost rank. Raises DistError if the nodes are unlike (numbers of
-    ranks, GPUs or none) or torchrun is missing, RankLost if the ranks do not meet.
+    Several ranks listen to signals from here on, see `listen_to_signals`, and must end by
+    os._exit: Python's exit aborts while torch's groups are open, and closing them can wait for a
+    lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none) or torchrun is
+    missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
         return world
     limit = datetime.timedelta(seconds=timeout)
-    # With this, Gloo opens a socket to a rank when it first sends to it, not to all ranks at once.
+    # With this Gloo opens a socket to a rank when it first sends to it, not to all ranks at once.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store = meet(world, init_method, limit)
@@ -677,10 +679,10 @@ def init(timeout=600.0, init_method="env://"):
 
 
 def world_of_environment():
-    """Returns the World that torchrun's variables tell of, and makes its GPU the current one.
+    """Returns the World that torchrun's variables describe, and makes its GPU the current one.
     Raises DistError if srun or mpirun has started several processes without torchrun."""
-    # What srun sets, Open MPI's mpirun, and MPICH's. (SLURM_NTASKS would not tell: a batch script,
-    # which runs once, has it too.)
+    # Set by srun, by Open MPI and by MPICH. SLURM_NTASKS is no sign: a batch script, which runs
+    # once, has it too.
     for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":
         if not os.environ.get("RANK") and os.environ.get(name, "1") != "1":
             raise DistError(f"{name} is {os.environ[name]}, but each of these processes would "
@@ -691,26 +693,26 @@ def world_of_environment():
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # The remainder is for schedulers that show each rank only its own GPU. (Two ranks that get
-        # the same one by it are refused in train.py.)
+        # The remainder is for schedulers that show each rank only its own GPU. If two ranks get the
+        # same GPU by it, train.py refuses them.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank, size, local_size, device)
 
 
 def meet(world, init_method, limit):
-    """Returns a store that all ranks share, and in which nothing is left of earlier processes.
-    Raises RuntimeError if node 0 does not answer within `limit`, a timedelta; if ranks do not come
-    within another `limit`, naming them; or if this rank's torchrun dies.
+    """Returns a store that all ranks share, free of keys of earlier processes. Raises RuntimeError
+    if node 0 does not answer within `limit`, a timedelta; if ranks do not come within another
+    `limit`, with their numbers; or if this rank's torchrun dies.
 
     A store is a small dictionary that all ranks share, kept by a process of node 0. Torch's own
-    lives as long as torchrun, which may start dead ranks again: new processes would find in it what
-    the dead ones have set. (Restarts have numbers, but a torchrun that was itself started again
-    counts from 0.)
+    store lives as long as torchrun, which may restart dead ranks: the new processes would find the
+    keys of the dead. The number of the restart cannot tell them apart, because a torchrun that was
+    itself restarted counts from 0.
 
-    So each attempt to meet has a number, and keys of its own, with that number as a prefix. Each
-    new process begins an attempt, by adding 1 to a count. While it waits it joins the newest one,
-    by setting a key. The ranks meet in an attempt that all have joined:
+    Therefore each attempt to meet has a number, which is the prefix of its keys. Each new process
+    begins an attempt, by adding 1 to a count. While it waits, it joins the newest attempt, by
+    setting a key. The ranks meet in an attempt that all have joined:
 
                                           newest attempt    joined by
         rank 0 comes                      1                 0
@@ -720,8 +722,8 @@ def meet(world, init_method, limit):
         rank 1 dies, comes once more      4                 1
         rank 0 comes                      5                 0, then 1: they have met
 
-    So a dead process is left behind by the one that takes its place, which begins a newer attempt.
-    (If a rank joins and dies within 0.1 s, all meet. The next collective fails.)
+    The process that replaces a dead one begins a newer attempt, and so leaves the dead one behind.
+    If a rank joins and dies within 0.1 s, all meet, and the next collective fails.
     """
     # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
@@ -731,7 +733,7 @@ def meet(world, init_method, limit):
     everyone = [f"here/{rank}" for rank in range(world.size)]
     while True:
         if torchrun_died():
-            raise RuntimeError("its torchrun has died")    # a new one may start this rank anew
+            raise RuntimeError("its torchrun has died")    # a new one may restart this rank
         newest = root.add("newest attempt", 0)     # adding 0 reads the number
         attempt = distributed.PrefixStore(str(newest), root)
         attempt.set(f"here/{world.rank}", "")
@@ -744,16 +746,16 @@ def meet(world, init_method, limit):
 
 
 def ranks_without(store, word, size):
-    """Returns the ranks that have not set a word in the store, as "3, 5"."""
+    """Returns the ranks that have not set the key `word` in the store, as "3, 5"."""
     return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
 def start_groups(world, store, limit):
-    """Starts torch's process group, Gloo and for GPUs NCCL, and the thread `watch`. From here on
-    signals are requests, see `listen_to_signals`."""
+    """Starts torch's process group (Gloo, and NCCL for GPUs) and the thread `watch`. From here on
+    signals are requests to stop, see `listen_to_signals`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # Gloo should time out first, since it raises where NCCL aborts: so NCCL gets twice the limit.
-    # (Only a private function of torch sets the limit of one of them.)
+    # Gloo should time out first, because it raises where NCCL aborts: NCCL gets twice the limit.
+    # Only a private function of torch sets the limit of one library.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
@@ -763,14 +765,14 @@ def start_groups(world, store, limit):
     gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
-    # torchrun sends SIGTERM to all when a rank has died. So that they can still say which one it
-    # was, it must not end them at once.
+    # When a rank has died torchrun sends SIGTERM to the others. It must not end them at once: they
+    # still have to say which rank it was.
     listen_to_signals()
     threading.Thread(target=watch, args=[world.rank], daemon=True).start()
 
 
 def two_levels(world, limit):
-    """Returns two Worlds: the ranks within this node, and those with this local rank across the
+    """Returns two Worlds: the ranks within this node, and the ranks with this local rank across the
     nodes. None on a single node.
 
         node 0: ranks 0 1        within nodes:  (0 1) and (2 3)
@@ -783,8 +785,8 @@ def two_levels(world, limit):
     ranks = torch.arange(world.size).view(-1, world.local_size)    # a row for each node
     levels = []
     for teams in ranks, ranks.T:
-        # Every rank must create all groups, in the same order, and gets its own back. (1 3) is not
-        # used.
+        # Every rank must create all groups, in the same order, and gets its own back. The group
+        # (1 3) is not used.
         group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
@@ -799,13 +801,13 @@ stop_requests = []
 
 
 def listen_to_signals():
-    """From now on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, what
-    schedulers send before the end) does not end the process, but adds its name to the list
-    `stop_requests`, so that training can stop with a checkpoint. After the first signal, Ctrl-C
-    ends the process at once. (torchrun sends SIGTERM for a second Ctrl-C.)
+    """From here on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, a scheduler's
+    warning) does not end the process. It adds its name to the list `stop_requests`, so that
+    training can stop with a checkpoint. After the first signal, Ctrl-C ends the process at once;
+    for a second Ctrl-C torchrun sends SIGTERM.
 
-    Without torchrun no signal that is ignored (by nohup) is listened to. Under torchrun all are: it
-    passes its own signals on to the ranks, and kills those that ignore them.
+    Without torchrun, signals that are ignored (by nohup) stay ignored. Under torchrun all signals
+    are requests: it passes its own on to the ranks, and kills those that ignore them.
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
@@ -820,8 +822,8 @@ def find_torchrun():
     """Returns the process number of the torchrun that started this rank; None without torchrun.
 
     The parent of a rank may be a wrapper (numactl, bash -c). But torchrun starts each rank in a
-    session of its own. A session is a set of processes, and has the number of its first one: of the
-    wrapper, or the rank. The parent of that one is torchrun.
+    session, a set of processes, of its own. The session's number is that of its first process, the
+    wrapper or the rank, and torchrun is the parent of that process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -833,17 +835,17 @@ def find_torchrun():
         return os.getppid()
 
 
-# Looked up once, when this file is imported: that a torchrun died before goes unnoticed.
+# Looked up once, when this file is imported. If torchrun died before, nobody notices.
 TORCHRUN = find_torchrun()
 
 
 def torchrun_died():
-    """Returns True if torchrun started this process and is gone: ranks must not train on alone."""
+    """Returns whether torchrun started this process and is gone: ranks must not train on alone."""
     return find_torchrun() != TORCHRUN
 
 
 def end_torchrun():
-    """Ends the torchrun that started this process, if there is one: it would restart the ranks."""
+    """Ends the torchrun that started this process, if any, which would restart the ranks."""
     if TORCHRUN:
         time.sleep(2)      # node 0's torchrun may keep the store: first let all read "failed"
         if not torchrun_died():
@@ -855,16 +857,16 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. (A rank that waits for a third rank gets the error when the third
-# ends. NCCL waits for either, at most twice the --timeout.) So a rank that fails only has to end,
-# and all come to `leave`. One of them prints its error: the first to put its number into the store.
-# (The error of a collective only tells that some rank is gone. Then the first one asks which.) Keys
-# in the store:
+# --timeout from one that hangs. A rank that waits for a third rank gets the error when the third
+# ends. NCCL waits for a dead rank, too, for twice the --timeout at most. Hence a rank that fails
+# only has to end, and all ranks come to `leave`. One of them prints its error: the first to put its
+# number into the store. If its error comes from a collective, which only says that some rank is
+# gone, it first asks which. Keys in the store:
 #
-#     "failed"          set once, by the first rank that fails: "0 True" is rank 0, and that a
+#     "failed"          set once, by the first rank that fails: "0 True" means rank 0, and that a
 #                       restart helps
 #     "alive/RANK"      set by a thread of each process (`watch`) when "failed" is set, whatever the
-#                       program is busy with. The ranks without it are those that are gone
+#                       program is busy with. The ranks without it are gone
 #
 # Rank 2 is killed:
 #
@@ -883,30 +885,30 @@ def end_torchrun():
 #     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
 #     later                        2 s *     its `watch` has to set "alive"           nothing
 #
-# * At most, and only until `watch` sets `may_leave`: an error may come late, as it goes from
-# neighbour to neighbour.
+# * At most, and only until `watch` sets `may_leave`: errors pass from neighbour to neighbour, so
+# one may come late.
 
 def open_store():
-    """Returns the store of all ranks, with a new connection: another thread may use the old one."""
+    """Returns the ranks' store, by a connection of its own: another thread may use the old one."""
     return distributed.group.WORLD.get_group_store().clone()
 
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
-# Set by `watch` if the store is gone before: node 0's torchrun keeps it.
+# Set by `watch` if the store goes before that, with node 0's torchrun, which keeps it.
 store_gone = threading.Event()
 
 
 def watch(rank):
-    """Waits, in a thread of each process, until a rank has failed. Then says that this process is
-    alive, and ends it if it lives a minute later. Where a restart cannot help it ends torchrun as
+    """Waits, in a thread of each process, until a rank has failed. Then reports this process as
+    alive, and ends it if it still runs a minute later. If a restart cannot help it ends torchrun as
     well."""
     try:
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
-        # A timer that ends the process in 60 s, even if all of Python hangs. A program that is
-        # saving needs some time. One that waits for a dead rank in NCCL would wait longer.
+        # A timer that ends the process in 60 s, even if all of Python hangs. That is time enough to
+        # save; in NCCL the process could wait longer for a dead rank.
         faulthandler.dump_traceback_later(60, exit=True)
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
@@ -921,17 +923,17 @@ def leave(message, restart_helps, rank_lost=False):
     """Ends this process after an error, with status 1. The first of all ranks to fail prints its
     message; if its restart_helps is False, torchrun is ended, too.
 
-    rank_lost: whether the error was a RankLost. The first rank to fail finds out who is silent, and
-    puts their numbers in place of the "?" in its message.
+    rank_lost: whether the error was a RankLost. Then the first rank to fail finds out which ranks
+    are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A request to a host that is stopped or cut off never returns, so a thread makes it.
+        # A thread asks, since a request to a host that is stopped or cut off never returns.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
-        # The store is gone with its torchrun, or no memory is left for a thread. Each rank prints
-        # an error of its own. That others are lost is printed by one rank of each node, unless its
-        # `watch` has seen the failure that torchrun was ended for.
+        # The store is gone with its torchrun, or no memory is left for a thread. Then each rank
+        # prints an error of its own. But a RankLost is printed by one rank of each node only, and
+        # not if its `watch` has seen the failure that ended torchrun.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
@@ -943,9 +945,9 @@ def leave(message, restart_helps, rank_lost=False):
 
 
 def end(status):
-    """Ends this process, at once if there may be other ranks: Python's own end aborts while torch's
-    groups are open, and can wait for a rank that is lost. Without torchrun status 0 returns, and
-    another one is a SystemExit: so a profiler writes its file, and a notebook lives."""
+    """Ends this process, at once if there may be other ranks: Python's own exit aborts while
+    torch's groups are open, and can wait for a lost rank. Without torchrun it returns for status 0,
+    else raises SystemExit: a profiler can write its file, and a notebook lives on."""
     if TORCHRUN or distributed.is_initialized():
         os._exit(status)
     if status:
@@ -953,10 +955,10 @@ def end(status):
 
 
 def agree(message, restart_helps, rank_lost):
-    """Returns (what this rank prints, whether a restart helps), as the first rank to fail decides.
-    Raises RuntimeError if the store was gone before this rank could say that it has failed."""
+    """Returns (the text that this rank prints, whether a restart helps), as the first rank to fail
+    decides. Raises RuntimeError if the store was gone before this rank could report its failure."""
     if not distributed.is_initialized():
-        return message, restart_helps              # before they have met each speaks for itself
+        return message, restart_helps              # before they meet, each speaks for itself
     if store_gone.is_set():
         raise RuntimeError("to connect to it would take until --timeout")
     store = open_store()
