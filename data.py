@@ -1,17 +1,19 @@
-"""Batches of masked text, from shards on disk; below, shards from text.
+"""Makes batches of masked text from shards on disk; the second half makes the shards from text.
 
     python data.py my.txt --out shards/my
     python data.py corpus/*.txt.gz --out shards/wiki --vocab-size 30522 --shards 256
 
-A token is a piece of a word, of a vocabulary that the library SentencePiece learns from the text.
-A shard is a part of the documents. A folder of shards holds `tokenizer.model`, `manifest.json`
-(settings, counts and the files' checksums), `unigrams` (float64, how often the training text has
-each token) and, for each shard, two arrays without any header:
+A token is a piece of a word, from a vocabulary that the SentencePiece library learns from the text.
+A shard is one part of the documents. A folder of shards holds these files, the last two for each
+shard; the arrays have no header:
 
+    tokenizer.model  the SentencePiece model
+    manifest.json    settings, counts and the checksums of the files
+    unigrams         float64, how often each token occurs in the training text
     NAME.tokens      uint16, every token of the shard, no [CLS] and [SEP]
     NAME.documents   int64, where each document begins in `tokens`, and where the last one ends
 
-Masks and pairs are made on the fly, so all phases, at any length, read the same shards.
+Masks and pairs are made on the fly, so all phases read the same shards, at any sequence length.
 """
 import argparse
 import bz2
@@ -44,66 +46,65 @@ from tqdm import tqdm
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
-IGNORED = -100              # torch's cross-entropy passes over this label
-SHORT_FRACTION = 0.10       # so many examples have a random length, so that some are short
-GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio less 1, see PretrainingData
-FORMAT = 1                  # goes into a folder's digest. Raise it when files get another meaning:
-                            # then old folders are refused
+IGNORED = -100              # torch's cross-entropy skips this label
+SHORT_FRACTION = 0.10       # the fraction of examples with a random length, to make some short
+GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio minus 1, see PretrainingData
+FORMAT = 1                  # part of a folder's digest. Raise it when the meaning of a file
+                            # changes, so that old folders are refused
 
 
 class DataError(ValueError):
-    """Input or shards that cannot be used; the message says which file, what and what to do."""
+    """Unusable input or shards; the message gives the file, the problem and the remedy."""
 
 
 # ----- Examples: (seed, phase, i) -> one or two texts with masks -----
 
 @dataclasses.dataclass
 class Batch:
-    """A micro-batch without padding between its examples: their tokens one after another, each
-    token a row; at the end, padding. B examples have n rows, and m of them are masked; with padding
-    these are N and M. Here B = 3, of 5, 5 and 8 tokens, so n = 18, and N = 64:
+    """A micro-batch: the tokens of its examples one after another, a row each, with padding only at
+    the end. B examples have n rows, m of them masked; with padding, N and M. Here, B = 3 examples
+    have 5, 5 and 8 tokens, so n = 18 and N = 64:
 
         rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                     [CLS] ..| [CLS] ..| [CLS] ..  | padding
         bounds      0         5         10          18          64
         lengths     5         5         8           46
 
-    and the last of them, a pair of two segments, A and B:
+    The last example is a pair of segments, A and B:
 
         rows         10  11 12 13  14  15 16  17
         tokens    [CLS]   A  A  A [SEP] B  B [SEP]
         segments      0   0  0  0   0   1  1   1
         positions     0   1  2  3   4   5  6   7
 
-    `bounds` are the lengths added up. The lengths are needed on the CPU, where shapes are decided,
-    the bounds where the model is: for FlashAttention, and to find the rows of [CLS].
+    `bounds` is the running sum of `lengths`. The CPU needs the lengths, to decide shapes; the
+    model's device needs the bounds, for FlashAttention and to find the [CLS] rows.
 
-    N is a multiple of 64, and M of 16. So there are few shapes, not hundreds: a GPU's libraries
-    choose a kernel, and keep memory, for each new one. A small batch in which no token was masked
-    has M = 0.
+    N is a multiple of 64 and M of 16, so that there are few shapes, not hundreds: GPU libraries
+    choose a kernel and keep memory for each new shape. M is 0 if a small batch has no masked token.
 
-    The fields are NumPy arrays until `to` makes tensors of them.
+    The fields are NumPy arrays until `to` turns them into tensors.
     """
     tokens: np.ndarray              # (N,) int64; the examples are sorted by length
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
-    positions: np.ndarray           # (N,) int64, of each token in its example: 0, 1, 2 ...
-    masked_rows: np.ndarray         # (M,) int64, the rows that are to be predicted, then zeros
-    labels: dict                    # of each task; a label that is IGNORED does not count:
-                                    # "mlm": (M,) int64, the tokens that stood in masked_rows
-                                    # "nsp": (B,) int64, 0 if segment B is the next of A, 1 if not;
-                                    # not there without pairs
-    bounds: np.ndarray              # (B + 2,) int32 as FlashAttention wants it: the first row of
+    positions: np.ndarray           # (N,) int64, each token's index in its example: 0, 1, 2 ...
+    masked_rows: np.ndarray         # (M,) int64, the rows to predict, then zeros
+    labels: dict                    # of each task; labels that are IGNORED do not count:
+                                    # "mlm": (M,) int64, the original tokens of masked_rows
+                                    # "nsp": (B,) int64, 0 if segment B really follows A, 1 if not;
+                                    # absent without pairs
+    bounds: np.ndarray              # (B + 2,) int32, as FlashAttention requires: the first row of
                                     # each example and of the padding, then N
     lengths: np.ndarray             # (B + 1,) int64, the rows of each example and of the padding
 
     def to(self, device):
-        """Returns the batch as tensors on a device; `lengths`, which are shapes, stay on the CPU.
-        """
+        """Returns the batch as tensors on a device; `lengths`, which decides shapes, stays on the
+        CPU."""
         def move(value):
             if isinstance(value, dict):
                 return {name: move(part) for name, part in value.items()}
-            # non_blocking: a GPU copies after all that it was given before, and the CPU goes on.
-            # (For arrays of up to 64 KB; the CPU waits for longer ones.)
+            # non_blocking: the copy joins the GPU's queue and the CPU goes on; for arrays of more
+            # than 64 KB the CPU waits.
             return torch.from_numpy(value).to(device, non_blocking=True)
 
         fields = dict(vars(self))
@@ -112,61 +113,62 @@ class Batch:
 
 
 class Shard(NamedTuple):
-    """A shard, mapped from the disk: only what is read comes into memory."""
+    """A memory-mapped shard: only the parts that are read are loaded."""
     tokens: np.ndarray      # every token
     documents: np.ndarray   # where each document begins in `tokens`, and where the last one ends
 
 
 def open_shard(path):
-    """Returns the Shard of the files PATH.tokens and PATH.documents."""
-    # "c" is for reading, too. Some network disks refuse "r" (FUSE).
+    """Returns the Shard in the files PATH.tokens and PATH.documents."""
+    # "c", copy-on-write, reads as well; some network disks (FUSE) refuse "r".
     tokens = np.memmap(f"{path}.tokens", np.uint16, "c")
     documents = np.memmap(f"{path}.documents", np.int64, "c")
-    # As plain arrays of the same memory, since an np.memmap takes longer to index.
+    # Plain arrays of the same memory are faster to index than an np.memmap.
     return Shard(np.asarray(tokens), np.asarray(documents))
 
 
 class Text(NamedTuple):
     """A stretch of a document, in two parts. The fields are offsets into the shard's tokens."""
     start: int              # where the first part begins
-    middle: int             # where the first part ends and the second one begins
+    middle: int             # where the first part ends and the second begins
     end: int                # where the second part ends
     document: int           # where the document begins
-    document_end: int       # where it ends
+    document_end: int       # where the document ends
 
 
 class Spans(NamedTuple):
-    """What an example is made of; begins and ends are offsets into the shard's tokens."""
+    """The shard, segments and label of an example; `a` to `b_end` are offsets into the shard's
+    tokens."""
     index: int              # i, the number of the example
     shard: int              # the number of the shard
     a: int                  # where segment A begins
     a_end: int              # where A ends
     b: int                  # where segment B begins
-    b_end: int              # where B ends; `b` without pairs
-    pair_label: int         # 0 if B is the true next of A, 1 if not, IGNORED without pairs
+    b_end: int              # where B ends; equal to `b` without pairs
+    pair_label: int         # 0 if B really follows A, 1 if not, IGNORED without pairs
 
 
 # Sentences are found in the tokens themselves. A piece is the text of a token; SentencePiece writes
-# a space as "▁". A sentence ends where a piece like ".", "?" or '."' is followed by one that begins
-# a word, like "▁The".
-# Marks: of Europe (";" ends Greek questions; other texts are cut there, too), Chinese and Japanese,
-# Urdu, Arabic, Armenian, Hindi and Bengali, Khmer, Burmese, Tibetan, Ethiopic. (`blocks` has made
-# "..." of "…".) Where German closes with “, which opens in Chinese, the cut is before it.
+# a space as "▁". A sentence ends where a piece such as ".", "?" or '."' is followed by a piece that
+# begins a word, such as "▁The".
+# The marks are European, Chinese and Japanese, Urdu, Arabic, Armenian, Hindi and Bengali, Khmer,
+# Burmese, Tibetan, Ethiopic. ";" ends Greek questions, and cuts other texts, too. `blocks` has
+# already replaced "…" by "...". German closes quotations with “, which opens them in Chinese, so
+# German is cut before it.
 SENTENCE_END = re.compile("[.!?;。۔؟։।॥។៕။།༎።፧][\"'”’»)\\]」』]*$")
-# Thai, Lao, Tibetan, Burmese; Khmer; Japanese, Chinese are written without spaces: there any
-# letter (\w) can follow a mark. (Thai seldom has one, but it has "?" and "!".)
+# In scripts without spaces any letter (\w) can follow a mark: Thai, Lao, Tibetan, Burmese; Khmer;
+# Japanese, Chinese. Thai uses few marks, but does have "?" and "!".
 SENTENCE_BEGIN = re.compile(r"▁|[“「『《]|(?=\w)[\u0e00-\u109f\u1780-\u17ff\u3040-\u9fff]")
 
 
 def uniform(counters, key):
-    """Returns a random float64 in [0, 1) for each counter. It follows from the counter and the key
-    alone, so example i needs nothing of those before it.
+    """Returns a random float64 in [0, 1) for each counter. The number depends on the counter and
+    the key alone, so example i needs nothing from earlier examples.
 
-    It is a hash: SplitMix64 (Steele, Lea, Flood 2014), whose constants and shifts mix all bits of
-    the counter with each other. To make one of NumPy's generators for each example would take half
-    as long as all the rest.
+    The numbers are SplitMix64 hashes (Steele, Lea, Flood 2014), whose constants and shifts mix all
+    bits of the counter. A NumPy generator per example would take half as long as all the rest.
     """
-    # NumPy computes with uint64 modulo 2^64.
+    # uint64 arithmetic is modulo 2^64.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -175,37 +177,36 @@ def uniform(counters, key):
 
 
 def pad(values, multiple, fill=0):
-    """Returns an array (n,), made longer with `fill` until `multiple` divides its length."""
+    """Returns an array (n,), extended with `fill` until `multiple` divides its length."""
     return np.append(values, np.full(-len(values) % multiple, fill, values.dtype))
 
 
 class PretrainingData:
-    """The examples of a phase. Number i, for i = 0, 1, 2 ..., follows from seed, phase and i, and
-    from the shards and the other arguments: it does not matter which rank makes it, or when.
+    """The examples of a phase, numbered i = 0, 1, 2 ... An example depends on seed, phase and i,
+    the shards and the other arguments alone: any rank can make it, at any time.
 
-    Where its text lies: example i comes from shard i modulo S, the number of shards, and is example
-    k = i // S of that shard. It lies around the token at the fraction
+    With S shards, example i is example k = i // S of shard i modulo S. Its text surrounds the token
+    at the fraction
 
         (k * 0.618... + walk_start) modulo 1        GOLDEN, and a random number
 
-    of the shard. From 0.3 on these are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each falls into the
-    largest gap that those before it have left. So texts lie about every place equally often: when
-    texts of as many tokens as the shard has were read, a seventh of it was not; at random places it
-    would be more than a third. And there is no order of examples that would have to be shuffled and
-    kept.
+    of the shard. With walk_start 0.3, the fractions are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each
+    falls into the largest gap so far, so texts cover the shard evenly. Once as many tokens are read
+    as the shard has, a seventh of it is still unread; with random places, over a third would be.
+    There is no order of examples to shuffle and store.
 
-    The text has as many tokens as fit, half of them before the place, but never leaves its
-    document; in SHORT_FRACTION of the examples its length is random. (So tokens near the ends of
-    documents are in fewer texts than others, and so are short documents: one of half a text's
-    length is read half as often.)
+    A text has as many tokens as fit, half of them before that place, but never leaves its document;
+    SHORT_FRACTION of the examples have a random length instead. Tokens near either end of a
+    document are read less often than others, and so are short documents: a document half as long as
+    a text is read half as often.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two, see `text`; in half of
-    the examples B is from another document of the same shard. "none" leaves one text.
+    the examples B comes from another document of the same shard. "none" keeps the text whole.
 
-    `mask_fraction` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token and
-    10 % stay (BERT, appendix A.1).
+    mask_fraction: the fraction of tokens that are chosen. Of these, 80 % become [MASK], 10 % a
+    random token and 10 % stay (BERT, appendix A.1).
 
-    Raises DataError where the folder holds no shards.
+    Raises DataError if the folder holds no shards.
     """
 
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, pairs="nsp",
@@ -213,8 +214,8 @@ class PretrainingData:
         manifest = load_manifest(folder)
         names = ["heldout"] if held_out else shard_names(manifest["shards"])
         paths = self.paths = [f"{folder}/{name}" for name in names]
-        # Shard s, which is opened when it is first needed. (With `self` in it, this object would
-        # refer to itself: such ones Python frees late, and with it files would stay open.)
+        # Opens shard s on first use. The lambda must not contain `self`: Python frees an object
+        # that refers to itself late, and its files would stay open.
         self.shard = functools.cache(lambda s: open_shard(paths[s]))
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
@@ -224,21 +225,21 @@ class PretrainingData:
 
         tokenizer = load_tokenizer(f"{folder}/tokenizer.model")
         pieces = tokenizer.id_to_piece(list(range(self.vocab_size)))
-        # (pieces,) bool: whether the expression matches the end, or the beginning, of a piece.
+        # (pieces,) bool: whether the expression matches the end, or the beginning, of each piece.
         self.ends_sentence = np.array(list(map(SENTENCE_END.search, pieces)), bool)
         self.begins_sentence = np.array(list(map(SENTENCE_BEGIN.match, pieces)), bool)
 
-        # One key for each use of `uniform`, so that the draws are independent: five random numbers,
-        # made from seed and phase.
+        # Five random keys, made from seed and phase: one for each use of `uniform`, so that the
+        # draws are independent.
         keys = np.random.SeedSequence((seed, phase)).generate_state(5, np.uint64)
         walk_key, self.pair_key, self.mask_key, self.fate_key, self.token_key = keys
         self.walk_start = float(uniform([0], walk_key)[0])
 
     def text(self, shard, place, length, cut_draw):
-        """Returns the Text around the token number `place` of a shard: `length` tokens, or those of
-        its document if there are fewer. It is cut before one of the sentences that begin in it, or
-        before any token if none does; cut_draw in [0, 1) says which."""
-        # How many documents begin at the place or before it. It is in the last of these:
+        """Returns the Text around token number `place` of a shard: `length` tokens, or the whole
+        document if it is shorter. The Text is cut before one of the sentences that begin in it, or
+        before any token if none does; cut_draw in [0, 1) chooses which."""
+        # The number of documents that begin at `place` or before it. The last of them contains it:
         # documents[number - 1] <= place < documents[number].
         number = int(shard.documents.searchsorted(place, "right"))
         document = int(shard.documents[number - 1])
@@ -248,7 +249,7 @@ class PretrainingData:
         end = min(start + length, document_end)
 
         tokens = shard.tokens[start:end]
-        # True where token t ends a sentence and token t + 1 begins one.
+        # True at t if token t ends a sentence and token t + 1 begins one.
         is_cut = self.ends_sentence[tokens[:-1]] & self.begins_sentence[tokens[1:]]
         cuts = np.flatnonzero(is_cut) + 1
         if len(cuts) == 0:
@@ -258,15 +259,15 @@ class PretrainingData:
 
     def pair(self, i, draws):
         """Returns the Spans of example i: A and its true B, or A and the B of another text, which
-        fills the length up:
+        fills up the length:
 
             the example's text    | A          | true B          |
                                   start        middle            end
             another document's    |                   | other B         |
                                   start               middle
 
-        draws: five random numbers in [0, 1). They say whether the example is short, and how short;
-        where the text is cut; whether B is the true next one, and from where another B comes.
+        draws: five random numbers in [0, 1). They decide whether the example is short, and how
+        short; where the text is cut; whether B is the true one, and where the other B comes from.
         """
         short_draw, length_draw, cut_draw, true_draw, place_draw = draws
         k, s = divmod(i, len(self.paths))
@@ -283,11 +284,11 @@ class PretrainingData:
         if true_draw < 0.5:
             return Spans(i, s, own.start, own.middle, own.middle, own.end, 0)
 
-        # B from elsewhere begins as true ones do, with the second part of a text, cut by the same
-        # draw, and is about as long: else a model could tell them apart without reading. (If
-        # documents are short, or sentences as long as a text, it can tell some of them.)
-        # The place is random, but not in A's document. It is counted from that document's end; the
-        # shard's first token follows its last.
+        # The other B begins like a true one, with the second part of a text cut by the same draw,
+        # and is about as long. Otherwise a model could tell them apart without reading; it still
+        # can in some cases, if documents are short or sentences as long as a text.
+        # The place is random, but not in A's document: it is counted from the end of that document
+        # and wraps around at the end of the shard.
         outside = size - (own.document_end - own.document)
         place = (own.document_end + int(place_draw * outside)) % size
         other = self.text(shard, place, length, cut_draw)
@@ -296,33 +297,33 @@ class PretrainingData:
         return Spans(i, s, own.start, own.middle, other.middle, b_end, 1)
 
     def spans(self, indices):
-        """Returns the list of the Spans of these examples."""
-        # Example i has the draws number 5 * i to 5 * i + 4.
+        """Returns the Spans of the examples numbered `indices`, as a list."""
+        # Example i uses draws 5 * i to 5 * i + 4.
         counters = np.array(indices)[:, None] * 5 + np.arange(5)             # (B, 5)
         draws = uniform(counters, self.pair_key).tolist()
         return [self.pair(int(i), row) for i, row in zip(indices, draws)]
 
     def length(self, spans):
-        """Returns how many tokens an example has, special symbols included; if the fields are
-        arrays, an array."""
+        """Returns the number of tokens of an example, special tokens included, or an array if the
+        fields of `spans` are arrays."""
         return spans.a_end - spans.a + spans.b_end - spans.b + self.specials
 
     def mask(self, tokens, counters):
-        """Masks `tokens` (n,), those of a batch's examples one after another, in place. Returns
-        which rows were chosen, ascending, and what stood there: two arrays (m,). counters (n,): a
-        number of its own for each token of each example.
+        """Masks `tokens` (n,), a batch's examples one after another, in place. Returns two arrays
+        (m,): the chosen rows, ascending, and their original tokens. counters (n,): a different
+        number for each token of each example.
 
-        A token is chosen if its draw is below mask_fraction. Another draw is its fate: below 0.8
-        it becomes [MASK], below 0.9 a random one of all but SPECIALS, else it stays. [CLS] and
-        [SEP] are never chosen; [UNK] is text like any other token. What is masked in an example
-        does not depend on its neighbours, which are others on another number of ranks.
+        A token is chosen if its draw is below mask_fraction. A second draw is its fate: below 0.8
+        it becomes [MASK], below 0.9 a random token that is not one of SPECIALS; else it stays.
+        [CLS] and [SEP] are never chosen; [UNK] is text like any other token. The masks of an
+        example do not depend on its neighbours, which change with the number of ranks.
         """
         draws = uniform(counters, self.mask_key)
         is_text = (tokens != CLS) & (tokens != SEP)
         rows = np.flatnonzero(is_text & (draws < self.mask_fraction))
         labels = tokens[rows]
 
-        ordinary = self.vocab_size - len(SPECIALS)         # how many are no special tokens
+        ordinary = self.vocab_size - len(SPECIALS)         # the number of ordinary tokens
         random_draws = uniform(counters[rows], self.token_key)
         random_tokens = len(SPECIALS) + (random_draws * ordinary).astype(np.int64)
 
@@ -331,13 +332,13 @@ class PretrainingData:
         return rows, labels
 
     def batch(self, indices):
-        """Returns the Batch of a list of examples, the shortest first, as arrays.
+        """Returns the Batch of the examples numbered `indices`, the shortest first, as arrays.
 
-        Whoever makes batches otherwise keeps one rule: what example i is follows from i alone. The
-        ranks are given different numbers i, and a resume goes on with the next. A batch that does
-        not look at `indices` gives all ranks the same texts."""
+        Any other way to make batches must keep one rule: example i depends on i alone. Each rank
+        gets different numbers i, and a resumed run continues with the next. A batch that ignores
+        `indices` gives all ranks the same texts."""
         examples = sorted(self.spans(indices), key=self.length)
-        parts = []                                                     # of the tokens, arrays
+        parts = []                                                     # arrays of tokens
         for spans in examples:
             text = self.shard(spans.shard).tokens
             parts += [[CLS], text[spans.a:spans.a_end], [SEP]]
@@ -345,10 +346,10 @@ class PretrainingData:
                 parts += [text[spans.b:spans.b_end], [SEP]]
         tokens = np.concatenate(parts, dtype=np.int64)                 # (n,)
 
-        # The Spans of all examples as one, of which each field is an array (B,).
+        # One Spans for all examples, in which each field is an array (B,).
         columns = Spans(*np.array(examples).T)
         lengths = self.length(columns)                                 # (B,)
-        # In Python -n % 64 is what n lacks to the next multiple of 64: the rows that `pad` adds.
+        # In Python, -n % 64 is the gap from n to the next multiple of 64: the rows that `pad` adds.
         with_padding = np.append(lengths, -len(tokens) % 64)           # (B + 1,)
         bounds = np.cumsum([0, *with_padding], dtype=np.int32)         # (B + 2,)
 
@@ -356,7 +357,7 @@ class PretrainingData:
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-2], lengths)
         a_lengths = columns.a_end - columns.a
         segments = positions >= np.repeat(a_lengths + 2, lengths)      # after [CLS] A [SEP]
-        # Position t of example i has the counter i * seq_len + t, whatever batch it is in.
+        # Position t of example i has the counter i * seq_len + t in any batch.
         counters = np.repeat(columns.index * self.seq_len, lengths) + positions
 
         rows, labels = self.mask(tokens, counters)                     # (m,)
@@ -379,20 +380,20 @@ def micro_batches(step, global_batch, micro_size, rank, size):
     """Returns the micro-batches of rank `rank` of `size` in a step, each a list of at most
     micro_size indices.
 
-    The step has the examples from step * global_batch on, global_batch of them; a rank takes
-    those that are `rank` modulo `size`. Nothing has to divide: a rank may have one example more
-    than another, and a micro-batch one more than another.
+    The step has global_batch examples, from number step * global_batch on; a rank takes the numbers
+    that are `rank` modulo `size`. Nothing has to divide evenly: a rank may have one example more
+    than another, and so may a micro-batch.
     """
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
     count = math.ceil(len(mine) / micro_size)
-    # Every count-th, so that sizes differ by one at most: 7 examples in 3 are 3, 2 and 2.
+    # Every count-th example, so that sizes differ by at most one: 7 examples give 3, 2 and 2.
     return [mine[k::count] for k in range(count)]
 
 
 def loader(dataset, step, global_batch, micro_size, rank, size):
     """Yields the list of Batches of each step from number `step` on, without end. While the caller
-    works with one, a thread makes the next. The other arguments: as of `micro_batches`."""
+    works with one list, a thread makes the next. For other arguments see `micro_batches`."""
     def make(number):
         dealt = micro_batches(number, global_batch, micro_size, rank, size)
         return [dataset.batch(indices) for indices in dealt]
@@ -408,40 +409,40 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
-DOCUMENTS = 256             # text is encoded in blocks of so many documents
-LONGEST = 1 << 16           # characters; a longer document becomes several. (In a text file one of
-                            # more than half of this may, too, see `documents_in`)
-CHUNK = 1 << 10             # characters: SentencePiece leaves out texts of over 4,192 bytes
-SAMPLE = 1 << 14            # chunks, drawn at random, that train the tokenizer. With twice as many
-                            # a text has 0.5 % fewer tokens, and that takes twice the time
+DOCUMENTS = 256             # documents in a block; text is encoded block by block
+LONGEST = 1 << 16           # characters; a longer document becomes several. In a text file, so may
+                            # a document of more than half of this, see `documents_in`
+CHUNK = 1 << 10             # characters: SentencePiece skips texts of more than 4,192 bytes
+SAMPLE = 1 << 14            # random chunks that train the tokenizer. Twice as many save 0.5 % of a
+                            # text's tokens, and take twice the time
 
-# Soft hyphens, direction marks and the like: a word shall have the same tokens with and without
-# them. Persian and the scripts of India spell with U+200C and U+200D, so these stay. (SentencePiece
-# takes U+200C for a space.)
+# Soft hyphens, direction marks and the like are removed, so that a word has the same tokens with
+# and without them. U+200C and U+200D stay, since Persian and the scripts of India spell with them;
+# SentencePiece treats U+200C as a space.
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards; returns its manifest (dict). An error while it is written
-    removes it; a killed program leaves one without manifest.json.
+    """Writes a new folder of shards and returns its manifest, a dict. An error during writing
+    removes the folder; a killed program leaves it without manifest.json.
 
-    corpus: documents, each one string, that can be iterated again and again: once to count them,
-    once to train the tokenizer, and once to encode them.
-    tokenizer: a path; without one a model of `vocab_size` pieces is trained, of fewer if the text
-    has no more.
+    corpus: documents, each a string, that can be iterated repeatedly: once to count them, once to
+    train the tokenizer and once to encode them.
+    tokenizer: a path. Without one, a model of `vocab_size` pieces is trained, or of fewer if the
+    text has no more.
 
-    Every shard gives as many examples as any other (number i is of shard i modulo S), so what is in
-    a small one is seen more often. If there are only some hundred documents, make one shard.
+    All shards give equally many examples, since example i comes from shard i modulo S, so the text
+    in a small shard is seen more often. If there are only a few hundred documents, make one shard.
 
-    Raises DataError if the folder is not empty, or if the text is of no use or changes meanwhile;
+    Raises DataError if the folder is not empty, or if the text is unusable or changes meanwhile;
     OSError if the folder cannot be written or a text cannot be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
         raise DataError(f"{folder} is not empty: wait if another program is writing it; else "
                         "remove it, or give another --out")
-    # Found before the long part begins: a folder that cannot be written, or that another program
-    # writes; then text that cannot be read.
+    # Fail before the long part begins: first if the folder cannot be written or another program is
+    # writing it, then if text cannot be read.
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / "tokenizer.model").touch(exist_ok=False)
@@ -453,7 +454,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         documents = checksum = 0
         for block in blocks(corpus):
             documents += len(block)
-            checksum += checksum_of(block)           # all blocks come again, so a sum will do
+            checksum += checksum_of(block)           # each block comes again: a sum is enough
         if not documents:
             raise DataError("there is no text in the corpus")
         if not tokenizer:
@@ -463,7 +464,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         files = file_names(shard_names(shards))
         manifest["files"] = {name: sha256_of(folder / name) for name in files}
         manifest["sha256"] = manifest_digest(manifest)
-        # Last of all: a folder without a manifest is not ready.
+        # Written last: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -473,9 +474,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
 def blocks(corpus, total=None):
     """Yields lists of about 256 documents, cleaned, and shows how many of about `total` it has
-    read. A document that is longer than LONGEST becomes several."""
+    read. A document longer than LONGEST becomes several."""
     block = []
-    # disable=None: not where stderr is no terminal. (It may be closed, and is None.)
+    # disable=None shows progress only if stderr is a terminal. A closed stderr can be None.
     for document in tqdm(corpus, "text", total, unit=" documents", leave=False,
                          disable=None if sys.stderr else True):
         block += cut_text(clean(document), LONGEST)
@@ -486,8 +487,8 @@ def blocks(corpus, total=None):
 
 
 def clean(text):
-    """Returns a text without INVISIBLE, in Unicode's form NFKC (one way to write a character, where
-    there are several), as bert.py does it."""
+    """Returns a text without INVISIBLE, in Unicode's form NFKC: one spelling for each character
+    that has several. bert.py does the same."""
     return unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
 
 
@@ -498,21 +499,21 @@ def checksum_of(block):
 
 def cut_text(text, n):
     """Returns a text in parts of at most n characters, cut at white space if there is any."""
-    # (?s): a dot is any character. First as many as can be, up to n, before white space or the end
-    # (no \S follows); where there is no such place, n.
+    # (?s): a dot is any character. Takes as many as possible, up to n, so that white space or the
+    # end of the text follows (no \S); if there is no such place, n.
     return re.findall(rf"(?s).{{1,{n}}}(?!\S)|.{{1,{n}}}", text)
 
 
 def train_tokenizer(corpus, documents, vocab_size, cased=False):
     """Returns a SentencePieceProcessor of at most `vocab_size` pieces.
 
-    The five special symbols have ids 0 to 4; no text can spell them. Raises DataError if the text
+    The five special tokens have ids 0 to 4; no text can spell them. Raises DataError if the text
     has more different characters than vocab_size, or no word.
     """
     texts = map("\n".join, blocks(corpus, documents))
     chunks = (chunk for text in texts for chunk in cut_text(text, CHUNK))
-    # Each chunk gets a random number, and those with the smallest are the sample. It is the same
-    # each time; the sample that SentencePiece would draw is another one in each process.
+    # Each chunk gets a random number, and the smallest numbers choose the sample. It is always the
+    # same, whereas SentencePiece would draw a different sample in each process.
     rng = random.Random(0)
     sample = heapq.nsmallest(SAMPLE, chunks, key=lambda chunk: rng.random())
     model = io.BytesIO()
@@ -520,9 +521,9 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample), model_writer=model, vocab_size=vocab_size,
             hard_vocab_limit=False, minloglevel=2,
-            num_threads=4,              # the pieces depend on it, so it is fixed
+            num_threads=4,              # fixed, since the pieces depend on it
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
-            # The rarest 0.01 % of the text's characters become [UNK], but never "?" and the like.
+            # The rarest 0.01 % of the text's characters become [UNK], but never ASCII punctuation.
             character_coverage=0.9999, required_chars=string.punctuation,
             pad_id=PAD, pad_piece="[PAD]", unk_id=UNK, unk_piece="[UNK]", bos_id=-1, eos_id=-1,
             control_symbols=SPECIALS[CLS:])
@@ -533,14 +534,14 @@ def train_tokenizer(corpus, documents, vocab_size, cased=False):
 
 
 def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
-    """Writes the arrays of all shards of a corpus of so many documents; returns what the manifest
-    says of them. checksum: the sum of `checksum_of` of its blocks.
+    """Writes the arrays of all shards of a corpus and returns their part of the manifest, a dict.
+    documents: how many the corpus has. checksum: the sum of `checksum_of` over its blocks.
 
-    Documents are dealt by their text's CRC-32, a checksum, here taken as a random number. So a text
-    that comes twice is either trained on or held out, and is held out once. (But the parts of a
-    long one are documents of their own: some of a book can be held out, and others trained on.)
-    Documents of less than two tokens are left out, since they have no A and B. Raises DataError if
-    a shard has less than two documents, or if the corpus has another checksum now.
+    Documents are dealt by the CRC-32 of their text, a checksum that serves as a random number. A
+    repeated text is therefore either trained on or held out, and is held out once. The parts of a
+    long document are dealt separately, so a book can be on both sides. Documents of fewer than two
+    tokens are left out, since they have no A and B. Raises DataError if a shard has fewer than two
+    documents, or if the checksum of the corpus has changed.
     """
     vocab_size = tokenizer.get_piece_size()
     names = ["heldout", *shard_names(shards)]
@@ -548,15 +549,15 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     document_files = [open(folder / f"{name}.documents", "wb") for name in names]
     for file in document_files:
         file.write(np.int64(0))
-    ends = np.zeros(len(names), np.int64)       # how many tokens each shard has so far
+    ends = np.zeros(len(names), np.int64)       # the number of tokens in each shard so far
     unigrams = np.zeros(vocab_size)
 
-    # One of a hundred documents is held out; of few documents about 100, but a fifth at most. (Of
-    # few documents chance could take more, so they are counted below.)
+    # Hold out 1 % of the documents, or about 100 of a small corpus, but at most a fifth. In a small
+    # corpus chance could take more, so the loop counts.
     fraction = min(0.2, max(0.01, 100 / documents))
-    held_out = set()                            # the CRC-32 of the texts that are held out
-    threads = min(usable_cores(), 16)           # more have little to do, and may not be allowed
-    found = 0                                   # the checksum of now
+    held_out = set()                            # the CRC-32 of each held-out text
+    threads = min(usable_cores(), 16)           # more would have little to do, and may be refused
+    found = 0                                   # the checksum of this pass
     for block in blocks(corpus, documents):
         found += checksum_of(block)
         encoded = tokenizer.encode(block, num_threads=threads)
@@ -578,7 +579,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     if found != checksum:
         raise DataError("the text has changed while it was read; wait until it is whole")
     unigrams.tofile(folder / "unigrams")
-    # A number has 8 bytes; the first one, 0, ends no document.
+    # A number has 8 bytes; the first number, 0, ends no document.
     counts = [file.tell() // 8 - 1 for file in document_files]
     for file in token_files + document_files:
         file.close()
@@ -593,10 +594,10 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
 
 
 def usable_cores():
-    """Returns how many cores this process may use: as many as torch has threads (OMP_NUM_THREADS,
-    or what taskset and the like allow), or a container's share of time if that is less."""
+    """Returns how many cores this process may use: torch's number of threads (OMP_NUM_THREADS, or
+    what taskset and the like allow), or a container's CPU quota if that is less."""
     cores = torch.get_num_threads()
-    with contextlib.suppress(OSError, ValueError):       # no such file; no limit, "max 100000"
+    with contextlib.suppress(OSError, ValueError):       # no such file, or no limit: "max 100000"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return cores
@@ -604,8 +605,8 @@ def usable_cores():
 
 # ----- Corpora: files -> documents, each one string -----
 
-# How files begin that are not plain text. HTML and XML: by a common tag, since a line of a chat may
-# begin with "<name>". Then the Web's archives, PDF, and mail, of which a line of headers tells.
+# The beginnings of files that are not plain text: HTML and XML, by a common tag, since a line of a
+# chat may begin with "<name>"; web archives; PDF; and mail, by a header line.
 MARKUP = re.compile(
     r"(?i)<([!?]|(html|head|body|div|p|doc|page|article|mediawiki|tei|rss)\b)|WARC/\d|%PDF-"
     r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):")
@@ -613,12 +614,12 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class TextFiles:
-    """The documents of text files; can be iterated again and again.
+    """The documents of text files; can be iterated repeatedly.
 
-    Of a folder all files are taken that are not hidden, nor behind a link to another folder. A file
-    is text with blank lines between documents, or JSON lines with a `text` field; each also as .gz,
-    .bz2 or .xz. Raises DataError if a path is no file or folder, OSError if a folder cannot be
-    read.
+    A folder contributes all files that are neither hidden nor behind a link to another folder. A
+    file is text with blank lines between documents, or JSON lines with a `text` field, and may be
+    compressed as .gz, .bz2 or .xz. Raises DataError if a path is not a file or folder, OSError if a
+    folder cannot be read.
     """
 
     def __init__(self, paths):
@@ -638,9 +639,9 @@ class TextFiles:
 
 
 def files_in(folder):
-    """Yields the files of a folder that are not hidden, nor behind a link to another folder. A link
-    to nowhere is one, too: to open it is an error. Raises OSError if a folder cannot be read
-    (Path.rglob would pass over it)."""
+    """Yields the files of a folder that are neither hidden nor behind a link to another folder. A
+    broken link counts as a file, so that opening it is an error. Raises OSError if a folder cannot
+    be read, which Path.rglob would skip."""
     for path in sorted(folder.iterdir()):
         if path.name[0] == ".":
             continue
@@ -651,22 +652,23 @@ def files_in(folder):
 
 
 def begins_json(beginning):
-    """Returns whether a file that begins so is JSON lines. Raises ValueError if it is no text."""
+    """Returns whether a file with this beginning is JSON lines. Raises ValueError if it is not
+    plain text."""
     beginning = beginning.lstrip("\ufeff\n\t\f ")
     if MARKUP.match(beginning):
         raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
-    # In UTF-16 one of a letter's two bytes is 0 or another small number.
+    # In UTF-16, one of the two bytes of a letter is 0 or another small number.
     if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
         raise ValueError("UTF-16, or no text")
-    # "{" begins JSON lines. "[{", '["' and "[" begin a JSON array, which has no "text": `text_of`
-    # refuses it.
+    # "{" begins JSON lines. "[{", '["' or a lone "[" begins a JSON array, which has no "text", so
+    # `text_of` refuses it.
     return bool(re.match(r'{|\[\s*([{"]|$)', beginning))
 
 
 def text_of(line, is_json):
-    """Returns the text of a line, "" if there is none: of a line of JSON its `text`, else the line
-    itself. Can raise any exception if it is not UTF-8, has null characters in a row, or should be
-    such JSON and is not."""
+    """Returns the text of a line, "" if there is none: the `text` of a line of JSON, otherwise the
+    line itself. Can raise any exception if the line is not UTF-8, has consecutive null characters,
+    or is not JSON with a `text` although is_json is true."""
     if not line.isascii():
         line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
     if "\0\0" in line:
@@ -675,19 +677,19 @@ def text_of(line, is_json):
     if not line:
         return ""
     if is_json:
-        # JSON can spell characters that UTF-8 has not ("\ud800"): they become "?".
+        # JSON can spell characters that UTF-8 cannot encode, such as "\ud800": they become "?".
         text = json.loads(line)["text"] or ""
         return text.encode("utf-8", "replace").decode()
     return f"{line}\n"
 
 
 def documents_in(path):
-    """Yields the documents of a file. Raises OSError if it cannot be opened, DataError, with file
-    and line, if what is in it cannot be used."""
+    """Yields the documents of a file. Raises OSError if the file cannot be opened, and DataError,
+    which names file and line, if its contents cannot be used."""
     document = ""
     number = 1
-    # What is no UTF-8 becomes a lone surrogate, which `text_of` finds, when the line's number is
-    # known. A line ends with any of \n, \r\n and \r.
+    # Bytes that are not UTF-8 become lone surrogates, which `text_of` finds when the line number is
+    # known. A line ends with \n, \r\n or \r.
     with OPENERS.get(path.suffix, open)(
             path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         try:
@@ -695,19 +697,19 @@ def documents_in(path):
             file.seek(0)
             if path.suffix in OPENERS and not path.stat().st_size:
                 raise ValueError("it has 0 bytes")
-            # A text may be a single line, so it is read in parts, of a few MB at most.
+            # A text may be a single line, so it is read in parts of at most a few MB.
             limit = -1 if is_json else 1 << 21
             for line in iter(lambda: file.readline(limit), ""):
                 text = text_of(line, is_json)
                 document += text
                 # A document ends after a line of JSON, at a blank line, or when it is long, so that
-                # no file has to fit in memory. (At half of LONGEST: what is a little longer than
-                # LONGEST would be cut once more by `blocks`.)
+                # no file has to fit in memory. The limit is half of LONGEST, because a document
+                # slightly longer than LONGEST would be cut once more by `blocks`.
                 if document and (is_json or not text or len(document) > LONGEST // 2):
                     yield document
                     document = ""
                 number += line.endswith("\n")
-        # gzip, bz2, lzma, JSON and UTF-8 have errors of their own.
+        # gzip, bz2, lzma, JSON and UTF-8 raise errors of their own.
         except Exception as error:
             raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
                             "UTF-8 (see iconv), also as .gz, .bz2 or .xz; if it begins with { or "
@@ -719,8 +721,8 @@ def documents_in(path):
 # ----- Prepared shards: what is there, and whether it is whole -----
 
 def load_manifest(folder):
-    """Returns the manifest of a folder of shards (dict); raises DataError if there is none, or one
-    that is not as it was written."""
+    """Returns the manifest of a folder of shards, a dict; raises DataError if it is missing or not
+    as it was written."""
     path = Path(folder) / "manifest.json"
     with contextlib.suppress(
             FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -732,23 +734,23 @@ def load_manifest(folder):
 
 
 def manifest_digest(manifest):
-    """Returns the SHA-256 of FORMAT and of all that a manifest says but for its own digest."""
-    # FORMAT stands where the digest will stand.
+    """Returns the SHA-256 of FORMAT and of everything in a manifest except its own digest."""
+    # FORMAT takes the place of the digest.
     content = json.dumps(manifest | {"sha256": FORMAT}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def load_tokenizer(path):
-    """Returns the SentencePieceProcessor of a path. Raises DataError if it is not one that data.py
-    could have made: then the tokenizer.json of a model folder would be wrong, see
-    bert.tokenizer_json. Raises OSError if it cannot be read."""
+    """Returns the SentencePieceProcessor in a file. Raises OSError if the file cannot be read, and
+    DataError if data.py could not have made it, since the tokenizer.json of a model folder would
+    then be wrong, see bert.tokenizer_json."""
     with contextlib.suppress(RuntimeError, IndexError, ValueError):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         pieces = tokenizer.id_to_piece(list(range(len(tokenizer))))
         scores = tokenizer.get_score(list(range(len(SPECIALS), len(tokenizer))))
-        # A token has 16 bits. In a model of whole words "▁" is no piece. A score of "Unigram" is a
-        # log probability; BPE has scores 0, -1, -2 ...; bytes and pieces by a user have 0. The text
-        # comes out so only by the rules nmt_nfkc and nmt_nfkc_cf.
+        # A token has 16 bits. A model of whole words has no piece "▁". Unigram scores are log
+        # probabilities; BPE scores are 0, -1, -2 ...; byte pieces and user-defined pieces have 0.
+        # Only the rules nmt_nfkc and nmt_nfkc_cf normalize the text to this result.
         if (len(pieces) <= 1 << 16 and pieces[:len(SPECIALS)] == SPECIALS and "▁" in pieces
                 and max(scores) < 0 and tokenizer.normalize("ﬁ\u200b  x") == "▁fi▁x"):
             return tokenizer
@@ -756,20 +758,20 @@ def load_tokenizer(path):
 
 
 def unigram_losses(folder):
-    """Returns a tensor (pieces,), float64: the loss, in nats, of each token for a predictor that
-    knows nothing but how often the training text has it (one added, so that none is infinite)."""
+    """Returns a tensor (pieces,), float64: the loss of each token, in nats, for a predictor that
+    knows only how often each token occurs in the training text. One is added to the counts, so that
+    no loss is infinite."""
     counts = torch.from_numpy(np.fromfile(f"{folder}/unigrams")) + 1
     return -torch.log(counts / counts.sum())
 
 
 def shard_names(shards):
-    """Returns the names of the shards to train on. One more, "heldout", training never reads."""
+    """Returns the names of the shards to train on. Training never reads the other, "heldout"."""
     return [f"train-{s:05d}" for s in range(shards)]
 
 
 def file_names(names):
-    """Returns the names of the files of a folder with shards of these names to train on, but for
-    manifest.json."""
+    """Returns the names of all files but manifest.json in a folder with these training shards."""
     files = ["tokenizer.model", "unigrams"]
     for name in "heldout", *names:
         files += [f"{name}.tokens", f"{name}.documents"]
@@ -777,16 +779,16 @@ def file_names(names):
 
 
 def verify(folder, rank=0, size=1):
-    """Returns the manifest after checking the digests of what rank `rank` of `size` reads. Raises
-    DataError or OSError that names the first file that is damaged or missing."""
+    """Checks the digests of the files that rank `rank` of `size` reads, and returns the manifest.
+    Raises DataError or OSError, which names the first file that is damaged or missing."""
     manifest = load_manifest(folder)
     names = shard_names(manifest["shards"])
-    # Example i is of shard i modulo the number of shards, and of rank i modulo `size`. So the rank
-    # reads every stride-th shard: of 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
+    # Example i comes from shard i modulo the number of shards and goes to rank i modulo `size`, so
+    # a rank reads every stride-th shard: with 8 shards and 6 ranks, rank 0 reads 0, 2, 4, 6.
     stride = math.gcd(len(names), size)
     for name in file_names(names[rank % stride::stride]):
         path = Path(folder, name)
-        # A pipe or a device in its place could be read for ever.
+        # Reading a pipe or a device in its place might never end.
         if not path.is_file() or sha256_of(path) != manifest["files"].get(name):
             raise DataError(f"{path} is missing or damaged on {os.uname().nodename}, where rank "
                             f"{rank} of {size} reads it; copy it again, or prepare a new folder")
@@ -794,8 +796,8 @@ def verify(folder, rank=0, size=1):
 
 
 def part_long_enough(folder, seq_len):
-    """Returns the part of the text that is in documents which fill examples of seq_len tokens.
-    (Estimated from the first training shard, to which documents come by chance.)"""
+    """Returns the fraction of the text in documents that can fill an example of seq_len tokens. It
+    is estimated from the first training shard, whose documents are a random sample."""
     sizes = np.diff(open_shard(f"{folder}/train-00000").documents)
     return sizes[sizes >= seq_len - 3].sum() / sizes.sum()       # [CLS] and two [SEP]
 
@@ -809,19 +811,19 @@ def sha256_of(path):
 # ----- The corpus without a download: documentation that is on this machine already -----
 
 def machine_documentation():
-    """Returns the default corpus, a list of documents of a sentence a line.
+    """Returns the default corpus: a list of documents, one sentence a line.
 
-    It is the language reference (pydoc_data) and what stands in triple quotes, mostly docstrings,
-    in the standard library, NumPy and PyTorch as installed here, filtered to English prose; no
+    The text is the language reference (pydoc_data) and the strings in triple quotes, mostly
+    docstrings, of the installed standard library, NumPy and PyTorch, filtered to English prose; no
     sentence occurs twice. It differs a little between versions of Python and of the packages.
     """
     from pydoc_data.topics import topics
     texts = list(topics.values())
-    for module in os, np, torch:                # os lies where the standard library does
+    for module in os, np, torch:                # os is in the standard library's folder
         root = Path(module.__file__).parent
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts
-            # An editor can have left a link to nowhere.
+            # An editor may have left a broken link.
             if file.is_file() and {"site-packages", "test", "tests"}.isdisjoint(folders):
                 source = file.read_text("utf-8", "ignore")
                 texts += re.findall(r'"""(.*?)"""', source, re.DOTALL)
@@ -838,14 +840,14 @@ def machine_documentation():
 
 
 def english_sentences(text):
-    """Yields the English sentences of a docstring, six words or more, mostly letters; no code,
+    """Yields the English sentences of a docstring: six words or more, mostly letters, and no code,
     tables, markup or short fragments."""
     for paragraph in re.split(r"\n\s*\n", text):
         if re.search(r"(?m)^\s*(\.\.|\+--|==|--)|>>>|::|__|[<{}|\\]", paragraph):
             continue
         paragraph = re.sub(r":\w+(?::\w+)*:(?=`)|[`*~]", "", paragraph)         # :class:`~torch.T`
         paragraph = " ".join(paragraph.split())
-        # Cut after . ! ? before a capital, quote or bracket, and at items of a list (" - The ...").
+        # Cut between . ! ? and a capital, quote or bracket, and at list items (" - The ...").
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(\[])|\s-\s+(?=[A-Z])", paragraph):
             others = re.findall("[^A-Za-z ]", sentence)
             if sentence.count(" ") >= 5 and len(others) <= 0.15 * len(sentence):
@@ -855,8 +857,8 @@ def english_sentences(text):
 # ----- The program -----
 
 def describe(folder):
-    """Returns a report on prepared shards: what is there, how some documents begin, and a line for
-    each thing that may be wrong."""
+    """Returns a report on prepared shards: their sizes, the beginnings of some documents, and a
+    line for each possible problem."""
     manifest = load_manifest(folder)
     unknown = manifest["unknown"]
     mean = manifest["tokens"] / manifest["documents"]
@@ -886,15 +888,15 @@ def describe(folder):
 
 
 def say(text):
-    """Prints text. A closed terminal, a full disk behind it or one without UTF-8 ends nothing."""
+    """Prints text. A terminal that is closed, lacks UTF-8 or writes to a full disk is no error."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def end_terminal():
-    """To be called last: what the terminal does not take is dropped. (Python's own end would try
-    once more, and fail.)"""
+    """Drops output that the terminal does not accept. Call it last: otherwise Python would try once
+    more at exit, and fail."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
@@ -902,10 +904,10 @@ def end_terminal():
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed once a node: train.py uses it, too."""
+    """An ArgumentParser that prints an error as one line, once per node. train.py uses it, too."""
 
     def error(self, message):
-        # The ranks of a node have the same command line.
+        # All ranks of a node have the same command line.
         if (os.environ.get("LOCAL_RANK") or "0") != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
@@ -913,23 +915,24 @@ class Parser(argparse.ArgumentParser):
 
 def number_in(kind, low, high=math.inf):
     """Returns a function for argparse's `type`: text -> a number, int or float, in [low, high)."""
-    def number(text):                           # argparse's errors say "invalid number value"
+    def number(text):                           # named for argparse's "invalid number value"
         value = kind(text)
-        if not low <= value < high:             # so that NaN is refused as well
+        if not low <= value < high:             # written so that NaN is refused, too
             raise argparse.ArgumentTypeError(f"must be in [{low}, {high}), not {text}")
         return value
     return number
 
 
 def path_of(text):
-    """Returns the Path of a flag's text, for argparse's `type`; refuses an empty one."""
+    """Returns the text of a flag as a Path, for argparse's `type`; refuses empty text."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (a variable that is not set?)")
     return Path(text)
 
 
 def main():
-    """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
+    """Runs the program. Unusable input ends it with one line on stderr and status 1, a bad flag
+    with status 2."""
     parser = Parser(description="Prepare text for BERT.")
     add = parser.add_argument
     add("corpus", type=path_of, nargs="+", help="read these files and folders")
