@@ -1,18 +1,18 @@
-r"""BERT pre-training, on one process or on many.
+r"""BERT pre-training, in one process or in many.
 
-    python train.py                                                      # a whole demo, on CPU too
+    python train.py                                                      # the demo, also on a CPU
     python data.py my.txt --out shards/my                                # your own text
     python train.py --data shards/my --hours 1
     torchrun --nproc_per_node=8 train.py --data shards/wiki --model large --recipe nvidia-64k
     torchrun --nnodes=32 --nproc_per_node=8 --node_rank=K --master_addr=HOST \
         train.py --data shards/wiki --model large --recipe nvidia-64k
 
-The same command again resumes from the last checkpoint. All results are in the folder --out.
+Run the same command again to resume from the last checkpoint. All results go to the folder --out.
 
 The file goes from the parts to the whole: errors, flags, log, state, checkpoints, the parts of a
-step, evaluation, `training_loop`, and last `train` and `main`, where the program begins.
+step, evaluation, `training_loop`, and finally `train` and `main`, where the program starts.
 
-A function of this file whose docstring says "Collective" must be called by all ranks together.
+All ranks must call a function of this file together if its docstring says "Collective".
 """
 import collections
 import contextlib
@@ -34,11 +34,11 @@ import traceback
 import zipfile
 from pathlib import Path
 
-STARTED = time.monotonic()      # the clock of --hours: before the imports below, which take seconds
+STARTED = time.monotonic()      # --hours counts from here: the imports below take seconds
 
-# CPU threads wait for each other by spinning. If another program uses the core of one thread, the
-# others would spin all the time. So they spin this many turns, and then they sleep. And no thread
-# is bound to a core: the ranks of a node would all have the same ones.
+# CPU threads spin while they wait for each other. If another program took one thread's core, the
+# others would spin all that time, so they sleep after this many turns. Threads are not bound to
+# cores: all ranks of a node would get the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ["OMP_PROC_BIND"] = "false"
 
@@ -51,33 +51,32 @@ import dist
 import optim
 
 
-CLIP = 1.0                   # the largest global norm of the gradients
-EVAL_EXAMPLES = 1024         # held-out examples, the same in each evaluation of a phase
-SAVE_SECONDS = 1800          # a checkpoint is saved after this time, at the end of a step
-LOG_SECONDS = 10             # between two lines of steps on the terminal, at least
-LOCK_SECONDS = 120           # how long a run waits for another one in its folder
+CLIP = 1.0                   # gradients are clipped to this global norm
+EVAL_EXAMPLES = 1024         # held-out examples, the same in every evaluation of a phase
+SAVE_SECONDS = 1800          # after this time, a step ends with a checkpoint
+LOG_SECONDS = 10             # the least time between two step lines on the terminal
+LOCK_SECONDS = 120           # how long a run waits for another run in its folder
 DEMO_SHARDS = Path("shards/demo")
-DEMO_SENTENCES = [           # for a model that has read this machine's documentation
+DEMO_SENTENCES = [           # for a model trained on this machine's documentation
     "This function can [MASK] used to create a new file.",
     "If [MASK] is None, the default value is used.",
     "The result is a list [MASK] strings."]
 
 
 class ConfigError(ValueError):
-    """Flags or files that training cannot start with; the message says what to change."""
+    """Training cannot start with these flags or files; the message says what to change."""
 
 
-# Errors that a user can mend, or has to know of: their messages say it.
+# Errors that a user can fix or must know about: the message is enough.
 EXPECTED = (ConfigError, data.DataError, bert.ModelError, dist.DistError, optim.TrainingStopped,
             OSError)
-# Errors of a network disk that is away, but may be back in a minute. (A bad disk has EIO, too.)
+# Errors of an unreachable network disk, perhaps back in a minute. A bad disk raises EIO, too.
 DISK_AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 def explain(error):
-    """Returns what an exception says to a user, in one line; None if it is a bug of ours."""
-    # Python says MemoryError, CUDA "out of memory", torch on a CPU "allocate memory", cuBLAS
-    # "ALLOC_F", oneDNN "create a primitive".
+    """Returns an exception as one line for the user, or None if it is a bug in this program."""
+    # How Python, CUDA, torch on a CPU, cuBLAS and oneDNN report a lack of memory, in this order.
     if re.search("MemoryError|out of memory|allocate memory|ALLOC_F|create a primitive",
                  repr(error)):
         return f"out of memory; lower --micro-tokens ({str(error):.160})"
@@ -90,15 +89,14 @@ def explain(error):
 
 # ----- Flags: args.x is what the user gave, or else what the recipe says -----
 
-# The kinds of numbers that flags take.
 COUNT = data.number_in(int, 1, 10 ** 9)         # 1, 2, 3 ...
 COUNT_OR_0 = data.number_in(int, 0, 10 ** 9)
 FRACTION = data.number_in(float, 0, 1)
 
 
 def parse_arguments(argv=None):
-    """Returns the flags and what else the recipe sets (Namespace): `phases`, a list of optim.Phase
-    with the flags' numbers, and `betas`. Raises SystemExit, after one line, if a flag is wrong."""
+    """Returns the flags (Namespace), together with the recipe's `betas` and its `phases`, a list of
+    optim.Phase with the flags applied. Prints one line and raises SystemExit if a flag is wrong."""
     parser = data.Parser(description="Pre-train BERT.", allow_abbrev=False)
 
     add = parser.add_argument
@@ -128,7 +126,7 @@ def parse_arguments(argv=None):
     add("--hours", type=data.number_in(float, 1e-4, 1e5),
         help="end when this time is over; the phases share it as they share the tokens")
 
-    # How the machines do it.
+    # How the machines run it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
         help="compute in this format; auto is the fastest one here (default: %(default)s)")
     add("--micro-tokens", type=COUNT,
@@ -148,8 +146,8 @@ def parse_arguments(argv=None):
         help="save and evaluate every so many steps and each half hour; after step 1 only save "
              "(default: %(default)s)")
 
-    # Parse once to know the recipe, make its values the defaults of the flags with their names, and
-    # parse again. (So `phases` and `betas`, which are no flags, come into args as well.)
+    # Parse once to find the recipe, make its values the flags' defaults, and parse again. This also
+    # puts `phases` and `betas`, which are not flags, into args.
     recipe = parser.parse_args(argv).recipe
     parser.set_defaults(**optim.RECIPES[recipe])
     args = parser.parse_args(argv)
@@ -160,13 +158,14 @@ def parse_arguments(argv=None):
 
 
 def planned_phases(parser, args):
-    """Returns the recipe's phases (list of optim.Phase) with the numbers that the flags give."""
+    """Returns the recipe's phases, a list of optim.Phase, with --steps, --batch and --lr-scale
+    applied."""
     planned = [dataclasses.replace(phase, lr=phase.lr * args.lr_scale) for phase in args.phases]
     for field, numbers in ("steps", args.steps), ("global_batch", args.batch):
         if len(numbers) not in (0, 1, len(planned)):
             parser.error("--steps and --batch take one number, or one for each of "
                          f"{len(planned)} phases")
-        # One number is for all phases; without any the recipe's stay.
+        # One number applies to all phases; without any, the recipe's stay.
         for phase, number in zip(planned, itertools.cycle(numbers)):
             setattr(phase, field, number)
     return planned
@@ -174,18 +173,18 @@ def planned_phases(parser, args):
 
 # Three kinds of flags. These may differ between nodes, and between a run and its resume:
 LOCAL = {"data", "out", "timeout"}
-# These may differ between a run and its resume, not between nodes:
+# These may differ between a run and its resume, but not between nodes:
 FREE = {"micro_tokens", "bucket_mb", "max_steps", "save_every"}
-# The rest may not differ at all, see `run_settings`.
+# The rest must never differ, see `run_settings`.
 
 
 def run_settings(args, manifest):
-    """Returns the flags that the results of a run depend on, and which shards, {name: text}. A run
-    resumes only from a checkpoint with the same ones.
+    """Returns {name: text}: the flags that determine a run's results, and the digest of the shards.
+    A run resumes only from a checkpoint with the same settings.
 
-    What changes results a little is left out: the number of ranks and micro_tokens (how sums are
-    rounded, which activations dropout drops); bucket_mb and, with int8 and onebit, the steps of
-    checkpoints (what is not sent yet is dropped there).
+    Settings that change results only slightly are left out: the number of ranks and micro_tokens,
+    which affect rounding and dropout; bucket_mb; and, with int8 and onebit, the steps of
+    checkpoints, because each save drops the residuals.
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
@@ -195,22 +194,21 @@ def run_settings(args, manifest):
 
 
 def code_digests():
-    """Returns the digests of all *.py here and of the program that was started, which may be a
-    variant, {file name: text}. A run may resume with other code: then it says so."""
+    """Returns {file name: digest} of all *.py here and of the program that was started, which may
+    be a variant. A run may resume with changed code, but logs a warning."""
     paths = [*Path(__file__).parent.glob("*.py"), Path(sys.argv[0])]
     return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
 
 
 def micro_tokens_of(memory, precision):
-    """Returns the --micro-tokens that suit a GPU with so many bytes of memory, a power of two: what
-    it can hold of `large` beside weights and moments. (The more it computes at a time the faster it
-    is.)"""
+    """Returns the --micro-tokens for a GPU with `memory` bytes: the largest power of two that fits
+    beside the weights and moments of `large`. More tokens at a time are faster."""
     return 2 ** int(math.log2(memory / (1.2e6 * optim.PRECISIONS[precision].itemsize)))
 
 
 def fit_to_device(args, device):
-    """Completes the flags that are left to the device, --precision and --micro-tokens. Raises
-    ConfigError if the device cannot compute in the precision that is asked for."""
+    """Chooses --precision and --micro-tokens for the device where the user did not. Raises
+    ConfigError if the device cannot compute in the requested precision."""
     args.precision = optim.choose_precision(args.precision, device)
     micro_tokens = 8192
     if device.type == "cuda":
@@ -222,10 +220,12 @@ def fit_to_device(args, device):
 
 
 def check_ranks(args, world):
-    """Raises dist.DistError on all ranks if one of them was started otherwise: with other flags the
-    ranks would wait for each other, or average what does not belong together; with another torch or
-    processor their weights would drift apart, since sums are rounded otherwise. Raises it, too, if
-    two ranks have the same GPU, which NCCL refuses. Collective."""
+    """Raises dist.DistError on all ranks if their settings, FREE flags, torch versions or
+    processors differ, or if two ranks share a GPU, which NCCL refuses. Collective.
+
+    With different flags, ranks would deadlock or average unrelated gradients. With a different
+    torch or processor, sums would be rounded differently and weights would drift apart.
+    """
     alike = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
     alike["processor"] = torch.backends.cpu.get_cpu_capability()
     if world.device.type == "cuda":
@@ -237,9 +237,9 @@ def check_ranks(args, world):
 
 
 def prepare_run(args, world):
-    """Makes the demo's shards if they are not there, has every rank check those that it reads, and
-    completes args: what `fit_to_device` does, `vocab_size`, `settings` (`run_settings`), `code`.
-    Collective."""
+    """Makes the demo's shards if they are missing, has each rank verify the shards that it reads,
+    and completes args: the flags that `fit_to_device` chooses, `vocab_size`, `settings`
+    (`run_settings`) and `code` (`code_digests`). Collective."""
     if args.data == DEMO_SHARDS and world.rank == 0 and not args.data.exists():
         data.prepare(data.machine_documentation(), args.data)
         data.say(data.describe(args.data))
@@ -249,7 +249,7 @@ def prepare_run(args, world):
     fit_to_device(args, world.device)
     args.vocab_size = manifest["vocab_size"]
     args.settings = run_settings(args, manifest)
-    args.code = code_digests()           # now: who edits a file meanwhile does not change the run
+    args.code = code_digests()           # now: later edits do not change the run
     check_ranks(args, world)
     smallest = min(phase.global_batch for phase in args.phases)
     if smallest < world.size:
@@ -266,25 +266,25 @@ STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_nor
 
 
 class Log:
-    """The terminal and metrics.jsonl of a run; silent on all ranks but rank 0.
+    """A run's terminal output and metrics.jsonl; silent on all ranks but rank 0.
 
-    On rank 0 it makes the folder of results and locks it until the process ends. Raises ConfigError
-    if another run has locked it, OSError if the folder cannot be written.
+    Rank 0 creates the results folder and locks it until the process ends. Raises ConfigError if
+    another run holds the lock, OSError if the folder is not writable.
     """
 
     def __init__(self, folder, active):
         self.active = active
-        self.said_at = time.monotonic()      # when the last line of a step was printed, seconds
+        self.said_at = time.monotonic()      # when the last step line was printed, in seconds
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # The lock lasts while it is open; its buffer of 1 MB is for a full disk, see `metric`.
+        # The lock lasts while the file is open; its 1 MB buffer is for a full disk, see `metric`.
         self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
         self.lock(folder)
 
     def lock(self, folder):
-        """Locks the folder for this process alone. Waits a while if another one has it: a run that
-        torchrun has started again may come before the end of the one before."""
+        """Locks the folder for this process. If another process holds the lock, waits up to
+        LOCK_SECONDS: a run that torchrun restarts may overlap its predecessor."""
         for second in range(LOCK_SECONDS):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -301,8 +301,9 @@ class Log:
                           "--out")
 
     def claim(self, folder):
-        """Writes the number of this run into its folder, where `save` looks for it: some disks keep
-        a lock on one node only, and a folder can be removed and begun anew."""
+        """Writes a random `number` to the file `run` in the folder, by which `save` checks that the
+        folder is still this run's. The lock is not enough: some disks enforce it on one node only,
+        and a folder can be deleted and recreated."""
         self.number = os.urandom(8).hex()
         with contextlib.suppress(OSError):               # a full disk
             (folder / "run").write_text(self.number)
@@ -313,22 +314,22 @@ class Log:
             data.say(text)
 
     def metric(self, kind, **fields):
-        """Adds a line to metrics.jsonl. What a crash has lost stays there: a "train" line of step n
-        replaces all earlier lines of step n and later."""
+        """Appends a line to metrics.jsonl. Lines of steps lost in a crash stay there: a "train"
+        line of step n supersedes all earlier lines of step n and later."""
         if not self.active:
             return
-        # JSON has neither NaN nor inf: they become null.
+        # JSON has no NaN or inf; they become null.
         line = json.loads(json.dumps({"kind": kind, **fields}), parse_constant=lambda _: None)
         try:
             self.file.write(json.dumps(line) + "\n")
-            # What a full disk refuses stays in the buffer, if it fits, and goes with a later line.
+            # On a full disk, the line stays in the buffer if it fits, for a later flush to write.
             self.file.flush()
         except OSError as error:
             self.say(f"warning: metrics.jsonl: {error.strerror}")
 
     def step(self, figures):
-        """Logs the figures of a step (dict, as of `step_figures`, and more, see `training_loop`):
-        always in metrics.jsonl, now and then as a line."""
+        """Logs the figures of a step, a dict from `step_figures` and `training_loop`: always to
+        metrics.jsonl, to the terminal at most every LOG_SECONDS."""
         self.metric("train", **figures)
         if time.monotonic() - self.said_at <= LOG_SECONDS:
             return
@@ -341,11 +342,11 @@ class Log:
 
 
 def log_start(args, world, log, state):
-    """Says what is about to run, and writes it to metrics.jsonl."""
+    """Logs what is about to run, to the terminal and metrics.jsonl."""
     if not log.active:
         return
     log.claim(args.out)
-    begun_before = log.file.tell() > 0       # metrics.jsonl has lines of another start
+    begun_before = log.file.tell() > 0       # lines of an earlier start
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     log.metric("run", command=sys.argv, flags=args.settings, code=args.code,
@@ -384,44 +385,44 @@ def log_start(args, world, log, state):
 
 @dataclasses.dataclass
 class Counters:
-    """Where a run is."""
-    step: int = 0                    # finished steps, skipped ones too
+    """How far a run has got."""
+    step: int = 0                    # finished steps, including skipped steps
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # that the program has run, in all starts, without what a crash
-                                     # lost; a mean over the ranks: so all end --hours together
-    longest: int = 0                 # tokens of the longest example, of those of this rank (of
-                                     # rank 0's before a resume)
+    seconds: float = 0.0             # running time of all starts, without what crashes lost; a mean
+                                     # over the ranks, so that all end --hours together
+    longest: int = 0                 # tokens of this rank's longest example (before a resume: of
+                                     # rank 0's)
 
 
 @dataclasses.dataclass
 class State:
-    """All that training changes. A checkpoint holds what the next step depends on, see `save`.
-    Anything else (an average of weights, a running figure of the log) begins anew at a resume,
-    unless it is in `tensors_of` or in Counters."""
+    """Everything that training changes. A checkpoint holds what the next step depends on, see
+    `save`. Anything else, such as an average of weights or a running figure in the log, starts over
+    at a resume unless it is in `tensors_of` or in Counters."""
     model: bert.BertForPreTraining
     masters: dict                    # {name: fp32 tensor}, the weights that the optimizer steps
-    reducer: dist.Reducer            # owns the gradients, and averages them over the ranks
+    reducer: dist.Reducer            # owns the gradients and averages them over the ranks
     optimizer: torch.optim.Optimizer
     scaler: optim.LossScaler
     counters: Counters
 
 
 def set_bias_to_frequencies(model, shards):
-    """Sets the MLM head's bias so that it begins by guessing by token frequency, not by guessing
-    all tokens alike: that saves the demo some 300 steps."""
+    """Sets the MLM head's bias so that the first guesses follow token frequency instead of being
+    uniform, which saves the demo about 300 steps."""
     rarity = data.unigram_losses(shards)                           # (pieces,), -log frequency
-    # To add the same number to all logits changes no probability. So the mean becomes 0: 16 bits
-    # round small numbers less.
+    # Adding a constant to all logits changes no probability. With a mean of 0, 16 bits round less.
     bias = rarity.mean() - rarity
-    # The rows that only pad the vocabulary become as rare as the rarest token.
+    # Rows that only pad the vocabulary become as rare as the rarest token.
     model.mlm_bias.data.fill_(bias.min())
     model.mlm_bias.data[:len(bias)] = bias
 
 
 def build_model(args, world):
-    """Returns the fp32 model before the first step, on this rank's device. --init is read on rank 0
-    alone, whose weights dist.Reducer sends to all. Raises ConfigError if a phase is too long."""
+    """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
+    --init; dist.Reducer sends its weights to all. Raises ConfigError if a phase has more tokens
+    than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     longest = max(phase.seq_len for phase in args.phases)
@@ -429,8 +430,8 @@ def build_model(args, world):
         raise ConfigError(f"a phase has {longest} tokens, and the model {config.max_positions} "
                           "positions, see bert.BertConfig")
     model = bert.BertForPreTraining(config)
-    # Without pairs the pooler and the NSP head take no part in the loss. So they are not trained:
-    # the Reducer would miss their gradients, and weight decay alone would wear them away.
+    # Without pairs, the pooler and the NSP head take no part in the loss. They are frozen: the
+    # Reducer needs a gradient for each trained parameter, and weight decay alone would shrink them.
     for head in model.pooler, model.nsp:
         head.requires_grad_(args.pairs != "none")
     set_bias_to_frequencies(model, args.data)
@@ -441,10 +442,10 @@ def build_model(args, world):
 
 
 def build(args, world):
-    """Returns the State before the first step, the same weights on all ranks. Collective.
+    """Returns the State before the first step, with the same weights on all ranks. Collective.
 
-    Three parts share the gradients, whose memory the Reducer owns: the model's backward adds to
-    p.grad, the Reducer averages over the ranks, the optimizer steps masters by master.grad.
+    Three parts share gradient memory that the Reducer owns: the model's backward adds to p.grad,
+    the Reducer averages over the ranks, and the optimizer steps the masters by master.grad.
     """
     model = build_model(args, world)
     masters = optim.cast_with_masters(model, optim.PRECISIONS[args.precision])
@@ -453,7 +454,7 @@ def build(args, world):
 
     scaler = optim.LossScaler()
     if "fp16" not in (args.precision, args.compression):
-        # Neither the model nor what is sent is in fp16, so no loss has to be scaled.
+        # Nothing is computed or sent in fp16, so the loss needs no scaling.
         scaler = optim.LossScaler(scale=1.0, largest=1.0, growth_interval=100)
     return State(model, masters, reducer, optimizer, scaler, Counters())
 
@@ -461,10 +462,9 @@ def build(args, world):
 # ----- Checkpoints: files of torch.save, zips whose checksums tell whether they are whole -----
 
 def tensors_of(state):
-    """Returns the tensors that steps change, {name: tensor}: master weights and the optimizer's
-    moments. The names and shapes are the same on every rank, before the first step as well. Raises
-    ValueError if the optimizer does not step all masters.
-    """
+    """Returns the tensors that steps change, {name: tensor}: masters and the optimizer's moments.
+    Names and shapes are the same on every rank, even before the first step. Raises ValueError if
+    the optimizer does not step every master."""
     tensors = dict(state.masters)
     for name, master in state.masters.items():
         if master not in state.optimizer.state:
@@ -481,23 +481,23 @@ def shapes_of(tensors):
 
 def numbers_of(state):
     """Returns the rest of what training changes, as a dict of numbers and plain containers. Raises
-    TypeError for anything else: a checkpoint that held it could not be read."""
+    TypeError for any other value, since a checkpoint with it could not be read."""
     groups = [dict(group) for group in state.optimizer.param_groups]
     for group in groups:
-        del group["params"]                          # the optimizer's counts and options are left
+        del group["params"]                          # its counts and options remain
     numbers = {"counters": vars(state.counters), "scaler": vars(state.scaler), "groups": groups}
-    return json.loads(json.dumps(numbers))           # of NumPy's float it makes Python's
+    return json.loads(json.dumps(numbers))           # turns NumPy's floats into Python's
 
 
 def check_weights(world, state):
-    """Raises optim.TrainingStopped if weights or moments are not finite, and on all ranks
-    dist.DistError if their weights are not the same bits. Collective."""
+    """Raises optim.TrainingStopped if weights or moments are not finite, and dist.DistError on all
+    ranks if their weights are not bit-identical. Collective."""
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.counters.step}: weights or moments are not "
                                     "finite; not saved: start anew at a lower --lr-scale")
-    # A checksum: the bits are added up as integers, whose sum no order of additions changes. Ranks
-    # whose weights differ would go on, and their model be worth nothing.
+    # A checksum: integers, unlike floats, add up to the same sum in any order. Unchecked, ranks
+    # with different weights would train on, and the model would be worthless.
     masters = state.masters.values()
     bits = sum(int(master.view(torch.int32).sum(dtype=torch.int64)) for master in masters)
     world.check_same({"sum of bits": bits},
@@ -506,8 +506,9 @@ def check_weights(world, state):
 
 
 def checkpoints_in(folder):
-    """Returns {step: path} of the checkpoints in a folder, {} if there is none; a file of any other
-    name is not ours. Raises OSError if a disk is away (Path.glob would find nothing)."""
+    """Returns {step: path} of the checkpoints in a folder, ignoring files with other names; {} if
+    there are none. Raises OSError if the disk is unreachable, where Path.glob would find
+    nothing."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
@@ -517,12 +518,13 @@ def checkpoints_in(folder):
 
 
 def save(args, world, log, state):
-    """Saves all that the next step depends on, in a file that is whole or not there; removes all
-    others but the one before. Collective; raises what check_weights raises, and ConfigError if
-    another run has begun in the folder, or if even the first checkpoint cannot be saved.
+    """Saves everything the next step depends on, in a file that is whole or absent, and keeps only
+    this checkpoint and the one before. Collective.
 
-    What int8 and onebit have not sent yet is dropped: so the run that goes on is the run that
-    resumes. A full disk is a warning: the older checkpoints are whole.
+    Raises what check_weights raises, and ConfigError if another run has begun in the folder or if
+    not even a first checkpoint can be saved. Otherwise a full disk is only a warning, since older
+    checkpoints are whole. Drops the residuals of int8 and onebit, so that continuing and resuming
+    give the same run.
     """
     check_weights(world, state)
     state.reducer.forget()
@@ -531,10 +533,10 @@ def save(args, world, log, state):
     step = state.counters.step
     checkpoint = {"settings": args.settings, "code": args.code, "tensors": tensors_of(state),
                   **numbers_of(state)}
-    # The same name each time: what a killed run has left is overwritten.
+    # Always the same name, to overwrite what a killed run has left.
     temporary = args.out / "unfinished"
     number = ""
-    # If the file is gone, empty or unreadable, this is not checked.
+    # No check if the file is missing, empty or unreadable.
     with contextlib.suppress(OSError, ValueError):
         number = (args.out / "run").read_text()
     if number not in ("", log.number):
@@ -546,7 +548,7 @@ def save(args, world, log, state):
             os.fsync(file.fileno())              # returns when it is on the disk
         os.replace(temporary, args.out / f"step-{step:08d}.pt")
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):          # torch's; what the disk said is more useful
+        if isinstance(error, RuntimeError):          # torch's; the disk's own error is more useful
             error = error.__context__ or error
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -556,7 +558,6 @@ def save(args, world, log, state):
                 "older ones stay")
         return
 
-    # All but this one and the one before go.
     found = checkpoints_in(args.out)
     for older in sorted(found)[:-2]:
         with contextlib.suppress(OSError):           # the next save tries again
@@ -564,23 +565,26 @@ def save(args, world, log, state):
 
 
 def read_checkpoint(path):
-    """Returns a checkpoint (dict, on the CPU); this takes memory of twice the file's size. Raises
+    """Returns a checkpoint (dict, on the CPU); takes twice the file's size in memory. Raises
     OSError if the disk fails; a damaged file can raise any other exception."""
-    # First read it all: then what comes after is an error of the file, not of the disk.
+    # Read it all first: a later error is then the file's, not the disk's.
     file = io.BytesIO(path.read_bytes())
     if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
         raise ValueError("wrong checksum")
     file.seek(0)
-    # torch.save writes a pickle, which could run any code; with weights_only none runs.
+    # torch.save writes a pickle, which could run any code; with weights_only, none runs.
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def newest_checkpoint(args, log, tensors):
-    """Returns the latest checkpoint (dict, on the CPU) of args.out that is whole, or None to start
-    anew. Damaged ones get another name, so that `save` does not keep one in place of a whole one.
-    Raises ConfigError if there are some and none is whole, or if it is of another run: has other
-    settings, or not the names and shapes of `tensors`. If the disk or the memory fails, raises that
-    error: then the file may be whole."""
+    """Returns the latest whole checkpoint of args.out (dict, on the CPU), or None if there are no
+    checkpoints.
+
+    Renames damaged checkpoints, so that `save` does not keep them in place of whole ones. Raises
+    ConfigError if all are damaged, or if the latest whole one is from a different run: its settings
+    differ, or its tensors differ from `tensors` in names or shapes. If the disk or memory fails,
+    raises that error, since the file may be whole.
+    """
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
         path = found[step]
@@ -607,11 +611,10 @@ def newest_checkpoint(args, log, tensors):
 
 
 def restore(args, world, log, state):
-    """Gives the State on all ranks what rank 0's newest checkpoint holds, if there is one.
+    """Restores the State on all ranks from rank 0's newest checkpoint, if there is one. Collective.
 
-    Collective; raises ConfigError if the checkpoint does not fit, or another node has a later one.
-    (Without a shared disk only the first node has checkpoints, and when a run is started again
-    another node may be the first.)
+    Raises ConfigError if the checkpoint does not fit, or if another node has a later one: without a
+    shared disk only the first node has checkpoints, and a restart may number the nodes differently.
     """
     newest = max(checkpoints_in(args.out), default=0)
     newest_of_rank_0 = world.all_gather_object(newest)[0]
@@ -620,7 +623,7 @@ def restore(args, world, log, state):
                           "rank 0 is; give the nodes the --node_rank of before, or put --out on a "
                           "shared disk")
 
-    # Every rank has tensors of the same names and shapes. Rank 0 fills them, and sends them to all.
+    # All ranks have tensors of the same names and shapes. Rank 0 fills its own and broadcasts them.
     checkpoint = None
     tensors = tensors_of(state)
     if world.rank == 0:
@@ -649,17 +652,17 @@ def restore(args, world, log, state):
 # ----- The parts of a step -----
 
 def planned_tokens(phases):
-    """Returns how many tokens all steps of these phases have."""
+    """Returns the number of tokens in all steps of these phases."""
     return sum(phase.tokens for phase in phases)
 
 
 def finished_tokens(args, counters):
-    """Returns how many of the planned tokens are finished: those of all steps until now.
+    """Returns how many of the planned tokens are finished: those of all steps so far.
 
-    With --hours the clock counts in place of the steps: after half of the time, half of the planned
-    tokens are taken as finished, however many there were. So the phases share the time as they
-    share the tokens. (A rate by the clock: Izsak et al., arXiv 2104.07705.) A hundredth of the time
-    is kept for what comes after the last step: an evaluation, a checkpoint and the model's folder.
+    With --hours, time replaces steps: at half time, half of the planned tokens count as finished,
+    however many were read. The phases thus share the time as they share the tokens. A hundredth of
+    the time is reserved for the final evaluation, checkpoint and model folder. For a learning rate
+    by the clock, see Izsak et al., arXiv 2104.07705.
     """
     if args.hours:
         return planned_tokens(args.phases) * counters.seconds / (0.99 * 3600 * args.hours)
@@ -668,18 +671,19 @@ def finished_tokens(args, counters):
 
 
 def progress(args, counters):
-    """Returns (index, done): the phase that the next step is in, and `done` of learning_rate. If
-    there is no next step: (None, 0.0).
+    """Returns (index, done): the phase of the next step, and `done` of learning_rate; (None, 0.0)
+    if there is no next step.
 
-    With phases of 100 and 50 tokens, and 120 finished, it is in the second one, of which 20 are.
+    With phases of 100 and 50 tokens and 120 finished, the next step is in the second phase, 20
+    tokens in.
     """
     finished = finished_tokens(args, counters)
     for index, phase in enumerate(args.phases):
         if finished < phase.tokens and counters.step < args.max_steps:
             if args.hours:
                 return index, finished / phase.tokens
-            # Step number k of n, from 0 on, is at (k + 1) / (n + 1): so neither the first nor the
-            # last step has a rate of 0. (By the clock the run's first one has.)
+            # Step k = 0, 1, ... of n is at (k + 1) / (n + 1), so neither the first nor the last
+            # step has a rate of 0. By the clock, the rate of the run's first step is 0.
             k = finished / phase.step_tokens
             return index, (k + 1) / (phase.steps + 1)
         finished -= phase.tokens               # the rest belongs to the phases after
@@ -687,15 +691,17 @@ def progress(args, counters):
 
 
 def copy_positions(args, state):
-    """Copies embeddings of positions that an earlier phase has trained to those that none has:
-    after a phase of 64 tokens, position 64 gets that of position 0, 65 that of 1.
+    """Copies trained position embeddings to the positions that no earlier phase has trained: after
+    a phase of 64 tokens, position 64 gets the embedding of position 0, 65 that of 1.
 
-    So a phase of longer texts begins with positions that mean something, not with random ones
-    (Longformer, arXiv 2004.05150, section 5); without it the demo's loss ends 0.25 nats higher.
-    Google's and NVIDIA's BERT do without. With --init nothing is copied: that model may know all
-    positions. (Their moments begin at 0, and `t` of optim.adam_update goes on, so nothing corrects
-    them. Where gradients change their sign at random, with b2 of 0.999 their first steps are up to
-    fourteen times those of others, after 100 steps three times.)
+    A phase of longer texts then starts from meaningful positions instead of random ones
+    (Longformer, arXiv 2004.05150, section 5); without the copies, the demo's loss ends 0.25 nats
+    higher. Google's and NVIDIA's BERT do not copy. Nor does a run with --init, whose model may know
+    all positions.
+
+    The copies' moments start at 0 while `t` of optim.adam_update goes on, so they get no bias
+    correction. Where gradients change sign at random and b2 is 0.999, their first steps are up to
+    fourteen times as long as those of other positions; after 100 steps, three times.
     """
     phase_index = state.counters.phase
     # (max_positions, width); None if they are not trained
@@ -708,10 +714,10 @@ def copy_positions(args, state):
 
 
 def begin_phase(args, world, state, phase_index):
-    """Returns an iterator, without end, over the steps from `phase_step` on, each a list of
-    this rank's micro-batches (data.Batch). A phase that is new begins with its first example."""
+    """Returns an endless iterator over the steps from `phase_step` on, each a list of this rank's
+    micro-batches (data.Batch). A new phase starts with its first example."""
     counters = state.counters
-    if phase_index != counters.phase:          # not so in a run that resumes within a phase
+    if phase_index != counters.phase:          # not when a run resumes within a phase
         counters.phase = phase_index
         counters.phase_step = 0
         copy_positions(args, state)
@@ -726,8 +732,8 @@ def begin_phase(args, world, state, phase_index):
 
 def count_labels(world, micro_batches):
     """Returns how many labels each task has in the micro-batches of all ranks together, {task:
-    count}; a label that is data.IGNORED does not count. Counts on the CPU, so that nothing waits
-    for a GPU. Collective."""
+    count}, not counting labels that are data.IGNORED. Counts on the CPU, so that nothing waits for
+    a GPU. Collective."""
     own = {}
     for task in micro_batches[0].labels:
         own[task] = sum(int((batch.labels[task] != data.IGNORED).sum()) for batch in micro_batches)
@@ -735,16 +741,16 @@ def count_labels(world, micro_batches):
 
 
 def loss_sum(logits, labels):
-    """Returns the sum of -log softmax(logits)[label] over logits (n, classes) and labels (n,),
-    nats; a label that is data.IGNORED does not count. A sum, not a mean: it is divided by the count
-    of the whole step, over all ranks. Training and `evaluate` call it for each task."""
-    # The softmax adds up as many exponentials as there are classes: 16 bits would round too much.
+    """Returns the sum of -log softmax(logits)[label], in nats, over logits (n, classes) and labels
+    (n,), skipping labels that are data.IGNORED. A sum, not a mean, because the divisor is the count
+    of the whole step over all ranks. Training and `evaluate` call it for each task."""
+    # The softmax sums an exponential for each class: 16 bits would round too much.
     return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def step_figures(args, state, counts, total, seconds):
-    """Returns the log's fields (dict) that follow from the State, from what `count_labels` says of
-    the step, from its sums over all ranks, `total`, and from how long it took."""
+    """Returns the log's fields (dict) that follow from the State, the step's label counts, its sums
+    over all ranks (`total`) and its duration in seconds."""
     counters = state.counters
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
@@ -761,13 +767,13 @@ def step_figures(args, state, counts, total, seconds):
         "masked_fraction": counts["mlm"] / total["tokens"],
         "wait_seconds": state.reducer.wait_seconds,
         "bytes_sent": state.reducer.bytes_sent,
-        "minutes_left": left / finished * counters.seconds / 60}        # at the speed until now
+        "minutes_left": left / finished * counters.seconds / 60}        # at the speed so far
 
 
 def reason_to_stop(step, total):
-    """Returns the dist.DistError that ends a training after this step, before its last one, or
-    None. total: of all ranks, how many signals have come ("signals"), and how many ranks have no
-    torchrun any longer ("orphans")."""
+    """Returns the dist.DistError that ends training early, after this step, or None. total: over
+    all ranks, the number of signals received ("signals") and of ranks whose torchrun is gone
+    ("orphans")."""
     message = f"stopped after step {step}; the same command resumes"
     if total["signals"]:
         return dist.DistError(message)
@@ -777,10 +783,10 @@ def reason_to_stop(step, total):
 
 
 def save_is_due(args, counters, saved_at):
-    """Returns whether a save is due after this step, within a phase. saved_at: `seconds` of the
-    last one."""
+    """Returns whether a save is due after this step, within a phase. saved_at: `seconds` at the
+    last save."""
     half_hour = counters.seconds - saved_at > SAVE_SECONDS
-    # After the first step, too: so a full disk is known at once.
+    # Saving after the first step reveals a full disk at once.
     return half_hour or counters.step == 1 or counters.step % args.save_every == 0
 
 
@@ -788,15 +794,15 @@ def save_is_due(args, counters, saved_at):
 
 @torch.no_grad()
 def evaluate(args, world, log, state):
-    """Logs and returns what the model does on the held-out documents, at the phase's length (dict;
-    losses in nats). Collective: the ranks share the work.
+    """Logs and returns a dict of the model's losses (nats) and accuracies on the held-out
+    documents, at the phase's length. Collective: the ranks share the work.
 
-    Examples and masks are the same at every evaluation of a phase, and in runs with any seed: seed,
+    Every evaluation of a phase uses the same examples and masks, whatever the run's seed: seed,
     phase and mask_fraction (15 %, whatever --mask-fraction is) are the defaults of
-    data.PretrainingData. (Other masks or pairs there change evaluation, too: compare such losses
-    with no others.) unigram_loss is the loss on the same tokens of a predictor that knows only how
-    often the training text has each token: the loss to beat. Of 1,024 examples the NSP accuracy's
-    standard error is about sqrt(0.5 * 0.5 / 1024), 1.6 %.
+    data.PretrainingData. Changing masks or pairs there changes evaluation too, so do not compare
+    losses across such a change. unigram_loss, the loss to beat, is that of predicting the same
+    tokens from their frequency in the training text alone. With 1,024 examples, the NSP accuracy
+    has a standard error of about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
@@ -805,9 +811,9 @@ def evaluate(args, world, log, state):
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    sums = collections.Counter()             # of numbers and tensors; each begins at 0
+    sums = collections.Counter()             # numbers and tensors, from 0 on
     state.model.eval()
-    # Each rank has at least one example, so that all have the same keys in `sums`.
+    # Each rank gets at least one example, so that `sums` has the same keys on all.
     for indices in data.micro_batches(0, max(EVAL_EXAMPLES, world.size), micro_size, world.rank,
                                       world.size):
         batch = examples.batch(indices).to(world.device)
@@ -821,7 +827,7 @@ def evaluate(args, world, log, state):
         sums["unigram_loss"] += unigram_losses[masked[masked != data.IGNORED]].sum()
     state.model.train()
 
-    # Sums are added up over the ranks, not means: the ranks' shares differ in size.
+    # Add sums over the ranks, not means: their shares differ in size.
     total = world.sum(**sums)
     result = {"step": counters.step, "phase": counters.phase + 1,
               "unigram_loss": total["unigram_loss"] / total["mlm_labels"]}
@@ -840,15 +846,15 @@ def evaluate(args, world, log, state):
 # ----- Training -----
 
 class Clock:
-    """Counts the seconds of a run, in all its starts, but not those in which the whole process was
-    suspended for more than a minute while the clock was there. `--hours` goes by it."""
+    """Counts the seconds of a run over all its starts, for `--hours`. Once the clock exists,
+    suspensions of the whole process for more than a minute do not count."""
 
     def __init__(self, seconds):
         self.start = STARTED - seconds       # of earlier starts
         threading.Thread(target=self.leave_out_pauses, daemon=True).start()
 
     def leave_out_pauses(self):
-        """In a thread: a second that has taken more than a minute was a pause."""
+        """Runs in a thread and leaves out pauses: one-second sleeps that took over a minute."""
         while True:
             before = time.monotonic()
             time.sleep(1)
@@ -857,13 +863,13 @@ class Clock:
                 self.start += passed
 
     def read(self):
-        """Returns the seconds until now."""
+        """Returns the seconds so far."""
         return time.monotonic() - self.start
 
 
 def training_loop(args, world, log, state, clock):
-    """Takes the steps that are left, saves and evaluates. Returns None, or the dist.DistError that
-    says why it stopped before the last. Collective."""
+    """Takes the remaining steps, saves and evaluates. Returns None, or the dist.DistError that says
+    why it stopped early. Collective."""
     counters = state.counters
     saved_at = counters.seconds
     batches = stop = None
@@ -874,20 +880,20 @@ def training_loop(args, world, log, state, clock):
             phase = args.phases[phase_index]
         began = time.perf_counter()
 
-        # 1. This rank's examples of the step, in micro-batches that a thread has made ahead.
+        # 1. Take this rank's examples, in micro-batches that the loader thread has made ahead.
         micro_batches = next(batches)
         data_seconds = time.perf_counter() - began
 
-        # 2. Count the labels of the whole step, on all ranks: the divisors of the losses.
+        # 2. Count the labels of the whole step, over all ranks: the divisors of the losses.
         counts = count_labels(world, micro_batches)                  # {"mlm": ..., "nsp": ...}
 
-        # 3. Forward and backward of each micro-batch. Gradients add up in flat fp32 buckets.
+        # 3. Run each micro-batch forward and backward. Gradients add up in flat fp32 buckets.
         # 4. In the last micro-batch, each complete bucket is averaged while backward goes on.
         scale = state.scaler.scale
         sums = collections.Counter()             # {"tokens": number, task: its loss (a tensor)}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed follows from these numbers, which hash alike in every process.
+            # Dropout's seed: numbers have the same hash in every process.
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
@@ -898,20 +904,20 @@ def training_loop(args, world, log, state, clock):
             for task, labels in batch.labels.items():
                 task_sum = loss_sum(logits[task], labels)
                 sums[task] += task_sum.detach().double()
-                # By the count of all ranks: so every masked token weighs the same, and every pair.
+                # The count of all ranks gives each masked token the same weight, and each pair.
                 loss = loss + task_sum / max(counts[task], 1)
             # The Reducer takes the mean: 1/W sum_r (W scale loss_r) = scale sum_r loss_r.
             (world.size * scale * loss).backward()
 
-        # 5. Wait for the buckets. Then all ranks hold the same gradients, still times `scale`.
+        # 5. Wait for the buckets. All ranks now hold the same gradients, still times `scale`.
         state.reducer.finish()
         norm = state.reducer.norm()
 
-        # 6. An inf or NaN skips the step, on all ranks, since all have the same norm.
+        # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step.
         step_taken = state.scaler.update(not math.isfinite(norm), counters.step + 1)
         state.reducer.commit(step_taken)             # for int8 and onebit
 
-        # 7. Unscale, clip, and step the fp32 masters. The model's weights are copied from them.
+        # 7. Unscale, clip, step the fp32 masters, and copy them to the model.
         lr = optim.learning_rate(done, phase)
         if step_taken:
             optim.unscale_and_clip_(state.reducer.flats, norm, scale, CLIP)
@@ -920,7 +926,7 @@ def training_loop(args, world, log, state, clock):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Add up the losses and the seconds, and who asks for a stop. Then log, save, evaluate.
+        # 8. Sum losses, seconds and stop requests over the ranks. Then log, save, evaluate.
         total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
                           orphans=dist.torchrun_died())
         counters.step += 1
@@ -937,7 +943,7 @@ def training_loop(args, world, log, state, clock):
         if phase_ends or stop or save_is_due(args, counters, saved_at):
             save(args, world, log, state)
             saved_at = counters.seconds
-            # Within a phase no evaluation before a stop (it must be quick), and none after step 1.
+            # Within a phase, no evaluation after step 1 or before a stop, which must be quick.
             if phase_ends or (not stop and counters.step > 1):
                 evaluate(args, world, log, state)
     return stop
@@ -946,17 +952,17 @@ def training_loop(args, world, log, state, clock):
 # ----- A whole run -----
 
 def keep_freed_memory():
-    """Lets the C library keep what torch frees on a CPU, for the next tensors: to ask Linux for new
-    memory, page by page, takes a tenth of a small model's step."""
+    """Makes the C library keep the CPU memory that torch frees, for the next tensors. Getting new
+    memory from Linux, page by page, takes a tenth of a small model's step."""
     with contextlib.suppress(AttributeError):        # macOS has no mallopt
         libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)                          # M_MMAP_MAX: no block is mapped by itself
+        libc.mallopt(-4, 0)                          # M_MMAP_MAX: map no block separately
         libc.mallopt(-1, 2 ** 31 - 1)                # M_TRIM_THRESHOLD: the heap does not shrink
         libc.mallopt(-8, 1)                          # M_ARENA_MAX: all threads share the heap
 
 
 def report(args, log, state):
-    """Says how the run ended, and for the demo how the model fills in its sentences."""
+    """Logs the end of the run; in the demo, first how the model fills in its sentences."""
     if args.data == DEMO_SHARDS:
         tokenizer = data.load_tokenizer(args.data / "tokenizer.model")
         for sentence in DEMO_SENTENCES:
@@ -967,33 +973,33 @@ def report(args, log, state):
 
 
 def use_masters(args, state):
-    """Gives the model of rank 0 the weights that its folder shall have, in fp32: the masters, since
-    in 16 bits the model's are rounded. (What is not trained has no masters and stays rounded:
-    buffers; without pairs pooler and NSP head.)"""
+    """Gives rank 0's model the fp32 weights for its folder: the masters, since 16-bit weights are
+    rounded. Untrained tensors have no masters and stay rounded: buffers and, without pairs, the
+    pooler and the NSP head."""
     state.model.float()
     optim.copy_to_model(state.masters, state.model)
     segments = getattr(state.model.embeddings, "segments", None)
     if segments and args.pairs == "none" and not args.init:
-        # No text had a segment B, so this was never trained.
+        # No text had a segment B: use A's embedding for it.
         segments.weight.data[1] = segments.weight.data[0]
 
 
 def train(args, world):
-    """Trains as the flags say. Returns nothing: all results are in the folder args.out. Collective.
+    """Trains as the flags ask; all results go to the folder args.out. Collective.
 
     Raises what `explain` knows, and whatever a bug raises; see `main`.
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
     if world.size == 1:      # several ranks have listened since they met
-        # From here on a signal does not end the program, but asks for a checkpoint and a stop.
+        # From here on, a signal requests a checkpoint and a stop instead of ending the program.
         dist.listen_to_signals()
     state = build(args, world)
     restore(args, world, log, state)
-    clock = Clock(state.counters.seconds)    # a resumed run has its seconds already
+    clock = Clock(state.counters.seconds)    # a resumed run keeps its seconds
     log_start(args, world, log, state)
-    # A resumed run may have died in an evaluation, so it evaluates first, unless it is to stop at
-    # once. A run that has no step left evaluates, too, and writes its model again.
+    # A resumed run may have died in an evaluation, so it evaluates first, unless it must stop at
+    # once. A run with no steps left evaluates too, and rewrites its model.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
     phase_index, _ = progress(args, state.counters)
     if phase_index is None or (state.counters.step and not signals):
@@ -1006,7 +1012,7 @@ def train(args, world):
                               state.counters.longest or args.phases[0].seq_len)
         if not stop:
             report(args, log, state)
-    # `stop` is an error, and when a rank ends by an error, torchrun kills the others. So all wait
+    # `stop` is an error, and torchrun kills the others when a rank ends with an error. All wait
     # here until rank 0 has written.
     world.barrier()
     if stop:
@@ -1014,21 +1020,21 @@ def train(args, world):
 
 
 def main():
-    """Runs the program. What ends it early is said once if possible, by the rank that fails first,
-    see dist.leave."""
+    """Runs the program. The rank that fails first reports an early end, once if possible; see
+    dist.leave."""
     try:
         args = parse_arguments()
     except SystemExit as end:
         if end.code and dist.TORCHRUN:
-            # A restart would have the same flags. The node's first rank has told what is wrong with
-            # them; the others wait until it has ended torchrun, which ends them.
+            # A restart would fail on the same flags. The node's first rank has printed the error;
+            # the others wait until it ends torchrun, which ends them.
             if os.environ["LOCAL_RANK"] != "0":
                 time.sleep(10)
             dist.end_torchrun()
         raise
     keep_freed_memory()
     torch.set_num_threads(data.usable_cores())
-    faulthandler.enable(2)       # SIGBUS, where a shard is cut while it is read: say where
+    faulthandler.enable(2)       # a traceback on SIGBUS, if a shard is truncated while it is read
     world = dist.World()
     try:
         world = dist.init(args.timeout)
@@ -1040,8 +1046,8 @@ def main():
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
         disk_lost = getattr(error, "errno", None) in DISK_AWAY
-        # A restart may help after these and after a bug, but not after what a user has to mend or
-        # has stopped.
+        # A restart may help after a bug or a lost rank or disk, but not where the user must act or
+        # has stopped the run.
         restart_helps = line is None or rank_lost or disk_lost
         dist.leave(f"train.py: {rank}{line or traceback.format_exc()}", restart_helps, rank_lost)
 
