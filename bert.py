@@ -1,24 +1,24 @@
-"""BERT and its two pre-training heads, Hugging Face folders out and in, and a [MASK] filled in.
+"""BERT with two pre-training heads; saves and loads Hugging Face folders, fills in a [MASK].
 
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
-The original model (Devlin et al., arXiv 1810.04805): an encoder whose LayerNorm follows each sum,
-and learned embeddings of positions. Two heads are trained with it. One predicts masked tokens (MLM,
-masked language model), the other predicts from [CLS] whether the second text follows the first
-(NSP, next sentence).
+This is the original model (Devlin et al., arXiv 1810.04805): an encoder with a LayerNorm after each
+sum and learned position embeddings. One head, MLM (masked language model), predicts masked tokens;
+the other, NSP (next sentence prediction), predicts from [CLS] whether the second text follows the
+first.
 
-Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124). The tokens of all examples
-stand one after another, as rows of one matrix. Attention alone has to know which rows belong to one
-example; everything else treats each row by itself.
+Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples
+are consecutive rows of one matrix. Only attention needs to know which rows belong to one example;
+everything else works row by row.
 
-Shapes, as in "x (N, D)"; the batch is a micro-batch, a data.Batch:
-    B   examples of the batch
+Shapes, as in "x (N, D)", are those of a micro-batch, a data.Batch:
+    B   examples
     T   tokens of one example
-    N   rows: the tokens of all examples, and up to 63 rows more to make N a multiple of 64
-    M   masked tokens of the batch, and up to 15 entries that pad them
-    R   rows that the heads read: one [CLS] an example, and the masked tokens
-    D   width of the model, the size of a hidden state; D_ff: the inner width of feed-forward
-    H   heads of attention, each with D/H columns of Q, K and V
+    N   rows: the tokens of all examples, padded by up to 63 rows to a multiple of 64
+    M   masked tokens, padded by up to 15 entries
+    R   rows that the heads read: each example's [CLS], and the masked tokens
+    D   width of the model, the size of a hidden state; D_ff: inner width of feed-forward
+    H   attention heads, each with D/H columns of Q, K and V
     V   size of the vocabulary
 """
 import argparse
@@ -37,7 +37,7 @@ from torch import nn
 
 
 class ModelError(ValueError):
-    """A model that cannot be built, loaded or asked; the message says why and what to do."""
+    """A model cannot be built, loaded or used; the message says why and what to do."""
 
 
 # ----- Configuration -----
@@ -53,32 +53,33 @@ PRESETS = {                     # name: (layers, width)
 
 @dataclasses.dataclass
 class BertConfig:
-    """The shape of a BERT. The names are ours; `CONFIG_NAMES` has those of Hugging Face."""
-    layers: int                         # the number of blocks
+    """The shape of a BERT, in our names; `CONFIG_NAMES` has Hugging Face's."""
+    layers: int                         # number of blocks
     width: int                          # D, the size of a hidden state
-    heads: int                          # H, the heads of attention; they divide the width
-    feed_forward: int                   # D_ff, the width between the two matrices of feed-forward
-    vocab_size: int                     # V, the rows of the embedding; of presets a multiple of 64
+    heads: int                          # H, number of attention heads; must divide the width
+    feed_forward: int                   # D_ff, the width between the two feed-forward matrices
+    vocab_size: int                     # V, the rows of the embedding; a multiple of 64 in presets
     max_positions: int = 512            # the largest T that the model can read
-    dropout: float = 0.1                # the fraction that training sets to 0, of embeddings,
-                                        # attention weights, outputs of attention and feed-forward
-    layer_norm_eps: float = 1e-12       # is added to a variance, so that nothing is divided by 0
-    init_std: float = 0.02              # the standard deviation of initial matrices, embeddings
-                                        # excepted
+    dropout: float = 0.1                # fraction set to 0 in training, of embeddings, attention
+                                        # weights, attention outputs and feed-forward outputs
+    layer_norm_eps: float = 1e-12       # added to a variance to avoid division by 0
+    init_std: float = 0.02              # standard deviation of initial matrices, not embeddings
 
     @classmethod
     def preset(cls, name, vocab_size, **changes):
-        """Returns a configuration of PRESETS. vocab_size is rounded up to a multiple of 64, since
-        matrix products are fastest at such sizes."""
+        """Returns a configuration of PRESETS, with vocab_size rounded up to a multiple of 64.
+
+        Matrix products are fastest at such sizes.
+        """
         layers, width = PRESETS[name]
         return cls(
             layers,
             width,
-            heads=width // 64,               # of 64 columns each, as in the original
+            heads=width // 64,               # 64 columns each, as in the original
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 is made for a width of 768. With it narrower models begin to learn
-            # some hundred steps later, so they have 0.55 / width^0.5; at 768 that is 0.02.
+            # The original's 0.02 suits a width of 768. Narrower models would begin to learn a few
+            # hundred steps later with it, and get 0.55 / width^0.5, which is 0.02 at 768.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -86,28 +87,28 @@ class BertConfig:
 # ----- The model -----
 
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
-# CPU torch adds it up in the format of the weights. In bf16, whose numbers have 8 significant bits,
-# it was 2 to 45 % off after 9,152 rows. So in 16 bits on a CPU these two compute in fp32.
-# (GPUs: by their source, the kernels add up in fp32. But those of an embedding, for up to 3,072
-# indices, do so for 32 of them at a time, and add these sums up in 16 bits: about 1 % off.)
+# CPU, torch adds it up in the format of the weights. In bf16, with 8 significant bits, it was 2 to
+# 45 % off after 9,152 rows, so these two layers compute in fp32 if a CPU model has 16 bits. GPU
+# kernels, by their source, sum in fp32; but those for an embedding of up to 3,072 indices sum only
+# 32 indices at a time, and add these sums in 16 bits, which is about 1 % off.
 
 def rounds_sums(tensor):
-    """Returns whether torch adds up gradients in 16 bits where this tensor is."""
+    """Returns whether torch sums gradients in 16 bits for a tensor of this device and format."""
     return tensor.is_cpu and tensor.dtype.itemsize == 2
 
 
 class Embedding(nn.Embedding):
-    """An nn.Embedding whose gradient is added up in fp32 on a CPU."""
+    """An nn.Embedding that sums its gradient in fp32 on a CPU."""
 
     def forward(self, indices):
-        """Returns the rows of the table with these numbers: (N, D) for (N,)."""
+        """Returns the rows of the table at these indices: (N, D) for (N,)."""
         if not rounds_sums(self.weight):
             return super().forward(indices)
         return F.embedding(indices, self.weight.float()).to(self.weight.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """An nn.LayerNorm whose gradients are added up in fp32 on a CPU."""
+    """An nn.LayerNorm that sums its gradients in fp32 on a CPU."""
 
     def forward(self, x):
         """Returns x (N, D) with rows of mean 0 and variance 1, times the weight, plus the bias."""
@@ -118,16 +119,15 @@ class LayerNorm(nn.LayerNorm):
 
 
 def embedding(rows, width):
-    """Returns an Embedding with initial values."""
+    """Returns an initialised Embedding."""
     table = Embedding(rows, width)
-    # Small at every width: larger ones cost the demo 0.1 nats.
+    # Small at every width: larger values cost the demo 0.1 nats.
     nn.init.normal_(table.weight, std=0.02)
     return table
 
 
 def linear(inputs, outputs, std):
-    """Returns an nn.Linear: its matrix begins with values of this standard deviation, its bias at
-    0."""
+    """Returns an nn.Linear with initial weights of this standard deviation and a bias of 0."""
     layer = nn.Linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=std)
     nn.init.zeros_(layer.bias)
@@ -135,7 +135,7 @@ def linear(inputs, outputs, std):
 
 
 class Embeddings(nn.Module):
-    """The sum of a token's, its position's and its segment's embedding, normalised."""
+    """The normalised sum of the embeddings of a token, its position and its segment."""
 
     def __init__(self, config):
         super().__init__()
@@ -147,17 +147,17 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens, segments, positions):
-        """Returns the first hidden states (N, D). tokens, segments, positions: (N,) int64."""
+        """Returns the first hidden states (N, D) for tokens, segments, positions (N,) int64."""
         x = self.tokens(tokens) + self.positions(positions) + self.segments(segments)    # (N, D)
         return self.dropout(self.norm(x))
 
 
 def plain_attention(qkv):
-    """Returns softmax(Q K^T / sqrt(D/H)) V in each head, for one example alone.
+    """Returns softmax(Q K^T / sqrt(D/H)) V in each head, for a single example.
 
-    qkv (T, 3, H, D/H) holds Q, K and V of its T tokens; the result has the shape (T, H, D/H). See
-    Vaswani et al., arXiv 1706.03762, equation 1. This is what to understand; what the model calls
-    is `attention` below: the same for all examples of a batch, faster, and with dropout.
+    qkv (T, 3, H, D/H) holds Q, K and V of its T tokens; the result has shape (T, H, D/H). See
+    Vaswani et al., arXiv 1706.03762, equation 1. This is the version to understand; the model calls
+    `attention`, which does the same for all examples of a batch, faster and with dropout.
     """
     q, k, v = qkv.permute(1, 2, 0, 3)                            # (H, T, D/H) each
     scores = q @ k.mT / q.shape[2] ** 0.5                        # (H, T, T)
@@ -166,15 +166,15 @@ def plain_attention(qkv):
 
 
 def attention_by_length(qkv, lengths, dropout):
-    """Returns what `attention` does, by one call for each length of examples."""
+    """Returns the result of `attention`, with one call for each length of examples."""
     dtype = qkv.dtype
     if dtype.itemsize == 2:
-        # On a CPU what follows can take 2.6 times as long in bf16 as in fp32, in fp16 ten times.
+        # On a CPU the rest can take 2.6 times as long in bf16 as in fp32, in fp16 ten times.
         qkv = qkv.float()
 
-    # A group is b examples of one length T, one after another: its rows are a batch (b, T) without
-    # padding. The picture of `attention` has three, (2, 5), (1, 8) and (1, 46). data.py sorts the
-    # examples of a batch by length, so that there are few groups.
+    # A group is b consecutive examples of one length T, so its rows are a batch (b, T) without
+    # padding. The picture in `attention` has three: (2, 5), (1, 8) and (1, 46). Groups are few,
+    # because data.py sorts the examples of a batch by length.
     lengths = lengths[lengths > 0]
     T_of_groups, b_of_groups = torch.unique_consecutive(lengths, return_counts=True)
     groups = qkv.split((b_of_groups * T_of_groups).tolist())
@@ -188,31 +188,33 @@ def attention_by_length(qkv, lengths, dropout):
 
 
 def flash_attention(qkv, bounds, longest, dropout):
-    """Returns what `attention` does, by FlashAttention-2 (Dao, arXiv 2307.08691), on a GPU that has
-    it: the fastest. bounds: where each example begins; longest: the largest of their lengths.
+    """Returns the result of `attention`, by FlashAttention-2 (Dao, arXiv 2307.08691).
 
-    Torch does not document its function. Queries and keys each have bounds and longest.
+    This is the fastest version, on GPUs that support it. bounds: the row where each example begins;
+    longest: the largest length. Torch does not document its function, which takes bounds and
+    longest for queries and again for keys.
     """
     q, k, v = qkv.unbind(1)                                      # (N, H, D/H) each
-    # (The last two: a token also sees those after it, and nothing is to be debugged.)
+    # The last two arguments: no causal mask (a token also sees later ones), no debugging.
     return torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, dropout, False, False)[0]
 
 
 def padded_attention(qkv, bounds, longest, dropout):
-    """Returns what `attention` does, by one call for examples that are padded to the longest: on a
-    GPU without FlashAttention, and in fp32. bounds, longest: as in `flash_attention`.
+    """Returns the result of `attention`, with one call for examples padded to the longest.
 
-    (Torch's _efficient_attention_forward needs no padding. But of several examples its dropout is
-    wrong: backward draws other random numbers than forward, and so takes the gradients of other
-    weights than those that were kept. A note in its source, on issue 115590, may tell why.)
+    It serves GPUs without FlashAttention, and fp32. bounds, longest: as in `flash_attention`.
+
+    Torch's _efficient_attention_forward needs no padding, but its dropout is wrong for several
+    examples: backward draws different random numbers from forward, and so takes the gradients of
+    the wrong weights. A note in its source, on issue 115590, may explain why.
     """
     lengths = bounds.diff()                                      # (b,), on the GPU
     mask = torch.arange(longest, device=qkv.device) < lengths[:, None]       # (b, T)
     batch = qkv.new_zeros(*mask.shape, *qkv.shape[1:])           # (b, T, 3, H, D/H)
     batch[mask] = qkv
     q, k, v = batch.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
-    # (Where an example has no rows, as the padding can, the result is 0 or NaN. Nobody reads it.)
+    # An example without rows, such as empty padding, gives 0 or NaN, which nothing reads.
     output = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], dropout)
     return output.transpose(1, 2)[mask]                          # (N, H, D/H)
 
@@ -220,29 +222,32 @@ def padded_attention(qkv, bounds, longest, dropout):
 def attention(qkv, bounds, lengths, dropout):
     """Returns `plain_attention` of each example in a batch: (N, H, D/H) for qkv (N, 3, H, D/H).
 
-    bounds and lengths say which rows belong to one example. With examples of 5, 5 and 8 tokens, as
-    in the picture of data.Batch:
+    bounds and lengths define which rows belong to one example. For examples of 5, 5 and 8 tokens,
+    as in the picture in data.Batch:
 
         rows       0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                    ex. 0   | ex. 1   | example 2 | padding
         lengths    5       | 5       | 8         | 46                    (B + 1,)
         bounds     0       | 5       | 10        | 18          | 64      (B + 2,)
 
-    The padding is treated as one more example, whose results nobody reads; its length can be 0.
-    lengths is on the CPU, bounds on the model's device. dropout is that of the attention weights.
+    Padding counts as one more example, possibly empty; nothing reads its results. lengths is on the
+    CPU, bounds on the model's device. dropout applies to the attention weights.
     """
     if not qkv.is_cuda:
         return attention_by_length(qkv, lengths, dropout)
     longest = int(lengths.max())
-    # FlashAttention needs 16 bits, and Ampere, which is (8, 0), or a newer GPU.
+    # FlashAttention needs 16 bits and an Ampere GPU, which is (8, 0), or a newer one.
     if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
         return flash_attention(qkv, bounds, longest, dropout)
     return padded_attention(qkv, bounds, longest, dropout)
 
 
 class Block(nn.Module):
-    """One layer of the encoder: attention, then feed-forward. The output of each is added to its
-    input, and the sum is normalised (post-LayerNorm; many later models normalise the inputs)."""
+    """One layer of the encoder: attention, then feed-forward.
+
+    The output of each is added to its input, and the sum is normalised (post-LayerNorm). Many later
+    models normalise the inputs instead.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -260,11 +265,11 @@ class Block(nn.Module):
     def forward(self, x, bounds, lengths, rows=None):
         """Returns the next hidden states (N, D) for x (N, D). bounds, lengths: as in `attention`.
 
-        rows (R,): only these are returned, (R, D). The last block is called with them, since the
-        heads read no others: what follows its attention is computed for R rows, not N.
+        With rows (R,), returns only these rows, (R, D). The last block gets the rows that the heads
+        read, so that everything after its attention is computed for R rows, not N.
         """
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)        # (N, 3, H, D/H)
-        # Unlike nn.Dropout, torch's functions for attention do not look at self.training.
+        # Unlike nn.Dropout, torch's attention functions ignore self.training.
         dropout = self.dropout.p if self.training else 0.0
         attended = attention(qkv, bounds, lengths, dropout).flatten(1)   # (N, D)
         if rows is not None:
@@ -277,7 +282,7 @@ class Block(nn.Module):
 
 
 class BertForPreTraining(nn.Module):
-    """The encoder with the masked-token (MLM) and the next-sentence (NSP) head."""
+    """The encoder with its masked-token (MLM) and next-sentence (NSP) heads."""
 
     def __init__(self, config):
         super().__init__()
@@ -286,51 +291,55 @@ class BertForPreTraining(nn.Module):
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
-        # BERT's name for the layer between the hidden state of [CLS] and the NSP head is "pooler".
+        # BERT calls the layer between the hidden state of [CLS] and the NSP head "pooler".
         self.pooler = linear(width, width, config.init_std)
         self.nsp = linear(width, 2, config.init_std)
 
-        # There is no output matrix here: `mlm_logits` uses the token embeddings.
+        # There is no output matrix: `mlm_logits` uses the token embeddings.
         self.mlm_transform = linear(width, width, config.init_std)
         self.mlm_norm = LayerNorm(width, config.layer_norm_eps)
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def encode(self, rows, tokens, segments, positions, bounds, lengths):
-        """Returns the last hidden states (R, D) of the rows (R,): all that heads read. (`fill_mask`
-        calls it, too, with all segments A.) The other arguments are fields of data.Batch. tokens,
-        segments and positions are numbers (N,): a token's id, 0 or 1 for A or B, and its position
-        in its example. bounds, lengths: as in `attention`."""
+        """Returns the last hidden states (R, D) of the rows (R,), all that the heads read.
+
+        The other arguments are fields of data.Batch: tokens, segments and positions (N,) are token
+        ids, 0 or 1 for segment A or B, and positions in an example; bounds, lengths: as in
+        `attention`. `fill_mask` also calls this, with all segments A.
+        """
         x = self.embeddings(tokens, segments, positions)         # (N, D)
         for block in self.blocks[:-1]:
             x = block(x, bounds, lengths)
         return self.blocks[-1](x, bounds, lengths, rows)
 
     def mlm_logits(self, hidden):
-        """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
+        """Returns the logits (M, V) for the hidden states (M, D) of masked tokens."""
         hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
         return F.linear(hidden, self.embeddings.tokens.weight, self.mlm_bias)
 
     def forward(self, batch):
-        """Returns the logits of both tasks, by the names that their labels have in a data.Batch:
-        "mlm" (M, V) of the masked tokens, "nsp" (B, 2) of the pairs (without pairs nobody reads
-        these)."""
-        # The heads read [CLS] and the masked tokens only. So the (N, V) logits of all tokens never
-        # exist: they would be most of the work of `tiny`.
+        """Returns the logits of both tasks, named like their labels in data.Batch.
+
+        They are "mlm" (M, V) for the masked tokens and "nsp" (B, 2) for the pairs; without pairs
+        nothing reads "nsp".
+        """
+        # The heads read only [CLS] and the masked tokens, so (N, V) logits of all tokens, which
+        # would be most of the work of `tiny`, never exist.
         examples = len(batch.lengths) - 1
-        # (R,), where R = B + M: the rows of [CLS], which are the first of each example, then those
-        # of masked tokens. (masked_rows are padded by row 0, whose logits no label asks for.)
+        # (R,), R = B + M: the first row of each example, which is [CLS], then the masked rows.
+        # masked_rows is padded with row 0, and the labels of this padding are IGNORED.
         rows = torch.cat([batch.bounds[:examples], batch.masked_rows])
         hidden = self.encode(rows, batch.tokens, batch.segments, batch.positions,
                              batch.bounds, batch.lengths)        # (R, D)
 
-        # (B, D). (Without pairs the pooler is not trained, see train.build_model.)
+        # (B, D). Without pairs the pooler is not trained, see train.build_model.
         pooled = torch.tanh(self.pooler(hidden[:examples]))
         return {"mlm": self.mlm_logits(hidden[examples:]), "nsp": self.nsp(pooled)}
 
 
 # ----- Hugging Face folders: names -----
 
-MODULE_NAMES = {                     # our module: theirs, outside of the blocks
+MODULE_NAMES = {                     # our module: theirs, outside the blocks
     "embeddings.tokens": "bert.embeddings.word_embeddings",
     "embeddings.positions": "bert.embeddings.position_embeddings",
     "embeddings.segments": "bert.embeddings.token_type_embeddings",
@@ -339,7 +348,7 @@ MODULE_NAMES = {                     # our module: theirs, outside of the blocks
     "nsp": "cls.seq_relationship",
     "mlm_transform": "cls.predictions.transform.dense",
     "mlm_norm": "cls.predictions.transform.LayerNorm"}
-BLOCK_NAMES = {                      # our module: theirs, within a block; `qkv` is three of theirs
+BLOCK_NAMES = {                      # our module: theirs, within a block; `qkv` has three of theirs
     "qkv": "attention.self.query attention.self.key attention.self.value",
     "attention_out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
@@ -357,20 +366,22 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "layer_norm_eps": "layer_norm_eps",
     "init_std": "initializer_range"}
 
-# What config.json says of a model with Hugging Face's names, and of others. Who changes what a
-# model computes gives it another type here: then transformers, and programs without the change,
+# The model_type in config.json: for models with Hugging Face's names, and for others. If you change
+# what a model computes, change its type here: then transformers, and programs without the change,
 # refuse its folder.
 MODEL_TYPES = ["bert", "thriftbert"]
 
-# The ids of the special tokens, and the characters that are dropped from all text, such as soft
-# hyphens and marks of direction. Both stand in data.py, too: so neither file imports the other.
+# The ids of the special tokens, and the characters dropped from all text, such as soft hyphens and
+# direction marks. data.py defines both, too, so that neither file imports the other.
 PAD, UNK, CLS, SEP, MASK = range(5)
 INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 
 
 def huggingface_names(name):
-    """Returns the Hugging Face names (a list) of one of our parameters: three for Q, K and V, else
-    one; where Hugging Face's BERT has no such parameter, our name."""
+    """Returns the Hugging Face names (a list) of one of our parameters.
+
+    Q, K and V have three, others one. A parameter that Hugging Face's BERT lacks keeps our name.
+    """
     if name == "mlm_bias":
         return ["cls.predictions.bias"]
     module, _, kind = name.rpartition(".")                   # "nsp.weight" -> "nsp", "weight"
@@ -378,7 +389,7 @@ def huggingface_names(name):
         return [name]
     if module in MODULE_NAMES:
         return [f"{MODULE_NAMES[module]}.{kind}"]
-    # Others are in a block: "blocks.3.qkv.weight", say.
+    # Others are in a block, such as "blocks.3.qkv.weight".
     block = re.fullmatch(r"blocks\.(\d+)\.(\w+)", module)
     if block and block[2] in BLOCK_NAMES:
         parts = BLOCK_NAMES[block[2]].split()
@@ -387,8 +398,10 @@ def huggingface_names(name):
 
 
 def unlike_huggingface(model):
-    """Returns the names (a list) of tensors that only this model has, and of weights outside of
-    the blocks that only Hugging Face's BERT has. (What is computed cannot be told by names.)"""
+    """Returns the names (a list) of tensors that only this model or only Hugging Face's BERT has.
+
+    Of Hugging Face's, only weights outside the blocks count. Names do not show what is computed.
+    """
     names = model.state_dict().keys()
     added = [name for name in names if huggingface_names(name) == [name]]
     return added + sorted({f"{module}.weight" for module in MODULE_NAMES} - names)
@@ -397,80 +410,82 @@ def unlike_huggingface(model):
 # ----- Hugging Face folders: save -----
 
 def replace(pattern, content):
-    """Returns the step of a tokenizer.json that replaces what a regular expression matches."""
+    """Returns the step of a tokenizer.json that replaces matches of a regular expression."""
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
 def normalizer_steps(tokenizer):
-    """Returns what happens to a text before it is cut into pieces, as steps of tokenizer.json.
+    """Returns the steps of tokenizer.json that change a text before it is cut into pieces.
 
     Together they do what data.py does, INVISIBLE and Unicode's form NFKC, and what SentencePiece
-    does by its own rule: nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
+    does by its own rule, nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
     steps = [
-        # What is dropped at the start leaves a space, so that the text begins with a new word.
+        # At the start, INVISIBLE becomes a space, so that the text begins with a new word.
         replace(f"^{INVISIBLE}+", " "),
-        # Dropped: INVISIBLE, and control characters.
+        # Elsewhere it is dropped, as are control characters.
         replace(f"{INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
-        # A space: white space, and a few characters that SentencePiece takes for it.
+        # White space, and a few characters that SentencePiece takes for it, become spaces.
         replace("[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]", " "),
         {"type": "NFKC"},
-        # Of several spaces the last is kept, next to its word; of those at the end, none.
+        # Of several spaces the last remains, next to its word; at the end none does.
         replace(" +(?= |$)", "")]
     if tokenizer.normalize("A") == "▁a":
-        # SentencePiece has one small sigma, and no small letter for the Turkish I with a dot.
+        # SentencePiece has one small sigma, and leaves the Turkish dotted I a capital.
         steps += [{"type": "Lowercase"}, replace("ς", "σ"), replace("i\u0307", "İ")]
     return steps
 
 
 def tokenizer_json(tokenizer):
-    """Returns the tokenizer.json (a dict) that cuts text as a SentencePieceProcessor of data.py.
-    What stands in it is explained by Hugging Face's library `tokenizers`.
+    """Returns the tokenizer.json (a dict) that cuts text as data.py's SentencePieceProcessor does.
 
-    Its pieces begin with a space where SentencePiece's begin with "▁": such a space is left out of
-    the offsets of a token, but for spaces at the very beginning of a text. What differs:
-    - of two equally likely cuts it can take the other one, since it adds the scores in fp64;
-    - the text "[MASK]" becomes the token [MASK], and so with the other special tokens; data.py cuts
-      them as any other text;
+    Hugging Face's library `tokenizers` documents the format. Pieces begin with a space where
+    SentencePiece's begin with "▁". A token's offsets exclude this space, but include spaces at the
+    very beginning of a text. Differences from SentencePiece:
+    - of two equally likely cuts it may choose the other, because it adds scores in fp64;
+    - "[MASK]" in a text becomes the token [MASK], and other special tokens likewise; data.py cuts
+      them like any text;
     - a new word begins where one of INVISIBLE follows a [MASK];
-    - `tokenizers` knows Unicode of 2018: characters that came later are not replaced;
-    - uncased, a few rare letters, Cherokee and a dotted small i among them, are not what
-      SentencePiece makes of them (tests/RESULTS.md counts them).
+    - `tokenizers` has the Unicode of 2018 and does not replace later characters;
+    - uncased, a few rare letters, such as Cherokee and a dotted small i, come out differently
+      (tests/RESULTS.md counts them).
     """
     vocab = [
         (tokenizer.id_to_piece(i).replace("▁", " "), tokenizer.get_score(i))
         for i in range(len(tokenizer))]
     # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
-    # after a [MASK] does so only if it begins with a space, as in `encode_with_masks`.
+    # after a [MASK] does so only after a space, as in `encode_with_masks`.
     spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first"}
     return {
-        # transformers adds the special tokens, which stand in tokenizer_config.json.
+        # transformers adds the special tokens from tokenizer_config.json.
         "added_tokens": [],
         "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer)},
         "pre_tokenizer": spaces,
         "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
         "post_processor": {"type": "Sequence", "processors": [
-            # Only for its trim_offsets, which leaves the space in front of a word out of the word's
-            # offsets. Nothing is cut into bytes here.
+            # Here only for trim_offsets, which excludes the space before a word from its offsets.
+            # Nothing is cut into bytes.
             {"type": "ByteLevel", "trim_offsets": True, "add_prefix_space": True},
             {"type": "BertProcessing", "cls": ["[CLS]", CLS], "sep": ["[SEP]", SEP]}]},
         "decoder": spaces}
 
 
-# What a folder of save_pretrained can have besides: copies, and numbers of positions.
+# What save_pretrained may write in addition: copies, and position numbers.
 TIED = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
         "bert.embeddings.position_ids"}
-# safetensors' names of formats (save_pretrained of some versions writes numbers of positions, too).
+# safetensors' names of formats; some versions of save_pretrained write position numbers, as I64.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def pack(tensors):
-    """Returns fp32 tensors, {name: tensor}, as a file of the format safetensors (bytes): 8 bytes
-    that say how long the header is, the header, and the numbers of the tensors one after another.
+    """Returns fp32 tensors, {name: tensor}, as the bytes of a safetensors file.
+
+    The file has 8 bytes for the length of the header, then the header, then the values of the
+    tensors one after another. An example of a header:
 
         {"bert.pooler.dense.bias": {"dtype": "F32", "shape": [128], "data_offsets": [0, 512]}, ...}
     """
-    header = {"__metadata__": {"format": "pt"}}              # older transformers ask for it
+    header = {"__metadata__": {"format": "pt"}}              # older transformers require it
     parts = []
     end = 0
     for name, tensor in tensors.items():
@@ -479,14 +494,17 @@ def pack(tensors):
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
         parts.append(tensor.numpy().tobytes())
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)                          # numbers begin at a multiple of 8
+    text += b" " * (-len(text) % 8)                          # values begin at a multiple of 8
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def unpack(content):
-    """Returns the tensors of a safetensors file, {name: tensor}. content: a bytearray, whose memory
-    they share, so that a header cannot ask for more. A wrong header can raise any exception."""
-    values = 8 + int.from_bytes(content[:8], "little")       # where the numbers begin
+    """Returns the tensors of a safetensors file, {name: tensor}.
+
+    They share the memory of content, a bytearray, so a header cannot claim more. A wrong header
+    can raise any exception.
+    """
+    values = 8 + int.from_bytes(content[:8], "little")       # where the values begin
     header = json.loads(content[8:values])
     header.pop("__metadata__", None)
     tensors = {}
@@ -496,39 +514,39 @@ def unpack(content):
                                   count=math.prod(entry["shape"]))
         end = place + tensor.nbytes
         if entry["data_offsets"] != [place, end]:
-            raise ValueError(f"{name} has not the size of its shape, or is not in its place")
+            raise ValueError(f"{name} does not have the size of its shape, or is out of place")
         tensors[name] = tensor.view(entry["shape"])
         place = end
     if values + place != len(content):
-        raise ValueError("its size is not that of its tensors")
+        raise ValueError("its size does not match its tensors")
     return tensors
 
 
 def write_file(path, content):
-    """Writes bytes to a file. If the program is killed meanwhile, the old file stays as it was."""
+    """Writes bytes to a file. If the program is killed meanwhile, the old file is unchanged."""
     temporary = Path(f"{path}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)           # the error of a full disk does not name a file
+        error.filename = str(path)           # a full disk raises an error without a file name
         raise
 
 
 def save_huggingface(model, tokenizer_path, folder, longest):
-    """Writes a model folder that Hugging Face's transformers load: model.safetensors (fp32),
-    config.json, tokenizer.json, tokenizer_config.json and a copy of the tokenizer.model.
+    """Writes a model folder that Hugging Face's transformers can load.
 
-    `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the same logits, AutoTokenizer
-    the same tokens but for what `tokenizer_json` says. longest: how many tokens the longest example
-    of training had (of rank 0's), AutoTokenizer's model_max_length. Raises OSError if a file cannot
-    be read or written, RuntimeError if tokenizer_path holds anything but a tokenizer.
+    It holds model.safetensors (fp32), config.json, tokenizer.json, tokenizer_config.json and a copy
+    of the tokenizer.model. `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the
+    same logits, AutoTokenizer the same tokens, except as listed in `tokenizer_json`. longest, the
+    length of rank 0's longest training example in tokens, becomes AutoTokenizer's model_max_length.
+    Raises OSError if a file cannot be read or written, RuntimeError if tokenizer_path is not a
+    tokenizer.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
         names = huggingface_names(name)
-        # Three parts for Q, K and V, else one.
         parts = tensor.float().cpu().chunk(len(names))
         weights.update(zip(names, parts))
 
@@ -539,7 +557,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         config[theirs] = getattr(model.config, ours)
     tokenizer_model = Path(tokenizer_path).read_bytes()
     tokenizer_config = {
-        # Without this line transformers 5 would make the tokenizer of other BERTs, WordPiece.
+        # Without this line transformers 5 would build the tokenizer of other BERTs, WordPiece.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         "model_max_length": longest,
@@ -562,10 +580,10 @@ def save_huggingface(model, tokenizer_path, folder, longest):
 def load_huggingface(folder):
     """Returns a BertForPreTraining (fp32, training mode) with the weights of a folder.
 
-    It reads config.json and model.safetensors, as `save_huggingface` writes them, and as
-    save_pretrained of transformers' BertForPreTraining does, in fp32, fp16 or bf16. Raises
-    ModelError if one is missing or cannot be read, or if the model has other tensors, or computes
-    otherwise as config.json says it. (There are no checksums: a changed number goes unnoticed.)
+    Reads the config.json and model.safetensors that `save_huggingface` writes, or save_pretrained
+    of transformers' BertForPreTraining in fp32, fp16 or bf16. Raises ModelError if one is missing
+    or unreadable, if the model has other tensors, or if config.json describes a different
+    computation. There are no checksums: a changed number goes unnoticed.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
@@ -576,7 +594,7 @@ def load_huggingface(folder):
             if described.get(field, ours) != ours:
                 raise ValueError(f"its {field} is {described[field]}, not {ours}")
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
-        # On the device "meta" tensors have a shape and no memory, so a wrong width cannot fill it.
+        # Tensors on the device "meta" have a shape but no memory, so a wrong width cannot fill it.
         # Below, assign=True puts the loaded tensors in their places.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))
@@ -593,70 +611,69 @@ def load_huggingface(folder):
         model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:
-        # A damaged file can hold anything, and so raise anything.
-        raise ModelError(f"{folder} holds no model of this program as it is: {error!r:.300}")
+        # A damaged file can raise anything.
+        raise ModelError(f"{folder} holds no model that this program can load: {error!r:.300}")
 
 
 def init_from(folder, model, tokenizer_path):
     """Gives a model the weights of a folder.
 
-    Raises ModelError if the folder's model has another shape, or if its tokenizer.model is not a
-    copy of tokenizer_path: then its tokens would be other words.
+    Raises ModelError if the folder's model has a different shape, or if its tokenizer.model is not
+    a copy of tokenizer_path, because its tokens would be different words.
     """
     own = Path(folder, "tokenizer.model")
     if not own.exists() or own.read_bytes() != Path(tokenizer_path).read_bytes():
         raise ModelError(
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
-            f"since Hugging Face does not save it, and make shards by data.py --tokenizer {own}")
+            f"since Hugging Face does not save it, and make shards with data.py --tokenizer {own}")
     loaded = load_huggingface(folder)
-    # Dropout and init_std may differ: they are made equal. All else is compared.
+    # Dropout and init_std may differ, so they are made equal; everything else is compared.
     loaded.config.dropout = model.config.dropout
     loaded.config.init_std = model.config.init_std
     if loaded.config != model.config:
-        raise ModelError(f"{folder} is not of the shape of --model, which is tiny by default")
+        raise ModelError(f"{folder} does not have the shape of --model (by default tiny)")
     model.load_state_dict(loaded.state_dict())
 
 
 # ----- Fill in a [MASK] -----
 
-# Replaces each [MASK] in a text, since SentencePiece finds no [MASK] there. Unicode promises that
-# this code point is no character, so that programs may use it.
+# Replaces each [MASK] in a text, because SentencePiece finds no [MASK] there. Unicode guarantees
+# that this code point is no character, so programs may use it.
 STAND_IN = "\ufffe"
 
 
 def encode_with_masks(tokenizer, text):
     """Returns the token ids of [CLS] text [SEP], where each "[MASK]" in the text is one token.
 
-    Of "a [MASK]s." the pieces are "▁a", "▁", STAND_IN, "s", ".", and the tokens those of "▁a",
-    [MASK], "s", ".": a lone "▁" is the space of the masked word, which [MASK] stands for.
+    "a [MASK]s." has the pieces "▁a", "▁", STAND_IN, "s", "." and the tokens "▁a", [MASK], "s", ".":
+    the lone "▁" is the masked word's own space, so [MASK] stands for it, too.
     """
     text = unicodedata.normalize("NFKC", re.sub(INVISIBLE, "", text))
-    # All pieces in one string: no piece has a space. Then the lone "▁" before a stand-in goes, and
-    # the stand-in becomes a piece of its own. (It can be within one: unknown characters side by
-    # side are one piece.)
+    # Join the pieces with spaces, which no piece contains. Drop the lone "▁" before a stand-in, and
+    # make the stand-in a piece of its own; it can be part of one, because SentencePiece joins
+    # adjacent unknown characters.
     pieces = " ".join(tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str))
     pieces = pieces.replace(f"▁ {STAND_IN}", STAND_IN).replace(STAND_IN, " [MASK] ")
     return [CLS] + tokenizer.piece_to_id(pieces.split()) + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):
-    """Returns, for each [MASK] of a text, the `count` likeliest tokens, as "be 12%, have 3%". The
-    model is in evaluation mode afterwards.
+    """Returns, for each [MASK] in a text, the `count` likeliest tokens, as "be 12%, have 3%".
 
-    The guesses are bad if the text has more tokens than the examples of training (128 in the demo).
-    Raises ModelError if there is no [MASK], if the text has more tokens than max_positions, or if
-    the tokenizer has more pieces than the model.
+    The model is in evaluation mode afterwards. The guesses are poor if the text has more tokens
+    than the training examples (128 in the demo). Raises ModelError if the text has no [MASK], or
+    more tokens than max_positions, or if the tokenizer has more pieces than the model.
     """
     ids = encode_with_masks(tokenizer, text)
     T = len(ids)
     limit = model.config.max_positions
     if MASK not in ids or T > limit:
-        raise ModelError(f"a text has at least one [MASK] and at most {limit} tokens; this one has "
-                         f"{ids.count(MASK)} and {T}")
+        raise ModelError(f"a text needs at least one [MASK] and at most {limit} tokens; this one "
+                         f"has {ids.count(MASK)} and {T}")
     if len(tokenizer) > model.config.vocab_size:
-        raise ModelError("this tokenizer is another model's; copy the tokenizer.model of this one")
+        raise ModelError("this tokenizer is a different model's; copy this model's tokenizer.model")
     model.eval()
-    # Tensors that are made here without `device=` are on the model's.
+    # Tensors created here without `device=` are on the model's device.
     with torch.no_grad(), model.mlm_bias.device:
         tokens = torch.tensor(ids)                                   # (T,)
         masked_rows = torch.where(tokens == MASK)[0]                 # (M,)
@@ -665,7 +682,7 @@ def fill_mask(model, tokenizer, text, count=5):
         lengths = torch.tensor([T, 0], device="cpu")
         hidden = model.encode(masked_rows, tokens, torch.zeros_like(tokens), torch.arange(T),
                               bounds, lengths)                       # (M, D)
-        # The last columns only pad the vocabulary to a multiple of 64: no pieces belong to them.
+        # The last columns only pad the vocabulary to a multiple of 64 and belong to no piece.
         logits = model.mlm_logits(hidden)[:, :len(tokenizer)]
 
     best = logits.softmax(1).topk(count)
@@ -679,8 +696,10 @@ def fill_mask(model, tokenizer, text, count=5):
 # ----- The program -----
 
 def main():
-    """Prints a line of likely words for each [MASK]. If that cannot be done, there is one line on
-    stderr; for wrong arguments argparse's usage."""
+    """Prints a line of likely words for each [MASK].
+
+    Failures give one line on stderr, wrong arguments argparse's usage.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("text")
@@ -690,7 +709,7 @@ def main():
         tokenizer = SentencePieceProcessor(model_file=f"{flags.folder}/tokenizer.model")
         print("\n".join(fill_mask(model, tokenizer, flags.text)), flush=True)
     except (ValueError, OSError, RuntimeError) as error:
-        # What a terminal without UTF-8 raises, UnicodeEncodeError, is a ValueError.
+        # UnicodeEncodeError, from a terminal without UTF-8, is a ValueError.
         sys.exit(f"bert.py: {error}")
 
 

@@ -54,7 +54,7 @@ FORMAT = 1                  # part of a folder's digest. Raise it when the meani
 
 
 class DataError(ValueError):
-    """Unusable input or shards; the message gives the file, the problem and the remedy."""
+    """Unusable input or shards; the message says which file, why and what to do."""
 
 
 # ----- Examples: (seed, phase, i) -> one or two texts with masks -----
@@ -577,7 +577,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
             document_files[shard].write(ends[shard])
 
     if found != checksum:
-        raise DataError("the text has changed while it was read; wait until it is whole")
+        raise DataError("the text changed while it was read; wait until it is complete")
     unigrams.tofile(folder / "unigrams")
     # A number has 8 bytes; the first number, 0, ends no document.
     counts = [file.tell() // 8 - 1 for file in document_files]
@@ -585,9 +585,9 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
         file.close()
     if min(counts) < 2:
         raise DataError(f"{documents} documents are too few, or too often the same, for {shards} "
-                        "shards (each needs two, and so does what is held out, a fifth at most; 1 "
-                        "shard needs some thirty): part them by blank lines, or lower data.py's "
-                        "--shards")
+                        "shards (each needs two, and so does the held-out part, a fifth at most; 1 "
+                        "shard needs about thirty): separate them by blank lines, or lower "
+                        "data.py's --shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
             "unknown": unigrams[UNK] / unigrams.sum()}
@@ -630,7 +630,7 @@ class TextFiles:
             elif path.is_file():
                 self.files.append(path)
             else:
-                raise DataError(f"{path} is no file or folder (nor can text be a pipe: it is read "
+                raise DataError(f"{path} is not a file or folder (a pipe will not do: text is read "
                                 "more than once)")
 
     def __iter__(self):
@@ -656,10 +656,10 @@ def begins_json(beginning):
     plain text."""
     beginning = beginning.lstrip("\ufeff\n\t\f ")
     if MARKUP.match(beginning):
-        raise ValueError("HTML, XML, WARC, PDF or mail, take the text out of it first")
+        raise ValueError("HTML, XML, WARC, PDF or mail: extract the text first")
     # In UTF-16, one of the two bytes of a letter is 0 or another small number.
     if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
-        raise ValueError("UTF-16, or no text")
+        raise ValueError("UTF-16, or not text")
     # "{" begins JSON lines. "[{", '["' or a lone "[" begins a JSON array, which has no "text", so
     # `text_of` refuses it.
     return bool(re.match(r'{|\[\s*([{"]|$)', beginning))
@@ -672,7 +672,7 @@ def text_of(line, is_json):
     if not line.isascii():
         line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
     if "\0\0" in line:
-        raise ValueError("null characters: it is a tar, or a part of it is lost")
+        raise ValueError("null characters: it is a tar file, or part of it is lost")
     line = line.strip()
     if not line:
         return ""
@@ -729,7 +729,7 @@ def load_manifest(folder):
         manifest = json.loads(path.read_text())
         if manifest["sha256"] == manifest_digest(manifest):
             return manifest
-    raise DataError(f"{path} is missing, damaged or of an older program; data.py makes a new "
+    raise DataError(f"{path} is missing, damaged or from an older program; data.py makes a new "
                     "folder (shards/demo: wait if another demo makes it; else remove it)")
 
 
@@ -754,7 +754,7 @@ def load_tokenizer(path):
         if (len(pieces) <= 1 << 16 and pieces[:len(SPECIALS)] == SPECIALS and "▁" in pieces
                 and max(scores) < 0 and tokenizer.normalize("ﬁ\u200b  x") == "▁fi▁x"):
             return tokenizer
-    raise DataError(f"{path} is not a tokenizer.model that data.py has made; take one that is")
+    raise DataError(f"{path} is not a tokenizer.model that data.py made; use one that it made")
 
 
 def unigram_losses(folder):
@@ -876,14 +876,14 @@ def describe(folder):
         begin, end = documents[number:number + 2]
         report += f"\n    {tokenizer.decode(tokens[begin:min(begin + 20, end)].tolist())}"
     if unknown > 0.005:
-        report += ("\nwarning: much is [UNK], letters that the tokenizer does not know: make "
-                   "one of this text, without --tokenizer")
+        report += ("\nwarning: much of the text is [UNK], letters unknown to the tokenizer: train "
+                   "one on this text, without --tokenizer")
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
     if long_enough < 0.25:
-        report += ("\nwarning: documents are short; if blank lines part sentences or paragraphs, "
-                   "remove those within a document")
+        report += ("\nwarning: documents are short; if blank lines separate sentences or "
+                   "paragraphs, remove them within a document")
     return report
 
 
@@ -938,9 +938,9 @@ def main():
     add("corpus", type=path_of, nargs="+", help="read these files and folders")
     add("--out", type=path_of, required=True, help="write this folder")
     add("--shards", type=number_in(int, 1), default=8,
-        help="deal the documents to so many shards (default: %(default)s)")
+        help="deal the documents to this many shards (default: %(default)s)")
     add("--vocab-size", type=number_in(int, 16, 1 << 16), default=8192,
-        help="train a tokenizer of so many pieces (default: %(default)s)")
+        help="train a tokenizer of this many pieces (default: %(default)s)")
     add("--cased", action="store_true", help="keep upper case in that tokenizer")
     add("--tokenizer", type=path_of, help="take this tokenizer.model, whatever its size and case")
     args = parser.parse_args()
@@ -948,7 +948,7 @@ def main():
         prepare(TextFiles(args.corpus), args.out, args.vocab_size, args.shards, args.cased,
                 args.tokenizer)
     except (DataError, OSError, KeyboardInterrupt) as error:
-        sys.exit(f"data.py: {str(error) or 'stopped; nothing is left of it'}")
+        sys.exit(f"data.py: {str(error) or 'stopped; nothing is left behind'}")
     say(f"{describe(args.out)}\n{args.out} is ready")
     end_terminal()
 

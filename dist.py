@@ -142,7 +142,7 @@ class World:
                 raise
             # Gloo's message names no rank, or the wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
-                           "raise --timeout; out of reach? set GLOO_SOCKET_IFNAME) "
+                           "raise --timeout; unreachable? set GLOO_SOCKET_IFNAME) "
                            f"({error!r:.400})")
 
 
@@ -261,9 +261,9 @@ class Reducer:
         in autograd's own thread. Raises KeyError for a backward after that of the last micro-batch,
         and DistError if p.grad is no longer a view of its bucket."""
         if p.grad.data_ptr() != self.views[name].data_ptr():
-            raise DistError(f"the gradient of {name} is not in its bucket any longer: cast the "
-                            "module before the Reducer is made, let no zero_grad be called but the "
-                            "Reducer's, and no backward make a graph (create_graph)")
+            raise DistError(f"the gradient of {name} is no longer in its bucket: cast the module "
+                            "before you make the Reducer, call no zero_grad but the Reducer's, and "
+                            "no backward with create_graph")
         if self.last_micro_batch:
             self.missing.remove(name)
             if self.thread:
@@ -668,7 +668,7 @@ def init(timeout=600.0, init_method="env://"):
         store = meet(world, init_method, limit)
         start_groups(world, store, limit)
         node = {"ranks of its node": world.local_size, "device": world.device.type}
-        world.check_same(node, "is on another kind of node than rank 0; set the same "
+        world.check_same(node, "is on a different kind of node than rank 0; set the same "
                                "--nproc_per_node on every node")
         world.levels = two_levels(world, limit)
         return world

@@ -5,26 +5,28 @@ import torch
 
 
 class TrainingStopped(ArithmeticError):
-    """Training cannot go on; the message says why and what to do."""
+    """Training cannot continue; the message says why and what to do."""
 
 
 # ----- Recipes: batches and learning rates over the training -----
 
 @dataclasses.dataclass
 class Phase:
-    """A part of pre-training with one sequence length and one schedule. Most recipes have two: most
-    steps take short texts, which are cheap. The last ones take long texts, which alone train the
-    embeddings of the later positions."""
-    seq_len: int             # tokens of a full example, special ones included
-    global_batch: int        # examples of a step, over all ranks and micro-batches
-    steps: int               # with --hours only a share of the time
-    lr: float                # the highest learning rate
+    """A part of pre-training with one sequence length and one schedule.
+
+    Most recipes have two: most steps use short texts, which are cheap, and the last ones use long
+    texts, because only these train the embeddings of later positions.
+    """
+    seq_len: int             # tokens of a full example, including special tokens
+    global_batch: int        # examples per step, over all ranks and micro-batches
+    steps: int               # with --hours, only sets the phase's share of the time
+    lr: float                # the peak learning rate
     warmup: float            # the fraction of the phase in which the rate grows to lr
-    power: float = 0.5       # of the decay, see learning_rate; 0: none
+    power: float = 0.5       # of the decay, see learning_rate; 0: no decay
 
     @property
     def step_tokens(self):
-        """The tokens of a step, as if no example were shorter than seq_len."""
+        """The tokens of a step, counting seq_len for every example."""
         return self.global_batch * self.seq_len
 
     @property
@@ -33,25 +35,25 @@ class Phase:
         return self.steps * self.step_tokens
 
 
-# A recipe: the phases, the optimizer's two betas, and what four flags of train.py (--optimizer,
-# --dropout, --mask-fraction, --pairs) are if they are not given. Each needs all six keys.
+# A recipe holds the phases, the optimizer's two betas, and the defaults of four flags of train.py:
+# --optimizer, --dropout, --mask-fraction and --pairs. All six keys are required.
 RECIPES = {
-    # A model of 2 layers on 5 MB of text, in minutes. With 30 % of the tokens masked it learned
-    # faster than with 20; BERT masks 15 %. (For large models: arXiv 2202.08005.)
+    # A model of 2 layers, trained on 5 MB of text in minutes. It learned faster with 30 % of the
+    # tokens masked than with 20 %; BERT masks 15 %. For large models see arXiv 2202.08005.
     "demo": {
         "optimizer": "lamb",
-        "betas": (0.9, 0.98),        # not 0.999, since there are few steps
-        "dropout": 0.0,              # nothing is learned by heart: each text comes a few times only
+        "betas": (0.9, 0.98),        # not 0.999, because there are few steps
+        "dropout": 0.0,              # each text comes only a few times, too few to memorise
         "mask_fraction": 0.3,
         "pairs": "nsp",
         "phases": [
             Phase(seq_len=64, global_batch=32, steps=2300, lr=8e-3, warmup=0.05),
             Phase(seq_len=128, global_batch=32, steps=400, lr=4.8e-3, warmup=0.1),
         ]},
-    # BERT-base in about a day on an RTX 4090, by estimate; not yet run. Optimizer, masks, batch and
-    # rate are MosaicBERT's (arXiv 2312.17482; mosaicml/examples, mosaic-bert-base-uncased.yaml).
-    # Unlike there: the encoder, 20,900 steps (there 70,000), the rate's end (there 2 %), weight
-    # decay, dropout of attention weights. Only the first 128 positions are trained.
+    # BERT-base in about a day on an RTX 4090, by estimate: it has not been run yet. Optimizer,
+    # masks, batch and rate are MosaicBERT's (arXiv 2312.17482; mosaicml/examples,
+    # mosaic-bert-base-uncased.yaml). Its encoder, steps (70,000), final rate (2 %), weight decay
+    # and dropout of attention weights differ. Only the first 128 positions are trained here.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
@@ -62,9 +64,9 @@ RECIPES = {
             Phase(seq_len=128, global_batch=4096, steps=20900, lr=5e-4, warmup=0.06, power=1),
         ]},
     # BERT-large with NVIDIA's batches, steps and rates (DeepLearningExamples, PyTorch,
-    # pretrain_config.sh). There warm-up ends at 6e-3, in phase 2 at 4e-3, and then the rate drops
-    # to sqrt(1 - warmup) of that. Here warm-up ends at this lower rate; the decay is the same. What
-    # else differs: t of `adam_update` goes on in phase 2; see `LAMB`, and in train.py
+    # pretrain_config.sh). NVIDIA's warm-up ends at 6e-3, in phase 2 at 4e-3, and the rate then
+    # drops to sqrt(1 - warmup) of that. Ours ends at this lower rate; the decay is the same. Other
+    # differences: t of `adam_update` continues in phase 2; see `LAMB`, and in train.py
     # `set_bias_to_frequencies` and `copy_positions`.
     "nvidia-64k": {
         "optimizer": "lamb",
@@ -80,8 +82,9 @@ RECIPES = {
 
 
 def learning_rate(done, phase):
-    r"""Returns the learning rate. done: the part of the phase that is over, from 0 to 1. The rate
-    grows from 0 to lr, and decays to 0 (with power 0 it stays):
+    r"""Returns the learning rate when a fraction `done` of the phase, from 0 to 1, is over.
+
+    The rate grows from 0 to lr, then decays to 0; with power 0 it stays at lr:
 
         lr |     /\
            |   /     \
@@ -89,7 +92,7 @@ def learning_rate(done, phase):
             0  warmup   1
 
     In the decay the rate is lr * left^power, where `left` falls from 1 to 0. The picture has power
-    1, as in BERT (arXiv 1810.04805, appendix A.2); with 0.5, NVIDIA's, it decays slowly at first.
+    1, as in BERT (arXiv 1810.04805, appendix A.2); with NVIDIA's 0.5 the decay is slow at first.
     """
     if done < phase.warmup:
         return phase.lr * done / phase.warmup
@@ -103,42 +106,45 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def choose_precision(name, device):
-    """Returns the name of the precision to train in. "auto" is 16 bits where the device computes
-    faster with them, preferably bf16; any other name is returned as it is."""
+    """Returns the name of the precision to train in.
+
+    "auto" selects 16 bits where the device computes faster with them, preferably bf16. Any other
+    name is returned unchanged.
+    """
     if name != "auto":
         return name
     if device.type == "cuda":
-        # Old GPUs (T4, V100) can only emulate bf16, slowly.
+        # Old GPUs (T4, V100) can only emulate bf16, which is slow.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    # A CPU without instructions for bf16 takes up to 200 times as long with it as with fp32.
+    # Without bf16 instructions, a CPU takes up to 200 times as long in bf16 as in fp32.
     features = torch.cpu.get_capabilities()
     return "bf16" if features.get("avx512_bf16") else "fp32"
 
 
 def cast_with_masters(model, dtype):
-    """Casts a model to a format, in place. Returns its master weights {name: fp32 tensor}, which
-    the optimizer steps: those of all parameters but frozen ones (requires_grad=False).
+    """Casts a model to a format, in place, and returns its master weights {name: fp32 tensor}.
 
-    In 16 bits a parameter has three pieces of memory:
+    The optimizer steps the masters. Every parameter has one, unless it is frozen
+    (requires_grad=False). In 16 bits a parameter has three pieces of memory:
 
-        p              in 16 bits, for forward and backward
-        master         fp32, what the optimizer steps; `copy_to_model` copies it to p
-        p.grad and     fp32, one memory, a view of a bucket (dist.Reducer): there autograd adds up
-        master.grad    the 16-bit gradients of all micro-batches; then the Reducer averages these
+        p              16 bits, for forward and backward
+        master         fp32, stepped by the optimizer; `copy_to_model` copies it to p
+        p.grad and     fp32, one memory, a view of a bucket (dist.Reducer): autograd adds up the
+        master.grad    16-bit gradients of all micro-batches there, then the Reducer averages the
                        sums over the ranks, and the optimizer reads them
 
-    Why masters (arXiv 1710.03740, section 3.1): a step changes a weight by a small part of it. In
-    bf16 a number and the next one differ by 0.4 to 0.8 %; a change of less than half of that would
-    be rounded away.
+    A step changes a weight by a small part of it. Neighbouring bf16 numbers differ by 0.4 to 0.8 %,
+    so without masters a change of less than half of that would be rounded away (arXiv 1710.03740,
+    section 3.1).
 
-    No weight is copied in fp32. `detach` makes a second tensor of p's memory, the master, and then
-    `model.to` gives p new memory:
+    No weight is copied in fp32. `detach` makes a second tensor on p's memory, the master, and
+    `model.to` then gives p new memory:
 
         before        p -> [0.1234567]                                   fp32
         detach        p -> [0.1234567] <- master
         model.to      p -> [0.1235]       [0.1234567] <- master          16 bits, and fp32
 
-    Where dtype is fp32, `model.to` does nothing: p and its master stay one memory.
+    If dtype is fp32, `model.to` does nothing: p and its master stay one memory.
     """
     masters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     model.to(dtype)
@@ -147,9 +153,11 @@ def cast_with_masters(model, dtype):
 
 @torch.no_grad()
 def copy_to_model(masters, model):
-    """Copies master weights, {name: tensor}, at least one, to the model's parameters, rounded to
-    their type. (In fp32 they are one memory: then this does nothing, and who copies other weights
-    into the model, say an average, overwrites the masters.)"""
+    """Copies master weights, {name: tensor}, to the model's parameters, rounded to their type.
+
+    There must be at least one. In fp32 both are one memory: this function does nothing, and copying
+    other weights into the model, such as an average, overwrites the masters.
+    """
     parameters = dict(model.named_parameters())
     torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
 
@@ -164,24 +172,25 @@ class LossScaler:
         overflow:   skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
-    bf16 and fp32 need no scale, since their range is large enough: LossScaler(scale=1, largest=1,
-    growth_interval=100). It, too, skips steps that are not finite, and its scale only counts them:
-    each halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it is
-    below `smallest`, and the training stops; so a bad step now and then is forgiven. (Gradients
-    times such a scale, a power of two, lose no bits.)
+    bf16 and fp32 have enough range and need no scale. Their LossScaler(scale=1, largest=1,
+    growth_interval=100) also skips steps whose gradients are not finite, but its scale only counts
+    them: each halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it
+    is below `smallest` and training stops, so an occasional bad step is forgiven. Multiplied by
+    this scale, a power of two, gradients lose no bits.
     """
-    scale: float = 2.0 ** 16           # a power of two: to multiply by it rounds nothing
+    scale: float = 2.0 ** 16           # a power of two, so multiplying by it rounds nothing
     growth_interval: int = 1000
-    smallest: float = 2.0 ** -14       # below it training stops
+    smallest: float = 2.0 ** -14       # training stops below this scale
     largest: float = 2.0 ** 24
     good_steps: int = 0                # in a row
     skipped: int = 0                   # in the whole run
 
     def update(self, overflow, step):
-        """Returns True if step number `step` is to be taken, and adjusts the scale and the counts.
+        """Returns whether to take step number `step`, and adjusts the scale and the counts.
 
-        overflow: whether a gradient is not finite, on any rank: all ranks must do the same. Raises
-        TrainingStopped, naming the step, when overflows have halved the scale below `smallest`.
+        overflow: whether a gradient on any rank is not finite, since all ranks must do the same.
+        Raises TrainingStopped, naming the step, when overflows have halved the scale below
+        `smallest`.
         """
         if not overflow:
             self.good_steps += 1
@@ -194,14 +203,16 @@ class LossScaler:
         self.scale /= 2
         if self.scale < self.smallest:
             raise TrainingStopped(f"step {step}: the gradients of {self.skipped} of {step} steps "
-                                  "were not finite; start anew at a lower --lr-scale")
+                                  "were not finite; start over with a lower --lr-scale")
         return False
 
 
 def unscale_and_clip_(tensors, norm, scale, max_norm):
-    """Divides gradients by the loss scale, in place, and shrinks them to a global norm of at most
-    max_norm. norm: their global norm before this, so still times `scale`. (Who measures gradients
-    later measures clipped ones. The gradients of all losses are clipped together, by this norm.)"""
+    """Divides gradients by `scale` and clips them to a global norm of at most max_norm, in place.
+
+    norm: their global norm before the call, still multiplied by `scale`, the loss scale. This one
+    norm clips the gradients of all losses together. Gradients measured later are clipped ones.
+    """
     factor = 1 / scale
     if norm * factor > max_norm:
         factor = max_norm / norm                   # unscales as well: the norm has `scale` in it
@@ -210,25 +221,27 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
 
 # ----- Optimizers -----
 #
-# w is a parameter, an fp32 tensor; g is its gradient. The moments m and v are running means, of g
-# and of g^2; b1 and b2 ("betas") are how slowly they forget. t = 1, 2, ... counts the updates. lr
+# w is a parameter, an fp32 tensor; g is its gradient. The moments m and v are running means of g
+# and of g^2; b1 and b2 ("betas") set how slowly they forget. t = 1, 2, ... counts the updates. lr
 # is the learning rate; eps keeps a divisor from being 0; decay (weight decay) pulls w towards 0.
 #
-# In `_update` w, g, m and v are lists: some parameters, and the gradient and the moments of each,
-# in the same order. A GPU computes a small tensor faster than Python can ask for it. So torch has
-# functions that take whole lists: torch._foreach_mul_(v, b2) multiplies each tensor of v by b2.
-# As everywhere in torch, a name that ends with an underscore says "in place".
+# In `_update`, w, g, m and v are lists: some parameters, and the gradient and moments of each, in
+# the same order. A GPU computes a small tensor faster than Python can ask for it, so torch has
+# functions for whole lists: torch._foreach_mul_(v, b2) multiplies each tensor of v by b2. As
+# everywhere in torch, a trailing underscore means "in place".
 
 class Optimizer(torch.optim.Optimizer):
-    """What our optimizers share. Each of them only adds `_update`, which changes the tensors of the
-    lists w, m and v in place. One that keeps other moments names them in MOMENTS. `_update` can go
-    through the lists one by one, which is slower on a GPU (tests/test_optim.py counts calls):
+    """The base class of our optimizers; each of them only adds `_update`.
+
+    `_update` changes the tensors of the lists w, m and v in place. An optimizer with other moments
+    names them in MOMENTS. `_update` may loop over the tensors, which is slower on a GPU
+    (tests/test_optim.py counts calls):
 
         def _update(self, group, w_list, g_list, m_list, v_list):
             for w, g, m, v in zip(w_list, g_list, m_list, v_list):
                 w.sub_(g, alpha=group["lr"])
 
-    Parameters are fp32, all with a gradient. Moments are made at once, not in the first step, so
+    Parameters are fp32, and all have a gradient. The moments are created before the first step, so
     that a checkpoint can be copied into them.
     """
     MOMENTS = "exp_avg", "exp_avg_sq"  # m and v
@@ -237,12 +250,12 @@ class Optimizer(torch.optim.Optimizer):
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,
-        "step": 0,                     # t: stands here so that a checkpoint has it
+        "step": 0,                     # t; here, so that a checkpoint includes it
     }
 
     def __init__(self, params, **options):
-        # Makes `param_groups`, a list of dicts {"params": [p, ...], "lr": 0.001, ...}: parameters
-        # with their options. And `state`, {p: what is kept for p}, empty at first.
+        # Makes `param_groups`, a list of dicts {"params": [p, ...], "lr": 0.001, ...}, parameters
+        # with their options, and an empty `state`, {p: what is kept for p}.
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
             for p in group["params"]:
@@ -260,13 +273,13 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def lists_of(tensors):
-    """Returns tensors in lists of at most 64 MB, on a CPU 8 MB, or of one tensor that is larger.
+    """Returns tensors in lists of at most 64 MB, on a CPU 8 MB, or of a single larger tensor.
 
-    An update makes new tensors of a list's size, so a list of all tensors would take too much
+    An update makes new tensors of a list's size, so one list of all tensors would take too much
     memory. A CPU is fastest with lists that fit into its cache.
     """
     lists = []
-    space = -1.0                                   # what still fits into the last list, MB
+    space = -1.0                                   # MB that still fit into the last list
     for tensor in tensors:
         size = 1e-6 * tensor.nbytes
         if size > space:
@@ -278,12 +291,14 @@ def lists_of(tensors):
 
 
 def adam_update(group, w, g, m, v):
-    """Returns u, a list of new tensors of w's shapes, and moves m and v, in place. For each:
+    """Returns u, a list of new tensors of w's shapes, and updates m and v in place.
+
+    For each parameter:
 
         m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
 
-    m and v began at 0, and so are too small at first: the divisors correct them.
+    m and v start at 0, so they are too small at first; the divisors correct this.
     """
     b1, b2 = group["betas"]
     t = group["step"]
@@ -307,8 +322,10 @@ def adam_update(group, w, g, m, v):
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u. The decay is
-    multiplied by lr, as in torch."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2): w = w - lr u.
+
+    The decay is multiplied by lr, as in torch.
+    """
 
     def _update(self, group, w, g, m, v):
         """Applies one update to lists of parameters: w, m and v change in place."""
@@ -316,37 +333,39 @@ class AdamW(Optimizer):
         torch._foreach_sub_(w, u, alpha=group["lr"])
 
 
-LARGEST_RATIO = 0.3          # the most that LAMB takes for ||w|| / ||u||
+LARGEST_RATIO = 0.3          # LAMB's bound on ||w|| / ||u||
 
 
 class LAMB(Optimizer):
-    """LAMB (You et al., arXiv 1904.00962, algorithm 2), with u of `adam_update`:
+    """LAMB (You et al., arXiv 1904.00962, algorithm 2), with u from `adam_update`:
 
         w = w - lr ratio u
         ratio = min(||w|| / ||u||, 0.3)        for matrices; 0.3 if w or u is 0
         ratio = 1                              for vectors: biases and LayerNorm
 
-    So a matrix moves by the part lr of its own norm, however large its gradient is; by less where
-    the bound of 0.3 holds. That lets training take large batches, which need a large lr.
+    However large its gradient, a matrix moves by lr times its own norm, or by less where the bound
+    of 0.3 applies. This lets training use large batches, which need a large lr.
 
-    The bound is that of 1-bit LAMB (arXiv 2104.06069); LAMB's paper bounds ||w|| instead. Unbounded
-    the weights grow, and the steps with them: after 5,000 steps of `tiny` the loss was 0.45 nats
-    higher. The paper's authors and NVIDIA do not scale vectors either, in their code. Q, K and V
-    are one matrix here (bert.Block), so they share a ratio; NVIDIA's are three.
+    The bound is that of 1-bit LAMB (arXiv 2104.06069); LAMB's paper bounds ||w|| instead. Without a
+    bound the weights grow, and the steps with them: after 5,000 steps of `tiny` the loss was 0.45
+    nats higher. In their code, the paper's authors and NVIDIA do not scale vectors either. Q, K and
+    V are one matrix here (bert.Block) and share a ratio; NVIDIA's are three matrices.
     """
 
     def _update(self, group, w, g, m, v):
-        """Applies one update to lists of parameters, all matrices or all vectors: w, m and v change
-        in place."""
+        """Applies one update to lists of parameters: w, m and v change in place.
+
+        The parameters of a list are all matrices or all vectors.
+        """
         u = adam_update(group, w, g, m, v)
         if w[0].dim() > 1:
-            # Norms and ratios are tensors (n,), of n matrices: for Python numbers the CPU would
-            # wait for the GPU. (Where u is 0 the quotient is inf, and the clamp makes it 0.3.)
+            # Norms and ratios are tensors (n,), for n matrices: with Python numbers the CPU would
+            # wait for the GPU. Where u is 0, the quotient is inf, and clamp makes it 0.3.
             w_norm = torch.stack(torch._foreach_norm(w))
             u_norm = torch.stack(torch._foreach_norm(u))
             ratio = torch.where(w_norm > 0, w_norm / u_norm, LARGEST_RATIO)
             ratio = ratio.clamp(max=LARGEST_RATIO)
-            # Each by its own ratio. (Tensors as factors: one call of the GPU for each matrix.)
+            # Scale each u by its own ratio. Tensors as factors take one GPU call for each matrix.
             torch._foreach_mul_(u, ratio.unbind())
         torch._foreach_sub_(w, u, alpha=group["lr"])
 
@@ -355,9 +374,11 @@ OPTIMIZERS = {"lamb": LAMB, "adamw": AdamW}
 
 
 def make_optimizer(name, masters, betas):
-    """Returns the optimizer of this name for master weights, {name: tensor}. Matrices decay;
-    vectors, which are all biases and the weights of LayerNorm, do not. What stands here overrides
-    the class's DEFAULTS, and what a checkpoint holds overrides both; `lr` is set in every step."""
+    """Returns the optimizer of this name for master weights, {name: tensor}.
+
+    Matrices decay; vectors, which are all biases and the weights of LayerNorm, do not. Options set
+    here override the class's DEFAULTS, and a checkpoint overrides both; `lr` is set in every step.
+    """
     matrices = [w for w in masters.values() if w.dim() > 1]
     vectors = [w for w in masters.values() if w.dim() <= 1]
     groups = [

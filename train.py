@@ -104,8 +104,8 @@ def parse_arguments(argv=None):
         help="train on the shards in this folder (default: this machine's documentation)")
     add("--out", type=data.path_of, help="write all results here (default: a folder below runs/)")
     add("--init", type=data.path_of,
-        help="begin with the weights in this model folder (with another --seed: else the examples "
-             "are those that it has read)")
+        help="start from the weights in this model folder (give a new --seed, or it reads the same "
+             "examples again)")
 
     # The model and the recipe.
     add("--model", choices=bert.PRESETS, default="tiny", help="(default: %(default)s)")
@@ -114,7 +114,7 @@ def parse_arguments(argv=None):
     add("--steps", type=COUNT_OR_0, nargs="+", default=[],
         help="replace the recipe's steps: one number for all phases, or one for each")
     add("--batch", type=COUNT, nargs="+", default=[],
-        help="replace the recipe's examples in a step, of all ranks: one number, or one a phase")
+        help="replace the recipe's examples per step, over all ranks: one number, or one a phase")
     add("--lr-scale", type=data.number_in(float, 0), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
@@ -124,27 +124,28 @@ def parse_arguments(argv=None):
     add("--seed", type=data.number_in(int, 0, 1 << 63), default=0,
         help="draw weights, examples, masks and dropout from this seed (default: %(default)s)")
     add("--hours", type=data.number_in(float, 1e-4, 1e5),
-        help="end when this time is over; the phases share it as they share the tokens")
+        help="end after this time; the phases share it as they share the tokens")
 
     # How the machines run it.
     add("--precision", choices=["auto", *optim.PRECISIONS], default="auto",
         help="compute in this format; auto is the fastest one here (default: %(default)s)")
     add("--micro-tokens", type=COUNT,
         help="compute about this many tokens at a time on a rank (default: 8192; on a GPU one for "
-             "each 2.4 MB of its memory, in fp32 4.8 MB, rounded down to a power of two)")
+             "each 2.4 MB of its memory, 4.8 MB in fp32, rounded down to a power of two)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
     # NCCL takes longer to start a collective than to send a few MB.
     add("--bucket-mb", type=data.number_in(float, 1e-6),
         default=25.0 if torch.cuda.is_available() else 2.0,
-        help="average gradients as soon as so many MB are together (default: 2; on a GPU 25)")
+        help="average gradients as soon as this many MB are ready (default: 2; on a GPU 25)")
     add("--timeout", type=data.number_in(float, 1e-3, 1e6), default=600.0,
-        help="give a silent rank up after so many seconds, over NCCL twice (default: %(default)s)")
-    add("--max-steps", type=COUNT, default=math.inf,
-        help="stop after this step; the learning rates stay those of the whole training")
-    add("--save-every", type=COUNT, default=300,
-        help="save and evaluate every so many steps and each half hour; after step 1 only save "
+        help="give up on a silent rank after this many seconds, over NCCL after twice as many "
              "(default: %(default)s)")
+    add("--max-steps", type=COUNT, default=math.inf,
+        help="stop after this step, with the learning rates of the whole training")
+    add("--save-every", type=COUNT, default=300,
+        help="save and evaluate after every this many steps and every half hour; after step 1 save "
+             "only (default: %(default)s)")
 
     # Parse once to find the recipe, make its values the flags' defaults, and parse again. This also
     # puts `phases` and `betas`, which are not flags, into args.
@@ -365,7 +366,8 @@ def log_start(args, world, log, state):
     if args.optimizer != made_for:
         log.say(f"warning: the recipe's rates and betas are for {made_for}")
     if args.compression == "onebit":
-        log.say("warning: by onebit alone the demo learns much less: see README, Which compression")
+        log.say("warning: with onebit alone the demo learns much less; see README, Which "
+                "compression")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours and phase.steps else f"{phase.steps:,} steps"
         part = data.part_long_enough(args.data, phase.seq_len)
@@ -378,7 +380,7 @@ def log_start(args, world, log, state):
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
     elif begun_before:
-        log.say(f"a run in {args.out} has left no whole checkpoint: this one begins anew")
+        log.say(f"an earlier run in {args.out} left no whole checkpoint: this one starts over")
 
 
 # ----- The training state -----
@@ -495,7 +497,7 @@ def check_weights(world, state):
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.counters.step}: weights or moments are not "
-                                    "finite; not saved: start anew at a lower --lr-scale")
+                                    "finite; not saved: start over with a lower --lr-scale")
     # A checksum: integers, unlike floats, add up to the same sum in any order. Unchecked, ranks
     # with different weights would train on, and the model would be worthless.
     masters = state.masters.values()
@@ -601,12 +603,12 @@ def newest_checkpoint(args, log, tensors):
                 path.rename(f"{path}.damaged")
             continue
         if differ:
-            raise ConfigError(f"{path} is of another run: {differ:.500}; give the flags of before, "
-                              "or take another --out")
+            raise ConfigError(f"{path} is from a different run: {differ:.500}; give the same flags "
+                              "as before, or a new --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; now they are called *.damaged, "
-                          "and the same command starts anew")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; they are now named *.damaged, "
+                          "and the same command starts over")
     return None
 
 
@@ -620,7 +622,7 @@ def restore(args, world, log, state):
     newest_of_rank_0 = world.all_gather_object(newest)[0]
     if newest > newest_of_rank_0:
         raise ConfigError(f"step {newest} is in {args.out} here, and only {newest_of_rank_0} where "
-                          "rank 0 is; give the nodes the --node_rank of before, or put --out on a "
+                          "rank 0 is; give the nodes their earlier --node_rank, or put --out on a "
                           "shared disk")
 
     # All ranks have tensors of the same names and shapes. Rank 0 fills its own and broadcasts them.
@@ -646,7 +648,7 @@ def restore(args, world, log, state):
         for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
             group.update(options)
     except (TypeError, ValueError) as error:         # another field, another number of groups
-        raise ConfigError(f"the checkpoint is of other code ({error}); take another --out")
+        raise ConfigError(f"the checkpoint is from different code ({error}); give a new --out")
 
 
 # ----- The parts of a step -----
@@ -807,7 +809,7 @@ def evaluate(args, world, log, state):
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len
     if data.load_manifest(args.data)["sha256"][:16] != args.settings["shards"]:
-        raise ConfigError(f"the shards in {args.data} are others than at the start")
+        raise ConfigError(f"the shards in {args.data} have changed since the start")
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)

@@ -243,7 +243,7 @@ def assert_same_weights(ours, theirs):
 
 def assert_refused(folder, what):
     """Loads a wrong folder, which says so in one line; what: what is wrong."""
-    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model of this program.*$"):
+    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model that this program can load.*$"):
         bert.load_huggingface(folder)
         pytest.fail(f"{what} is loaded")
 
@@ -350,7 +350,7 @@ def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
     assert_same_weights(model, other)
     for change in ({"vocab_size": 256}, {"max_positions": 128}, {"layers": 3}, {"heads": 1},
                    {"layer_norm_eps": 1e-5}):
-        with pytest.raises(bert.ModelError, match="is not of the shape"):
+        with pytest.raises(bert.ModelError, match="does not have the shape"):
             bert.init_from(folder, make_model(**change), tokenizer)
     own = folder / "tokenizer.model"
     for spoil in lambda: own.write_bytes(b"other pieces"), own.unlink:
@@ -398,7 +398,7 @@ def test_the_program_prints_a_line_for_each_mask_or_one_line_that_says_why_not(
     path.unlink()
     assert_ends(path.name)
     (folder / "config.json").unlink()
-    assert_ends("holds no model of this program")
+    assert_ends("holds no model that this program can load")
 
 
 def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer):
@@ -420,7 +420,7 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):
             bert.fill_mask(model, tokenizer, refused)
     smaller = bert.BertForPreTraining(replace(config, vocab_size=319))
-    with pytest.raises(bert.ModelError, match="another model's"):
+    with pytest.raises(bert.ModelError, match="a different model's"):
         bert.fill_mask(smaller, tokenizer, text)
 
 

@@ -119,7 +119,7 @@ def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
     assert steps_kept(finished) == [12, 14], "what cannot be read now has lost its name"
     newest.rmdir()
     (finished / "step-00000012.pt").write_bytes(b"")
-    with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; now"):
+    with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; they"):
         train_here(finished, *ARGV)
     assert not steps_kept(finished), "damaged checkpoints keep their names"
 
@@ -151,7 +151,7 @@ def test_another_run_in_the_same_folder_is_refused(
     assert re.search(r"warning: the code has changed .*train.py another \(not \w+\)", said), said
 
     def assert_refused(name, *flags):
-        pattern = rf"14.pt is of another run: (.+, )?{name} .+ \(not .+; give the flags of"
+        pattern = rf"14.pt is from a different run: (.+, )?{name} .+ \(not .+; give the same"
         with pytest.raises(train.ConfigError, match=pattern):
             train_here(finished, *ARGV, *flags)
             pytest.fail(f"a run with another {name} is taken up: neither run_settings nor the "
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_other_code_is_refused(finished, train_here, monkeypatch
         return checkpoint
 
     monkeypatch.setattr(train, "read_checkpoint", of_other_code)
-    with pytest.raises(train.ConfigError, match="is of other code .*; take another --out"):
+    with pytest.raises(train.ConfigError, match="is from different code .*; give a new --out"):
         train_here(finished, *ARGV)
 
 
@@ -277,7 +277,7 @@ def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp
 def test_init_from_a_folder_that_does_not_fit_is_refused(
         finished, other_shards, train_here, tmp_path):
     model = finished / "model"
-    for flags, message in [(["--model", "mini"], f"{model} is not of the shape of --m"),
+    for flags, message in [(["--model", "mini"], f"{model} does not have the shape of --m"),
                            (["--data", other_shards], f"data.py --tokenizer {model}/token"),
                            (["--init", tmp_path], f"{tmp_path}/")]:
         with pytest.raises(bert.ModelError, match=message):

@@ -450,8 +450,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
     ("a.txt --tokenizer /nowhere", "No such file or directory: '/nowhere'"),
     ("a.txt --shards 300", "400 documents are too few, .* for 300 shards"),
     ("a.txt --vocab-size 20", "no tokenizer of 20 pieces.*raise --vocab"),
-    ("b.txt", "b.txt is no file or folder"),
-    ("a.txt /dev/null", "/dev/null is no file .*pipe")])
+    ("b.txt", "b.txt is not a file or folder"),
+    ("a.txt /dev/null", "/dev/null is not a file .*pipe")])
 def test_flags_that_cannot_be_used_are_one_line(flags, message, program):
     said = program(f"--out out {flags}")
     assert re.search(message, said), f"of {flags} is said: {said}"
@@ -462,7 +462,7 @@ def test_what_is_stopped_leaves_nothing(monkeypatch, program):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data, "sha256_of", stop)
-    assert "stopped; nothing is left of it" in program("a.txt --out out --shards 1")
+    assert "stopped; nothing is left behind" in program("a.txt --out out --shards 1")
 
 
 @pytest.mark.parametrize("suffix, compress", [
@@ -521,8 +521,8 @@ def test_the_program_says_what_it_has_prepared(documents, tmp_path, program):
 
 WARNED = {                                                      # what is said: of which text
     "put a blank line between them": "\n".join(8 * make_documents()),
-    "if blank lines part sentences": "\n\n".join(text[:30] for text in make_documents()),
-    " is [UNK], letters that the tokenizer does not know: make ":
+    "if blank lines separate sentences": "\n\n".join(text[:30] for text in make_documents()),
+    " of the text is [UNK], letters unknown to the tokenizer: train ":
         "\n\n".join(f"{text} ქ ქ ქ ქ" for text in make_documents())}
 
 
@@ -703,7 +703,7 @@ class Passes(list):
     lambda texts: texts + ["one more"], lambda texts: texts[:-1], lambda texts: texts[::-1],
     lambda texts: texts[:-1] + ["another one"]], ids=["more", "less", "other order", "changed"])
 def test_a_text_that_changes_while_it_is_read_is_refused(documents, tmp_path, prepared, change):
-    with pytest.raises(data.DataError, match="has changed while it was read"):
+    with pytest.raises(data.DataError, match="changed while it was read"):
         prepared(Passes([documents, change(documents)]))
     assert not (tmp_path / "out").exists(), "shards of a text that changed stay"
 
@@ -800,5 +800,5 @@ def test_a_manifest_is_as_it_was_written_or_refused(copy, monkeypatch):
             assert found == json.loads(content), "a damaged manifest is taken"
     path.write_bytes(content)
     monkeypatch.setattr(data, "FORMAT", 0)
-    with pytest.raises(data.DataError, match="of an older program; .*; else remove it"):
+    with pytest.raises(data.DataError, match="from an older program; .*; else remove it"):
         data.load_manifest(copy)

@@ -80,7 +80,7 @@ def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, after_ste
 def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
         train_here, tmp_path, monkeypatch, after_step_3):
     def start_another():
-        with pytest.raises(train.ConfigError, match=r"is of another run: seed 0 \(not 1"):
+        with pytest.raises(train.ConfigError, match=r"is from a different run: seed 0 \(not 1"):
             train_here(tmp_path, *LITTLE, "--seed", 1)
 
     monkeypatch.setattr(fcntl, "flock", Mock())                    # as if of another node
@@ -98,7 +98,7 @@ def test_a_run_whose_shards_are_replaced_stops(
         data.prepare(documents[:300], folder, tokenizer=shards / "tokenizer.model", shards=4)
 
     after_step_3(replace)
-    with pytest.raises(train.ConfigError, match="are others than at the start"):
+    with pytest.raises(train.ConfigError, match="have changed since the start"):
         train_here(tmp_path / "out", *LITTLE, "--data", folder)
     # The old shards are open still: what was learned until now is of them.
     assert steps_kept(tmp_path / "out") == [1, 4], "what was right is lost"
@@ -108,9 +108,9 @@ def test_a_start_says_what_was_not_saved_and_what_does_not_fit(train_here, tmp_p
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of one that was killed
     train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer=adamw", "--compression=onebit")
     said = capsys.readouterr().out
-    assert "has left no whole checkpoint: this one begins anew" in said
+    assert "left no whole checkpoint: this one starts over" in said
     assert "warning: the recipe's rates and betas are for lamb" in said
-    assert "warning: by onebit alone the demo learns much less" in said
+    assert "warning: with onebit alone the demo learns much less" in said
     assert steps_kept(tmp_path) == [1, 2]
 
 
