@@ -2,10 +2,10 @@
 
     python bert.py runs/demo/model "The [MASK] statement leaves a loop."
 
-This is the original model (Devlin et al., arXiv 1810.04805): an encoder with a LayerNorm after each
-sum and learned position embeddings. One head, MLM (masked language model), predicts masked tokens;
-the other, NSP (next sentence prediction), predicts from [CLS] whether the second text follows the
-first.
+This is the original model (Devlin et al., arXiv 1810.04805): an encoder with learned position
+embeddings and a LayerNorm after each sum. One head, MLM (masked language model), predicts masked
+tokens; the other, NSP (next sentence prediction), predicts from [CLS] whether the second text
+follows the first.
 
 Hardly anything is computed for padding (Zeng et al., arXiv 2208.08124): the tokens of all examples
 are consecutive rows of one matrix. Only attention needs to know which rows belong to one example;
@@ -78,8 +78,8 @@ class BertConfig:
             heads=width // 64,               # 64 columns each, as in the original
             feed_forward=4 * width,
             vocab_size=(vocab_size + 63) // 64 * 64,
-            # The original's 0.02 suits a width of 768. Narrower models would begin to learn a few
-            # hundred steps later with it, and get 0.55 / width^0.5, which is 0.02 at 768.
+            # The original's 0.02 suits a width of 768. With it narrower models would begin to learn
+            # a few hundred steps later, so they get 0.55 / width^0.5, which is 0.02 at 768.
             init_std=max(0.02, 0.55 / width ** 0.5),
             **changes)
 
@@ -89,11 +89,11 @@ class BertConfig:
 # The gradient of an embedding, and of a LayerNorm's weight and bias, is a sum over all rows. On a
 # CPU, torch adds it up in the format of the weights. In bf16, with 8 significant bits, it was 2 to
 # 45 % off after 9,152 rows, so these two layers compute in fp32 if a CPU model has 16 bits. GPU
-# kernels, by their source, sum in fp32; but those for an embedding of up to 3,072 indices sum only
-# 32 indices at a time, and add these sums in 16 bits, which is about 1 % off.
+# kernels, by their source, sum in fp32; but an embedding's kernel for a call with up to 3,072
+# indices sums only 32 of them at a time, and adds these sums in 16 bits, which is about 1 % off.
 
 def rounds_sums(tensor):
-    """Returns whether torch sums gradients in 16 bits for a tensor of this device and format."""
+    """Returns whether a tensor has 16 bits on a CPU, where torch sums whole gradients in them."""
     return tensor.is_cpu and tensor.dtype.itemsize == 2
 
 
@@ -166,7 +166,7 @@ def plain_attention(qkv):
 
 
 def attention_by_length(qkv, lengths, dropout):
-    """Returns the result of `attention`, with one call for each length of examples."""
+    """Returns what `attention` returns, by one call of torch's attention for each length."""
     dtype = qkv.dtype
     if dtype.itemsize == 2:
         # On a CPU the rest can take 2.6 times as long in bf16 as in fp32, in fp16 ten times.
@@ -188,7 +188,7 @@ def attention_by_length(qkv, lengths, dropout):
 
 
 def flash_attention(qkv, bounds, longest, dropout):
-    """Returns the result of `attention`, by FlashAttention-2 (Dao, arXiv 2307.08691).
+    """Returns what `attention` returns, by FlashAttention-2 (Dao, arXiv 2307.08691).
 
     This is the fastest version, on GPUs that support it. bounds: the row where each example begins;
     longest: the largest length. Torch does not document its function, which takes bounds and
@@ -201,13 +201,15 @@ def flash_attention(qkv, bounds, longest, dropout):
 
 
 def padded_attention(qkv, bounds, longest, dropout):
-    """Returns the result of `attention`, with one call for examples padded to the longest.
+    """Returns what `attention` returns, by one call of torch's for examples padded to the longest.
 
-    It serves GPUs without FlashAttention, and fp32. bounds, longest: as in `flash_attention`.
+    GPUs without FlashAttention use it, and all GPUs in fp32. bounds, longest: as in
+    `flash_attention`.
 
-    Torch's _efficient_attention_forward needs no padding, but its dropout is wrong for several
-    examples: backward draws different random numbers from forward, and so takes the gradients of
-    the wrong weights. A note in its source, on issue 115590, may explain why.
+    Torch's _efficient_attention_forward needs no padding, but its dropout is wrong in a call with
+    several examples: backward does not draw the random numbers that forward drew, and so takes the
+    gradients of other attention weights than those that forward kept. A note in its source, on
+    issue 115590, may explain why.
     """
     lengths = bounds.diff()                                      # (b,), on the GPU
     mask = torch.arange(longest, device=qkv.device) < lengths[:, None]       # (b, T)
@@ -380,7 +382,8 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 def huggingface_names(name):
     """Returns the Hugging Face names (a list) of one of our parameters.
 
-    Q, K and V have three, others one. A parameter that Hugging Face's BERT lacks keeps our name.
+    The matrix of Q, K and V has three, and so has their bias; others have one. A parameter that
+    Hugging Face's BERT lacks keeps our name.
     """
     if name == "mlm_bias":
         return ["cls.predictions.bias"]

@@ -61,9 +61,9 @@ class DataError(ValueError):
 
 @dataclasses.dataclass
 class Batch:
-    """A micro-batch: the tokens of its examples one after another, a row each, with padding only at
-    the end. B examples have n rows, m of them masked; with padding, N and M. Here, B = 3 examples
-    have 5, 5 and 8 tokens, so n = 18 and N = 64:
+    """A micro-batch: the tokens of its examples one after another, each token a row, with padding
+    only at the end. B examples have n rows, m of them masked; with padding, N and M. Here, B = 3
+    examples have 5, 5 and 8 tokens, so n = 18 and N = 64:
 
         rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                     [CLS] ..| [CLS] ..| [CLS] ..  | padding
@@ -166,7 +166,8 @@ def uniform(counters, key):
     the key alone, so example i needs nothing from earlier examples.
 
     The numbers are SplitMix64 hashes (Steele, Lea, Flood 2014), whose constants and shifts mix all
-    bits of the counter. A NumPy generator per example would take half as long as all the rest.
+    bits of the counter. Making a NumPy generator for each example would add half the time of all
+    the rest.
     """
     # uint64 arithmetic is modulo 2^64.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
@@ -214,8 +215,8 @@ class PretrainingData:
         manifest = load_manifest(folder)
         names = ["heldout"] if held_out else shard_names(manifest["shards"])
         paths = self.paths = [f"{folder}/{name}" for name in names]
-        # Opens shard s on first use. The lambda must not contain `self`: Python frees an object
-        # that refers to itself late, and its files would stay open.
+        # Opens shard s on first use. The lambda must not contain `self`: Python is late to free an
+        # object that refers to itself, and its files would stay open.
         self.shard = functools.cache(lambda s: open_shard(paths[s]))
         self.vocab_size = manifest["vocab_size"]
         self.seq_len = seq_len
@@ -387,7 +388,8 @@ def micro_batches(step, global_batch, micro_size, rank, size):
     first = step * global_batch
     mine = [i for i in range(first, first + global_batch) if i % size == rank]
     count = math.ceil(len(mine) / micro_size)
-    # Every count-th example, so that sizes differ by at most one: 7 examples give 3, 2 and 2.
+    # Every count-th example, so that sizes differ by at most one: 7 examples in 3 micro-batches are
+    # 3, 2 and 2.
     return [mine[k::count] for k in range(count)]
 
 
@@ -553,7 +555,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     unigrams = np.zeros(vocab_size)
 
     # Hold out 1 % of the documents, or about 100 of a small corpus, but at most a fifth. In a small
-    # corpus chance could take more, so the loop counts.
+    # corpus chance could take more, so the loop stops at a fifth.
     fraction = min(0.2, max(0.01, 100 / documents))
     held_out = set()                            # the CRC-32 of each held-out text
     threads = min(usable_cores(), 16)           # more would have little to do, and may be refused
@@ -586,7 +588,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
     if min(counts) < 2:
         raise DataError(f"{documents} documents are too few, or too often the same, for {shards} "
                         "shards (each needs two, and so does the held-out part, a fifth at most; 1 "
-                        "shard needs about thirty): separate them by blank lines, or lower "
+                        "shard needs about thirty): separate documents by blank lines, or lower "
                         "data.py's --shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
@@ -754,7 +756,8 @@ def load_tokenizer(path):
         if (len(pieces) <= 1 << 16 and pieces[:len(SPECIALS)] == SPECIALS and "▁" in pieces
                 and max(scores) < 0 and tokenizer.normalize("ﬁ\u200b  x") == "▁fi▁x"):
             return tokenizer
-    raise DataError(f"{path} is not a tokenizer.model that data.py made; use one that it made")
+    raise DataError(f"{path} is not a tokenizer.model that data.py made; give one from a folder of "
+                    "shards")
 
 
 def unigram_losses(folder):
@@ -796,8 +799,8 @@ def verify(folder, rank=0, size=1):
 
 
 def part_long_enough(folder, seq_len):
-    """Returns the fraction of the text in documents that can fill an example of seq_len tokens. It
-    is estimated from the first training shard, whose documents are a random sample."""
+    """Returns the fraction of the text that is in documents long enough for examples of seq_len
+    tokens. It is estimated from the first training shard, whose documents are a random sample."""
     sizes = np.diff(open_shard(f"{folder}/train-00000").documents)
     return sizes[sizes >= seq_len - 3].sum() / sizes.sum()       # [CLS] and two [SEP]
 
@@ -883,7 +886,7 @@ def describe(folder):
                    "its own, put a blank line between them, or write JSON lines")
     if long_enough < 0.25:
         report += ("\nwarning: documents are short; if blank lines separate sentences or "
-                   "paragraphs, remove them within a document")
+                   "paragraphs, remove the blank lines within a document")
     return report
 
 

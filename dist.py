@@ -130,14 +130,14 @@ class World:
                 raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
-        """Calls one of torch's collectives. Raises RankLost if it fails for any reason but a lack
-        of memory: then a rank is gone."""
+        """Calls one of torch's collectives. Raises RankLost if it fails, because a rank is gone;
+        an error of memory, which is also a RuntimeError, is raised unchanged."""
         if self.size == 1:
             return
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            # Out of memory is a RuntimeError, too, but no rank is lost and a restart does not help.
+            # Out of memory: no rank is lost, and a restart does not help.
             if "memory" in str(error):
                 raise
             # Gloo's message names no rank, or the wrong one. `leave` finds out which it is.
@@ -204,9 +204,9 @@ class Reducer:
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, from optim.cast_with_masters;
     without them the optimizer steps the parameters themselves, in fp32. `finish` sets `bytes_sent`,
-    by this rank, and `wait_seconds`, for the communication thread. Each bucket records its own
-    `bytes_sent`, and the time.perf_counter at which it was `launched` (with a thread only), `began`
-    and `ended`.
+    the bytes that this rank sent, and `wait_seconds`, how long it waited for the communication
+    thread. Each bucket records its own `bytes_sent` and three times of time.perf_counter: when it
+    was `launched` (only if there is a thread), and when its averaging `began` and `ended`.
     """
 
     # 1. Pack, once. Each parameter gets a place in a bucket. All ranks start from rank 0's weights.
@@ -287,8 +287,8 @@ class Reducer:
                 return
             gradients_done = None
             if self.stream:
-                # An event marks a place in a stream: here, the end of backward's work so far. A
-                # thread that waits for a "blocking" event takes no core.
+                # An event marks a place in a stream: here in this thread's, after all of backward's
+                # work so far. A thread that waits for a "blocking" event takes no core.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             bucket.launched = time.perf_counter()
@@ -343,7 +343,7 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 and onebit keep what they have not sent for the next step. If this step
+        """Ends a step: int8 and onebit keep for the next step what they have not sent. If this step
         is skipped, they keep what they had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
@@ -381,8 +381,8 @@ def fill_buckets(tensors, world, compression, bucket_mb):
 class Bucket:
     """One flat fp32 tensor (n,) of gradients, `flat`, and its way over the network, `wire`.
 
-    Several nodes are averaged on two levels (Goyal et al., arXiv 1706.02677, section 4.1). The
-    first rank of each node is its leader, here 0 and 2:
+    With several nodes there are two levels (Goyal et al., arXiv 1706.02677, section 4.1). The first
+    rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
         1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
@@ -463,9 +463,9 @@ BLOCK = 512                  # elements that share a block's scale, see `encode_
 
 
 class ErrorFeedback:
-    """The wire of int8 and onebit, which round what they send. The loss from rounding, the
-    residual, is added to what the next step sends. Residuals are unscaled, because the next step
-    may have a different loss scale:
+    """The wire of int8 and onebit, which round what they send. The residual, what rounding took
+    away, is added to what the next step sends. Residuals are unscaled, because the next step may
+    have a different loss scale:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
@@ -498,7 +498,7 @@ class ErrorFeedback:
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = torch.empty_like(residual)
         torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
-        value[n:] = residual[n:]                   # of the padding: onebit rounds zeros, too
+        value[n:] = residual[n:]                   # of the padding: onebit sends a 0 as +-scale
         mean, next_state, sent = self.mean(world, value, state)
         self.next = value, next_state              # value is now the next residual
         torch.mul(mean[:n], loss_scale, out=flat)
@@ -559,8 +559,8 @@ def compressed_mean(encode, decode, world, value, state):
 
 
 def encode_int8(blocks):
-    """Returns codes (..., 516) of blocks (..., 512), an int8 for each element and an fp32 scale for
-    the block; and C(blocks), the values that the codes stand for.
+    """Returns the codes of blocks (..., 512), bytes (..., 516): an int8 for each element and an
+    fp32 scale for the block; and C(blocks), the values that the codes stand for.
 
     The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
     arXiv 2110.02861, section 2.1, here linear):
@@ -576,7 +576,7 @@ def encode_int8(blocks):
 
 
 def decode_int8(codes):
-    """Returns the blocks (..., 512) that codes (..., 516) stand for."""
+    """Returns the blocks (..., 512) that codes, bytes (..., 516), stand for."""
     levels = codes[..., :-4].view(torch.int8).float()
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
@@ -589,8 +589,8 @@ SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 
 def encode_onebit(blocks):
-    """Returns codes (..., 68) of blocks (..., 512), a bit for each element and an fp32 scale for
-    the block; and C(blocks), the values that the codes stand for.
+    """Returns the codes of blocks (..., 512), bytes (..., 68): a bit for each element and an fp32
+    scale for the block; and C(blocks), the values that the codes stand for.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
@@ -614,7 +614,7 @@ def encode_onebit(blocks):
 
 
 def decode_onebit(codes):
-    """Returns the blocks (..., 512) that codes (..., 68) stand for."""
+    """Returns the blocks (..., 512) that codes, bytes (..., 68), stand for."""
     table = SIGNS.to(codes.device, non_blocking=True)
     signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
@@ -633,7 +633,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 
 # ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
 #
-# Every wait has an end; the names are explained below:
+# When something is wrong, every wait has an end; the names are explained below:
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
 #     10 s                    `leave` gives up asking the store
@@ -653,10 +653,10 @@ def init(timeout=600.0, init_method="env://"):
     timeout: the seconds that a collective over Gloo waits for a rank; over NCCL twice as many.
     init_method: the address of the store, as for torch; "env://" is torchrun's.
 
-    Several ranks listen to signals from here on, see `listen_to_signals`, and must end by
-    os._exit: Python's exit aborts while torch's groups are open, and closing them can wait for a
-    lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none) or torchrun is
-    missing, RankLost if the ranks do not meet.
+    If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
+    must end by os._exit: Python's exit aborts while torch's groups are open, and closing them can
+    wait for a lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none) or
+    torchrun is missing, RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -746,7 +746,7 @@ def meet(world, init_method, limit):
 
 
 def ranks_without(store, word, size):
-    """Returns the ranks that have not set the key `word` in the store, as "3, 5"."""
+    """Returns the ranks whose key `word`/RANK is not in the store, as "3, 5"."""
     return ", ".join(str(rank) for rank in range(size) if not store.check([f"{word}/{rank}"]))
 
 
@@ -765,8 +765,8 @@ def start_groups(world, store, limit):
     gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
-    # When a rank has died torchrun sends SIGTERM to the others. It must not end them at once: they
-    # still have to say which rank it was.
+    # When a rank has died torchrun sends SIGTERM to the others. The signal must not end them at
+    # once: they still have to say which rank died.
     listen_to_signals()
     threading.Thread(target=watch, args=[world.rank], daemon=True).start()
 
@@ -806,8 +806,9 @@ def listen_to_signals():
     training can stop with a checkpoint. After the first signal, Ctrl-C ends the process at once;
     for a second Ctrl-C torchrun sends SIGTERM.
 
-    Without torchrun, signals that are ignored (by nohup) stay ignored. Under torchrun all signals
-    are requests: it passes its own on to the ranks, and kills those that ignore them.
+    Without torchrun, signals that are ignored (by nohup) stay ignored. Under torchrun all of
+    STOP_SIGNALS are requests: torchrun passes its own on to the ranks, and kills ranks that ignore
+    them.
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
@@ -821,8 +822,8 @@ def listen_to_signals():
 def find_torchrun():
     """Returns the process number of the torchrun that started this rank; None without torchrun.
 
-    The parent of a rank may be a wrapper (numactl, bash -c). But torchrun starts each rank in a
-    session, a set of processes, of its own. The session's number is that of its first process, the
+    The parent of a rank may be a wrapper (numactl, bash -c). But torchrun starts each rank in its
+    own session, which is a set of processes. The session's number is that of its first process, the
     wrapper or the rank, and torchrun is the parent of that process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -946,8 +947,9 @@ def leave(message, restart_helps, rank_lost=False):
 
 def end(status):
     """Ends this process, at once if there may be other ranks: Python's own exit aborts while
-    torch's groups are open, and can wait for a lost rank. Without torchrun it returns for status 0,
-    else raises SystemExit: a profiler can write its file, and a notebook lives on."""
+    torch's groups are open, and can wait for a lost rank. A process without torchrun and without
+    other ranks returns from here if status is 0, and else raises SystemExit: a profiler can write
+    its file, and a notebook lives on."""
     if TORCHRUN or distributed.is_initialized():
         os._exit(status)
     if status:

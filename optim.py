@@ -52,8 +52,8 @@ RECIPES = {
         ]},
     # BERT-base in about a day on an RTX 4090, by estimate: it has not been run yet. Optimizer,
     # masks, batch and rate are MosaicBERT's (arXiv 2312.17482; mosaicml/examples,
-    # mosaic-bert-base-uncased.yaml). Its encoder, steps (70,000), final rate (2 %), weight decay
-    # and dropout of attention weights differ. Only the first 128 positions are trained here.
+    # mosaic-bert-base-uncased.yaml). MosaicBERT's encoder, steps (70,000), final rate (2 %), weight
+    # decay and dropout of attention weights differ. Only the first 128 positions are trained here.
     "day": {
         "optimizer": "adamw",
         "betas": (0.9, 0.98),
@@ -203,7 +203,8 @@ class LossScaler:
         self.scale /= 2
         if self.scale < self.smallest:
             raise TrainingStopped(f"step {step}: the gradients of {self.skipped} of {step} steps "
-                                  "were not finite; start over with a lower --lr-scale")
+                                  "were not finite; start over with a lower --lr-scale and a new "
+                                  "--out")
         return False
 
 
@@ -254,8 +255,8 @@ class Optimizer(torch.optim.Optimizer):
     }
 
     def __init__(self, params, **options):
-        # Makes `param_groups`, a list of dicts {"params": [p, ...], "lr": 0.001, ...}, parameters
-        # with their options, and an empty `state`, {p: what is kept for p}.
+        # Makes `param_groups`, a list of dicts {"params": [p, ...], "lr": 0.001, ...}, each with
+        # some parameters and their options; and an empty `state`, {p: what is kept for p}.
         super().__init__(params, self.DEFAULTS | options)
         for group in self.param_groups:
             for p in group["params"]:

@@ -104,8 +104,8 @@ def parse_arguments(argv=None):
         help="train on the shards in this folder (default: this machine's documentation)")
     add("--out", type=data.path_of, help="write all results here (default: a folder below runs/)")
     add("--init", type=data.path_of,
-        help="start from the weights in this model folder (give a new --seed, or it reads the same "
-             "examples again)")
+        help="start from the weights in this model folder (give a new --seed, or the model reads "
+             "the same examples again)")
 
     # The model and the recipe.
     add("--model", choices=bert.PRESETS, default="tiny", help="(default: %(default)s)")
@@ -142,10 +142,10 @@ def parse_arguments(argv=None):
         help="give up on a silent rank after this many seconds, over NCCL after twice as many "
              "(default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
-        help="stop after this step, with the learning rates of the whole training")
+        help="stop after this step; the learning rates stay as planned for the whole training")
     add("--save-every", type=COUNT, default=300,
-        help="save and evaluate after every this many steps and every half hour; after step 1 save "
-             "only (default: %(default)s)")
+        help="save and evaluate every SAVE_EVERY steps and every half hour; after step 1 save only "
+             "(default: %(default)s)")
 
     # Parse once to find the recipe, make its values the flags' defaults, and parse again. This also
     # puts `phases` and `betas`, which are not flags, into args.
@@ -202,8 +202,9 @@ def code_digests():
 
 
 def micro_tokens_of(memory, precision):
-    """Returns the --micro-tokens for a GPU with `memory` bytes: the largest power of two that fits
-    beside the weights and moments of `large`. More tokens at a time are faster."""
+    """Returns the default --micro-tokens for a GPU with `memory` bytes: a token for each 2.4 MB, or
+    4.8 MB in fp32, rounded down to a power of two, so that `large` fits with its weights and
+    moments. More tokens at a time are faster."""
     return 2 ** int(math.log2(memory / (1.2e6 * optim.PRECISIONS[precision].itemsize)))
 
 
@@ -393,8 +394,8 @@ class Counters:
     phase_step: int = 0              # finished steps of this phase
     seconds: float = 0.0             # running time of all starts, without what crashes lost; a mean
                                      # over the ranks, so that all end --hours together
-    longest: int = 0                 # tokens of this rank's longest example (before a resume: of
-                                     # rank 0's)
+    longest: int = 0                 # tokens of the longest example: of this rank's in this start,
+                                     # of rank 0's in earlier starts
 
 
 @dataclasses.dataclass
@@ -423,8 +424,8 @@ def set_bias_to_frequencies(model, shards):
 
 def build_model(args, world):
     """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
-    --init; dist.Reducer sends its weights to all. Raises ConfigError if a phase has more tokens
-    than the model has positions."""
+    --init; dist.Reducer sends rank 0's weights to all. Raises ConfigError if a phase has more
+    tokens than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     longest = max(phase.seq_len for phase in args.phases)
@@ -497,7 +498,8 @@ def check_weights(world, state):
     norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
     if not norm.isfinite():
         raise optim.TrainingStopped(f"step {state.counters.step}: weights or moments are not "
-                                    "finite; not saved: start over with a lower --lr-scale")
+                                    "finite; not saved: start over with a lower --lr-scale and a "
+                                    "new --out")
     # A checksum: integers, unlike floats, add up to the same sum in any order. Unchecked, ranks
     # with different weights would train on, and the model would be worthless.
     masters = state.masters.values()
@@ -702,8 +704,8 @@ def copy_positions(args, state):
     all positions.
 
     The copies' moments start at 0 while `t` of optim.adam_update goes on, so they get no bias
-    correction. Where gradients change sign at random and b2 is 0.999, their first steps are up to
-    fourteen times as long as those of other positions; after 100 steps, three times.
+    correction. Where gradients change sign at random and b2 is 0.999, the copies' first steps are
+    up to fourteen times as long as those of other positions; after 100 steps, three times.
     """
     phase_index = state.counters.phase
     # (max_positions, width); None if they are not trained
@@ -813,7 +815,7 @@ def evaluate(args, world, log, state):
     examples = data.PretrainingData(args.data, seq_len, held_out=True, pairs=args.pairs)
     unigram_losses = data.unigram_losses(args.data).to(world.device)
     micro_size = max(1, args.micro_tokens // seq_len)
-    sums = collections.Counter()             # numbers and tensors, from 0 on
+    sums = collections.Counter()             # of numbers and tensors; each starts at 0
     state.model.eval()
     # Each rank gets at least one example, so that `sums` has the same keys on all.
     for indices in data.micro_batches(0, max(EVAL_EXAMPLES, world.size), micro_size, world.rank,
@@ -1022,7 +1024,7 @@ def train(args, world):
 
 
 def main():
-    """Runs the program. The rank that fails first reports an early end, once if possible; see
+    """Runs the program. If it ends early, the rank that fails first says why, once if possible; see
     dist.leave."""
     try:
         args = parse_arguments()
