@@ -1,29 +1,30 @@
-"""ALBERT: one block for all layers, an embedding in two factors, and the order of texts to tell.
+"""ALBERT: one block for all layers, an embedding in two factors, and sentence order prediction.
 
     python tests/variants/albert.py                          # and any flag of train.py but --init
     torchrun --nproc_per_node=2 tests/variants/albert.py --out runs/albert
 
-Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and E much smaller:
+Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and a much smaller E:
 
     x = block(block(... block(embed(tokens))))      L times the same weights
-    embedding (V, D) = table (V, E) widen (E, D)    also as the output matrix of the MLM head
+    embedding (V, D) = table (V, E) widen (E, D)    also the output matrix of the MLM head
     pairs: B always follows A in the document; in half of the examples B is given first (SOP,
     sentence order prediction, in place of NSP, which the topics of A and B give away)
 
-The gradient of a shared weight is the sum of those that its L copies would have. A layer computes
-what it did; only the MLM head has less to do. What is saved is memory, of weights and moments, and
-bytes to average: 8.7 times fewer at base, 17 at large.
+A shared weight's gradient is the sum of the gradients that its L copies would have. Only the MLM
+head has less to compute. Weights, moments and bytes to average shrink by a factor of 8.7 at base
+and 17 at large.
 
-What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times, and
-whose `tokens` are two modules; data.PretrainingData, by one with other pairs, which the log still
-calls NSP. Held-out texts are such pairs, too: their losses are not quite those of train.py. The
-loop, the reducer and the checkpoints go by `named_parameters`, which names a shared weight once.
+What is changed: bert.BertForPreTraining, by a subclass whose `blocks` hold one block L times and
+whose `tokens` are two modules; data.PretrainingData, by a subclass with other pairs, which the log
+still calls NSP. Held-out examples have these pairs, too, so losses are not quite comparable with
+train.py's. The loop, the reducer and the checkpoints use `named_parameters`, which lists a shared
+weight once.
 
-An ALBERT is a BERT with equal layers and an embedding of rank E, so that `written_out` is what is
-saved for Hugging Face. For that, positions and segments are D wide and the norm comes after them,
-as in BERT and as section 3.1 has it; the authors' code makes them E wide too, and norms before
-`widen`. Its head projects to E before the norm, ours after. Also to know: a shared gradient is
-complete only when backward ends, so nothing hides its average.
+An ALBERT is a BERT with equal layers and an embedding of rank E: `written_out` returns that BERT,
+which is saved for Hugging Face. For this, positions and segments have width D and the norm comes
+after them, as in BERT and in section 3.1. The authors' code gives them width E and normalises
+before `widen`; its head projects to E before the norm, ours after. A shared gradient is complete
+only when backward ends, so nothing hides its averaging.
 """
 import dataclasses
 import sys
@@ -41,12 +42,12 @@ import bert
 import data
 from tests.variants import common
 
-E = 128                      # the paper's, of widths from 768 on; at most half the width
-Bert = bert.BertForPreTraining                           # `install` puts Albert in its place
+E = 128                      # the paper's, for widths from 768 on; at most half the width
+Bert = bert.BertForPreTraining                           # the original, which `install` replaces
 
 
 class Albert(Bert):
-    """A BERT of config.layers equal layers; see above."""
+    """A BERT whose layers share one block, with an embedding in two factors."""
 
     def __init__(self, config):
         super().__init__(dataclasses.replace(config, layers=1))
@@ -55,13 +56,13 @@ class Albert(Bert):
         self.blocks = nn.ModuleList([self.blocks[0]] * config.layers)    # one module, L times
         table = bert.Embedding(config.vocab_size, inner)
         widen = nn.Linear(inner, config.width, bias=False)
-        # So that elements of the product have the standard deviation of BERT's embeddings
+        # Elements of the product get the standard deviation of BERT's embeddings.
         nn.init.normal_(table.weight, std=0.02)
         nn.init.normal_(widen.weight, std=inner ** -0.5)
         self.embeddings.tokens = nn.Sequential(table, widen)
 
     def mlm_logits(self, hidden):
-        """Returns the logits (M, V) of hidden states (M, D) at masked positions."""
+        """Returns the logits (M, V) for the hidden states (M, D) of masked tokens."""
         table, widen = self.embeddings.tokens
         hidden = self.mlm_norm(F.gelu(self.mlm_transform(hidden)))
         return F.linear(hidden @ widen.weight, table.weight, self.mlm_bias)
@@ -69,7 +70,7 @@ class Albert(Bert):
 
 @torch.no_grad()
 def written_out(model):
-    """Returns the plain BERT (fp32, on the CPU) that computes what an Albert does."""
+    """Returns a plain BERT (fp32, on the CPU) that computes the same as this Albert."""
     plain = Bert(model.config)
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
     table = weights.pop("embeddings.tokens.0.weight")
@@ -80,11 +81,11 @@ def written_out(model):
 
 
 class OrderedPairs(data.PretrainingData):
-    """Examples of two texts that follow each other, half of them in the wrong order."""
+    """Examples of two consecutive texts, which are swapped in half of the examples."""
 
     def text(self, shard, place, length, cut_draw):
-        """Returns the Text of BERT's pairs without the parts of sentences at its begin and its end:
-        half a sentence in the middle of a swapped pair would give it away. A text of fewer than
+        """Returns the inherited Text without incomplete sentences at its beginning and end: half a
+        sentence in the middle of a swapped pair would give the swap away. A text with fewer than
         two whole sentences stays as it is."""
         text = super().text(shard, place, length, cut_draw)
         tokens = shard.tokens[text.start:text.end]
@@ -100,7 +101,7 @@ class OrderedPairs(data.PretrainingData):
         return text._replace(start=int(cuts[0]), middle=int(middle), end=int(cuts[-1]))
 
     def pair(self, i, draws):
-        """Returns the Spans of example i; the fourth draw says whether A and B are swapped."""
+        """Returns the Spans of example i; the fourth draw decides whether A and B are swapped."""
         short_draw, length_draw, cut_draw, true_draw, place_draw = draws
         true = super().pair(i, [short_draw, length_draw, cut_draw, 0.0, place_draw])
         if true_draw < 0.5 or self.pairs == "none":
@@ -109,7 +110,7 @@ class OrderedPairs(data.PretrainingData):
 
 
 def install():
-    """Makes train.py train an Albert. Neither takes up a checkpoint of the other."""
+    """Makes train.py train an Albert. Plain train.py refuses its checkpoints, and vice versa."""
     save = bert.save_huggingface
 
     def refuse(folder, model, tokenizer_path):
@@ -117,7 +118,7 @@ def install():
 
     bert.BertForPreTraining = Albert
     bert.init_from = refuse
-    # Hugging Face's ALBERT is the authors', not ours. What is written is a BERT.
+    # The saved folder is a BERT: Hugging Face's ALBERT is the authors', not ours.
     bert.unlike_huggingface = lambda model: []
     bert.save_huggingface = lambda model, *where: save(written_out(model), *where)
     data.PretrainingData = OrderedPairs

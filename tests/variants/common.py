@@ -1,4 +1,4 @@
-"""What several variants share: no variant, not a program."""
+"""Helpers that several variants share; neither a variant nor a program."""
 import math
 import os
 import sys
@@ -12,7 +12,7 @@ from tests.variants import slow_network
 
 
 def main():
-    """Runs train.py as a variant's install() has changed it: where GBPS is set, over the network of
+    """Runs train.py as a variant's install() has changed it; if GBPS is set, over the network of
     slow_network.py."""
     if "GBPS" in os.environ:
         slow_network.install()
@@ -20,27 +20,28 @@ def main():
 
 
 def use_optimizer(name, optimizer):
-    """Makes an optimizer the one that is taken where --optimizer is not given. Its name is in each
-    checkpoint, so that neither train.py takes up a run of a variant nor the variant one of
-    train.py. (The recipe keeps the name of its own: so train.py warns that its rates are for that
-    one.)"""
+    """Adds an optimizer under a name and makes it the default of --optimizer.
+
+    The name is in each checkpoint, so train.py and the variant refuse each other's runs. The recipe
+    keeps the name of its own optimizer, so train.py warns that the rates are for that one.
+    """
     optim.OPTIMIZERS = optim.OPTIMIZERS | {name: optimizer}
     give("--optimizer", name)
 
 
 def give(flag, value):
-    """Gives a flag of train.py this value where the command line has none."""
+    """Makes a value the default of a flag of train.py."""
     parse_arguments = train.parse_arguments
 
     def parse_with_default(argv=None):
         given = sys.argv[1:] if argv is None else argv
-        return parse_arguments([flag, value, *given])            # of two the last one counts
+        return parse_arguments([flag, value, *given])            # the last one counts
 
     train.parse_arguments = parse_with_default
 
 
 def one_by_one(update):
-    """Makes the `_update` of an optimizer, which gets lists, of one for a parameter alone."""
+    """Turns an `_update` of a single parameter into an optimizer's `_update`, which gets lists."""
     def update_lists(self, group, *lists):
         for tensors in zip(*lists):
             update(self, group, *tensors)
@@ -49,30 +50,30 @@ def one_by_one(update):
 
 
 def move_moments(m, v, g, b1, b2):
-    """Moves m towards a gradient and v towards its square, in place."""
+    """Moves m towards the gradient g and v towards its square, in place."""
     m.lerp_(g, 1 - b1)                                           # lerp(a, b, x) = a + x (b - a)
     v.mul_(b2).addcmul_(g, g, value=1 - b2)                      # v = b2 v + (1 - b2) g^2
 
 
 def ratio(a, b):
-    """Returns a / b of two norms, tensors of one number each, and 1 where one of them is 0."""
+    """Returns a / b for two norms, which are tensors of one number, or 1 if either is 0."""
     return torch.where((a > 0) & (b > 0), a / b, 1.0)
 
 
 def change_recipes(change):
-    """Gives every recipe the fields of the dict change(recipe)."""
+    """Updates every recipe with the fields of the dict change(recipe)."""
     optim.RECIPES = {name: recipe | change(recipe) for name, recipe in optim.RECIPES.items()}
 
 
 def use_compression(name, compressor):
-    """Lets dist.py know a compressor, a `mean` of dist.ErrorFeedback, and makes it the one that is
-    taken where --compression is not given. Its name is in each checkpoint, as an optimizer's."""
+    """Adds a compressor, a `mean` of dist.ErrorFeedback, under a name and makes it the default of
+    --compression. The name is in each checkpoint, like an optimizer's."""
     dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(compressor)}
     give("--compression", name)
 
 
 def tell_shapes():
-    """Gives a compressor the shapes of the tensors in its `value`, as "shapes" of its `state`."""
+    """Passes a compressor the shapes of the tensors in its `value`, as "shapes" in its `state`."""
     class Bucket(dist.Bucket):
         def __init__(self, shapes, world, compression):
             super().__init__(shapes, world, compression)
@@ -85,8 +86,8 @@ def tell_shapes():
 
 
 def name_run(name, flag=None):
-    """Adds a variant's name to what a checkpoint is compared by, and a flag of train.py which is
-    free there, but changes the results of the variant."""
+    """Adds a variant's name to the settings that a checkpoint must match, and a flag, if given,
+    that train.py lets differ on a resume but that changes the variant's results."""
     run_settings = train.run_settings
 
     def run_settings_here(args, manifest):
@@ -99,7 +100,7 @@ def name_run(name, flag=None):
 
 
 def after_build(prepare):
-    """Has train.py call prepare(args, world, state) when it has built a State."""
+    """Makes train.py call prepare(args, world, state) after it has built a State."""
     build = train.build
 
     def build_and_prepare(args, world):
@@ -111,7 +112,7 @@ def after_build(prepare):
 
 
 def mean_of_each(world, tensors):
-    """Returns (the means over the ranks of a list of tensors, bytes sent), by one all-reduce."""
+    """Returns (means of a list of tensors over the ranks, bytes sent), by one all-reduce."""
     if not tensors:
         return [], 0
     flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -120,7 +121,7 @@ def mean_of_each(world, tensors):
 
 
 def split(flat, shapes):
-    """Returns the tensors of these shapes that lie in a flat one one after another, as views."""
+    """Returns a flat tensor as views of these shapes, one after another."""
     views = []
     start = 0
     for shape in shapes:

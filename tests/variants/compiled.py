@@ -1,16 +1,16 @@
-"""The kernels of each layer fused by torch.compile.
+"""Fuses the kernels of each layer with torch.compile.
 
     python tests/variants/compiled.py                        # and any other flag of train.py
 
 A GPU reads and writes a layer's activations once for each small operation (GELU, dropout, sums,
-LayerNorm). A compiler makes one kernel of several, so that they are read and written once (Ansel et
-al., "PyTorch 2", ASPLOS 2024). Compilation takes a minute or more, so short runs lose by it. The
-results are those of train.py but for rounding; with dropout the compiler drops other activations.
-Its speed on a GPU was not measured.
+LayerNorm). A compiler fuses several operations into one kernel, which reads and writes the
+activations once (Ansel et al., "PyTorch 2", ASPLOS 2024). Compilation takes a minute or more, so
+short runs get slower. Results equal those of train.py up to rounding; dropout drops different
+activations. The speed on a GPU was not measured.
 
 What is changed: the blocks of the model, after it is built; and its parameters have no gradient in
-forward. The weights have the same names, so the folder and the checkpoints are those of train.py;
-but neither takes up a checkpoint of the other.
+forward. The weights keep their names, so the model folder and the checkpoints are like those of
+train.py, but the two programs refuse each other's checkpoints.
 """
 import sys
 from pathlib import Path
@@ -25,15 +25,15 @@ from tests.variants import common
 
 
 def compile_blocks(args, world, state):
-    """Compiles the blocks of a new State's model, one by one: so backward still completes their
+    """Compiles the blocks of a new State's model one by one, so that backward still completes their
     gradients one after another."""
     for block in state.model.blocks:
-        # "dynamic": the number of rows differs from batch to batch.
+        # dynamic: the number of rows differs from batch to batch.
         block.compile(dynamic=True)
     gradients = {}
 
-    # The compiler passes over operations on a 16-bit parameter whose gradient is fp32, LayerNorm
-    # for instance. So there is none while it looks, and backward finds it again.
+    # The compiler skips operations on a 16-bit parameter whose gradient is fp32, such as LayerNorm.
+    # The hooks therefore hide gradients in forward, when it looks, and restore them for backward.
     def hide_gradients(model, inputs):
         for p in model.parameters():
             gradients[p], p.grad = p.grad, None
@@ -48,7 +48,7 @@ def compile_blocks(args, world, state):
 
 def install():
     """Makes train.py compile the blocks."""
-    # Attention depends on the lengths of a batch, so it would be compiled again and again.
+    # Attention depends on the lengths of a batch, so it would be recompiled again and again.
     bert.attention = torch.compiler.disable(bert.attention)
     common.after_build(compile_blocks)
     common.name_run("compiled")

@@ -1,5 +1,5 @@
-"""What the variants' tests share: an optimizer beside its equations in NumPy, a step of a Reducer
-beside plain autograd, and train.py as a variant has changed it."""
+"""Helpers of the variants' tests: an optimizer compared with its equations in NumPy, a step of a
+Reducer beside plain autograd, and train.py as a variant changes it."""
 import contextlib
 import copy
 import importlib
@@ -27,22 +27,25 @@ FOLDER = Path(__file__).parent
 
 # ----- Optimizers: one tensor at a time in float64, of all ranks at once -----
 #
-# Equations are a function (s, g). g (ranks, *shape) are the gradients of a tensor on all ranks; s
-# is its state: w, m and v of the same shape, decay, t, and whatever the function adds. So a mean
-# over the ranks is the mean over the first axis, and it is exact.
+# The equations are a function (s, g). g (ranks, *shape) holds a tensor's gradients on all ranks. s
+# is the tensor's state: w, m and v of the same shape, decay, the bytes `sent`, t and the other
+# fields that `check_equations` sets, and whatever the function adds. A mean over the ranks is then
+# the mean over the first axis, and is exact.
 
 LR, B1, B2, EPS = 0.02, 0.9, 0.8, 1e-6
 
 
 def problem(ranks, steps):
-    """Returns (values, decays, gradients of each step and tensor, on all ranks): parameters of
-    every kind: a small matrix with a row and a column of zeros, a zero tensor, a vector without
-    decay, a tensor whose gradient stays zero, a large one. Gradients grow and shrink a
-    hundredfold: so what is bounded comes to its bounds."""
+    """Returns (values, decays, gradients of each step and tensor, on all ranks).
+
+    Parameters of every kind: a small matrix with a row and a column of zeros, a zero matrix,
+    vectors without decay, a matrix whose gradient stays zero, a large matrix. Gradients grow and
+    shrink a hundredfold, so that bounds are reached.
+    """
     rng = np.random.default_rng(0)
     shapes = [(5, 7), (3, 4), (6,), (2, 3), (4,), (4, 2)]
     values = [rng.normal(size=shape) for shape in shapes]
-    values[0] *= 0.1                             # so that LAMB's ratio is below its bound
+    values[0] *= 0.1                             # keeps LAMB's ratio below its bound
     values[0][2] = values[0][:, 1] = 0
     values[1] *= 0
     values[5] *= 10                              # its decay is larger than its update
@@ -55,13 +58,13 @@ def problem(ranks, steps):
 
 
 def ratio(a, b):
-    """Returns the ratio of two norms, 1 where one is 0."""
+    """Returns the ratio of the norms of a and b, or 1 if either is 0."""
     norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
     return norm_a / norm_b if norm_a > 0 and norm_b > 0 else 1.0
 
 
 def trained(world, make, values, decays, grads, frozen):
-    """Returns (weights, bytes sent until now) of a rank after each step; see `check_equations`."""
+    """Returns a rank's (weights, bytes sent so far) after each step; see `check_equations`."""
     params = [torch.tensor(value, requires_grad=True) for value in values]
     groups = []
     for decay in {*decays}:
@@ -87,14 +90,17 @@ def trained(world, make, values, decays, grads, frozen):
 
 
 def phase_ends(frozen, t):
-    """Returns whether step t is the last of a phase: the second stage ends there."""
+    """Returns whether step t is the last of a phase, where the second stage ends."""
     return frozen[t] and (t + 1 == len(frozen) or not frozen[t + 1])
 
 
 def check_equations(equations, make, ranks=1, frozen=[False] * 30):
-    """Takes steps of an optimizer, on threads as ranks, and by its equations, and compares weights
-    and bytes after each. make: (groups, world, reducer) -> optimizer. frozen: for each step whether
-    it is in the second stage of its phase (of 1-bit Adam)."""
+    """Asserts after each step that an optimizer, on threads as ranks, agrees with its equations in
+    weights and bytes sent. Returns the equations' last states, one for each tensor.
+
+    make: a function (groups, world, reducer) -> optimizer. frozen: for each step, whether it is in
+    the second stage of its phase, as in 1-bit Adam.
+    """
     values, decays, grads = problem(ranks, len(frozen))
     histories = on_threads(trained, ranks, make, values, decays, grads, frozen)
     states = []
@@ -120,27 +126,28 @@ def check_equations(equations, make, ranks=1, frozen=[False] * 30):
 # ----- One step of a Reducer -----
 
 def tower():
-    """Returns a model of five layers, the input of each of two micro-batches on each of two ranks.
-    With buckets of 256 bytes each layer has its own."""
+    """Returns a model of five layers and inputs (2 ranks, 2 micro-batches, 16, 8). With buckets of
+    256 bytes, each layer has its own."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), torch.randn(2, 2, 16, 8)
 
 
 def one_step(world, tower, kind, dtype=torch.float32, factor=1.0, scale=1.0, before=None):
-    """Takes a step of two micro-batches with a Reducer of a kind, on one of two ranks; factor: of
-    the loss. before: called with what is returned, before backward.
+    """Takes a step of two micro-batches on one of two ranks, with the Reducer that `kind` makes.
 
-    Returns a namespace of model, masters, reducer, and `own`: {name: this rank's own gradient} by
-    plain autograd, unscaled; `early`: of each bucket whether it was launched during backward."""
+    Returns a namespace of model, masters, reducer; `own`, {name: this rank's own gradient} by plain
+    autograd, unscaled; and `early`, for each bucket whether it was launched during backward.
+    factor: multiplies the loss. before: called with the namespace, before backward.
+    """
     model, inputs = copy.deepcopy(tower)
     inputs = inputs[world.rank].to(dtype)
     for p in model.parameters():
-        p.data.add_(world.rank)                  # the Reducer shall send rank 0's weights
+        p.data.add_(world.rank)                  # the Reducer must send rank 0's weights
     masters = optim.cast_with_masters(model, dtype)
     reducer = kind(model, world, bucket_mb=256e-6, masters=masters)
     step = SimpleNamespace(model=model, masters=masters, reducer=reducer)
     reducer.zero_grad(scale)
-    model(inputs[0]).sum().backward()            # of a step before: nothing of it may be left
+    model(inputs[0]).sum().backward()            # an earlier step; nothing of it may be left
     reducer.finish()
     reducer.zero_grad(scale)
     if before:
@@ -170,16 +177,16 @@ POWERSGD_BYTES = 4 * (K * A + K * B + VECTOR)              # 2 (W - 1) / W is 1 
 
 
 def gradient(rank, step):
-    """Returns a random gradient of all these shapes, flat."""
+    """Returns a random flat gradient of all POWERSGD_SHAPES."""
     seed = 1000 * SEED + 100 * step + rank
     return torch.randn(A * B + VECTOR, generator=torch.Generator().manual_seed(seed))
 
 
 def powersgd_in_float64(world):
-    """Four steps of the compressor beside PowerSGD's algorithm 1 for all ranks, in float64. Returns
-    the bytes that it says it has sent, of each step."""
+    """Asserts that four steps of the compressor match PowerSGD's algorithm 1, computed for all
+    ranks in float64. Returns the bytes that the compressor reports for each step."""
     powersgd.RANK = K
-    n = A * B                                              # the vector after it goes dense
+    n = A * B                                              # the matrix; the vector goes dense
     state = {"shapes": POWERSGD_SHAPES}
     q = torch.randn(K, B, generator=torch.Generator().manual_seed(0)).double().T
     errors = [0.0] * world.size
@@ -209,7 +216,7 @@ def powersgd_in_float64(world):
 # ----- train.py as a variant -----
 
 def variant_names():
-    """Returns the names of all variants: the files that have an install()."""
+    """Returns the names of all variants: the files with an install()."""
     files = sorted(FOLDER.glob("*.py"))
     return [path.stem for path in files if "\ndef install(" in path.read_text()]
 
@@ -221,8 +228,8 @@ def module_of(name):
 
 @contextlib.contextmanager
 def installed(install=list):
-    """While inside, train.py is small, and a variant's after its `install`. After it the five files
-    are as they were, classes too: whatever a variant replaces, it replaces there."""
+    """A context in which train.py is small, see `shrink`, and changed by a variant's `install`.
+    After it, the five files and their classes, all that a variant replaces, are as before."""
     places = []
     for module in bert, data, dist, optim, train:
         own = [value for value in vars(module).values()
@@ -243,6 +250,6 @@ def installed(install=list):
 
 
 def train_as(install, world, shards, out, *argv):
-    """Trains in this process, by train.py as `install` changes it."""
+    """Trains in this process with train.py as `install` changes it."""
     with installed(install):
         train.train(args_of("--data", shards, "--out", out, *argv), world)

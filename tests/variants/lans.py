@@ -4,19 +4,20 @@ r"""LANS: LAMB with a Nesterov term and normalised gradients, and its recipe for
     torchrun --nproc_per_node=8 tests/variants/lans.py --data shards/wiki --model large \
         --recipe lans-96k
 
-Zheng et al., arXiv 2006.13484, algorithm 2; its kernel in dmlc/gluon-nlp. All tensors have ratios,
-those without decay too. Ratios, and 1 / ||g||, are 1 where a norm is 0. (The kernel divides by
-||g|| + eps.)
+Zheng et al., arXiv 2006.13484, algorithm 2; its kernel is in dmlc/gluon-nlp. All tensors have
+ratios, including those without decay. Ratios and 1 / ||g|| are 1 where a norm is 0; the kernel
+divides by ||g|| + eps instead.
 
-    g = g / ||g||                           so that their scale does not matter
+    g = g / ||g||                           so that its scale does not matter
     m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2
     d = sqrt(v / (1 - b2^t)) + eps
     r = (m / (1 - b1^t)) / d + decay w      from the running mean
     s = g / d + decay w                     from the gradient alone
     w = w - lr (b1 (||w|| / ||r||) r + (1 - b1) (||w|| / ||s||) s)
 
-What is changed: an entry of optim.OPTIMIZERS, and --optimizer's default; in optim.RECIPES one
-recipe more, "lans-96k", and optim.learning_rate, since its rate holds between growth and decay.
+What is changed: an entry in optim.OPTIMIZERS, and the default of --optimizer; a recipe "lans-96k"
+in optim.RECIPES; and optim.learning_rate, because that recipe's rate holds between growth and
+decay.
 """
 import dataclasses
 import sys
@@ -33,13 +34,13 @@ from tests.variants import common
 
 @dataclasses.dataclass
 class HoldingPhase(optim.Phase):
-    """A phase whose rate grows, holds and decays along a straight line (section 3.3)."""
+    """A phase whose rate grows linearly, holds and decays linearly (section 3.3)."""
     decay_from: float = 0.0        # the rate holds from warmup to this fraction of the phase
 
 
-# BERT-large in 54 minutes. That the batches are 96K and 33K was read in the paper, 98,304 and the
-# shape of the schedule in gluon-nlp; 33,792 is our guess. The steps, rates and fractions are from
-# memory, not checked.
+# BERT-large in 54 minutes. The batches of 96K and 33K are from the paper, 98,304 and the shape of
+# the schedule from gluon-nlp; 33,792 is our guess. The steps, rates and fractions are from memory,
+# not checked.
 RECIPE = optim.RECIPES["nvidia-64k"] | {
     "optimizer": "lans",
     "phases": [
@@ -49,7 +50,7 @@ RECIPE = optim.RECIPES["nvidia-64k"] | {
 
 
 class LANS(optim.Optimizer):
-    """The equations above."""
+    """LANS, by the equations above."""
 
     @common.one_by_one
     def _update(self, group, w, g, m, v):
@@ -64,7 +65,7 @@ class LANS(optim.Optimizer):
         r = m / (1 - b1 ** t) / d + decay * w
         s = unit_g / d + decay * w
 
-        # Both ratios are of w as it was before the step.
+        # Both ratios use w from before the step.
         w_norm = w.norm()
         r.mul_(b1 * common.ratio(w_norm, r.norm()))
         s.mul_((1 - b1) * common.ratio(w_norm, s.norm()))
@@ -75,14 +76,14 @@ of_other_phases = optim.learning_rate
 
 
 def learning_rate(done, phase):
-    """Returns the learning rate as optim.learning_rate does, and with a hold for a HoldingPhase."""
+    """Returns the learning rate as optim.learning_rate does; for a HoldingPhase, with the hold."""
     if not isinstance(phase, HoldingPhase):
         return of_other_phases(done, phase)
     return phase.lr * min(done / phase.warmup, 1, (1 - done) / (1 - phase.decay_from))
 
 
 def install():
-    """Makes LANS the default of --optimizer, and adds its recipe."""
+    """Makes LANS the default of --optimizer and adds its recipe."""
     optim.learning_rate = learning_rate
     common.use_optimizer("lans", LANS)
     optim.RECIPES = optim.RECIPES | {"lans-96k": RECIPE}

@@ -1,8 +1,8 @@
-"""The model folder of modern.py, which Hugging Face's transformers load as ModernBERT.
+"""Writes modern.py's model folder, which Hugging Face's transformers loads as ModernBERT.
 
-`ModernBertForMaskedLM.from_pretrained(folder)` gives the same logits, with attention to all tokens
-in each layer. The head for pairs is in the folder under our names, and transformers say that they
-do not know it.
+`ModernBertForMaskedLM.from_pretrained(folder)` gives the same logits; each of its layers attends to
+all tokens. The head for pairs is in the folder under our names, which transformers reports as
+unknown.
 """
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ NAMES = {                    # our module: ModernBERT's
     "attention_norm": "attn_norm", "qkv": "attn.Wqkv", "attention_out": "attn.Wo",
     "norm": "mlp_norm", "up_and_gate": "mlp.Wi", "down": "mlp.Wo",
     "final_norm": "model.final_norm", "mlm_transform": "head.dense", "mlm_norm": "head.norm"}
-save_bert = bert.save_huggingface                        # modern.py puts `save` in its place
+save_bert = bert.save_huggingface                        # the original, which modern.py replaces
 
 
 def huggingface_names(name):
-    """Returns ModernBERT's name of one of our parameters, in a list."""
+    """Returns the ModernBERT name of one of our parameters, in a list."""
     if name == "mlm_bias":
         return ["decoder.bias"]
     module, _, kind = name.rpartition(".")
@@ -30,7 +30,7 @@ def huggingface_names(name):
 
 
 def save(model, tokenizer_path, folder, longest, theta):
-    """Writes a model folder that transformers load as ModernBERT. theta: THETA of modern.py."""
+    """Writes a model folder that transformers loads as ModernBERT. theta: THETA of modern.py."""
     save_bert(model, tokenizer_path, folder, longest)
     config = model.config
     changes = {
@@ -39,7 +39,7 @@ def save(model, tokenizer_path, folder, longest, theta):
             "intermediate_size": model.blocks[0].down.in_features,
             "norm_eps": config.layer_norm_eps, "layer_types": ["full_attention"] * config.layers,
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": theta}},
-            # The same for transformers 4.
+            # The same, for transformers 4.
             "global_attn_every_n_layers": 1, "global_rope_theta": theta,
             "embedding_dropout": config.dropout, "attention_dropout": config.dropout,
             "cls_token_id": bert.CLS, "sep_token_id": bert.SEP, "bos_token_id": bert.CLS,

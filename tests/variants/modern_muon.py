@@ -1,9 +1,9 @@
-"""Both together: the encoder of modern.py, the matrices of its blocks by the optimizer of muon.py.
+"""Both together: the encoder of modern.py, with its blocks' matrices trained by muon.py's Muon.
 
     python tests/variants/modern_muon.py --lr-scale 0.6      # and any other flag but --init
     torchrun --nproc_per_node=2 tests/variants/modern_muon.py --lr-scale 0.6 --out runs/both
 
-Gate and input of feed-forward are two matrices to Muon, as Q, K and V are three.
+To Muon, the gate and the input of feed-forward are two matrices, as Q, K and V are three.
 """
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.variants import common, modern, muon
 
 
 def install():
-    """Makes train.py train a Modern by Muon; no other program takes up its checkpoints."""
+    """Makes train.py train a Modern with Muon. All other programs refuse its checkpoints."""
     modern.install()
     muon.install()
 
