@@ -1,12 +1,13 @@
-"""The open task: a compressor that sends few bytes; the lowest loss wins.
+"""The open task: write a compressor that sends few bytes; the lowest loss wins.
 
     python tests/course/exercises.py compete mine.py theirs.py
 
-Each file has a function compress(world, value, state) -> (mean, next state, bytes), as the `mean`
-of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with error
-feedback around it; the loss is a mean over SEEDS. Whatever it returns as bytes, those are counted
-that torch.distributed gets to send. Over BUDGET bytes a step it is out of the race. This is no
-sandbox: it runs your files, and a file that sends by another way has to be found by reading it.
+Each file has a function compress(world, value, state) -> (mean, next state, bytes), like the `mean`
+of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with error feedback
+around it; the loss is a mean over SEEDS. The bytes that count are those given to torch.distributed,
+whatever the function returns. A file that sends more than BUDGET bytes in a step is out of the
+race. This is no sandbox: it runs your files, and only reading a file shows whether it sends in
+another way.
 """
 import functools
 import re
@@ -25,14 +26,14 @@ from tests.ranks import run_ranks, start_server
 from tests.training import column, training
 from tests.variants import common
 
-STEPS = 600                  # of a model of 2 x 64
+STEPS = 600                  # of a model with 2 layers of width 64
 SEEDS = 0, 1                 # of weights, examples and masks
 SECONDS = 600                # for the steps of a seed; the baseline needs about a minute
 BUDGET = 1_000               # bytes that a rank may send in a step; "none" sends 700 times as many
 
 
 def count_into(sent):
-    """Has torch's process groups append to a list how many bytes this rank gives them to send."""
+    """Makes torch's process groups append to `sent` the bytes that this rank gives them to send."""
     group = torch.distributed.ProcessGroup
     for name, collective in [*vars(group).items()]:
         if re.search("reduce|gather|all_?to|scatter|broadcast|send", name):
@@ -40,19 +41,19 @@ def count_into(sent):
 
 
 def counted(self, collective, sent, *arguments):
-    """Calls a collective of a process group."""
+    """Calls a collective of a process group and notes its bytes in `sent`."""
     tensors = []
-    for argument in arguments:           # the last of them that has tensors is what the rank gives
+    for argument in arguments:           # the last one with tensors is what this rank gives
         tensors = list(filter(torch.is_tensor, tree_leaves(argument))) or tensors
-    # Of all-to-all a rank keeps its own part, half of the rows. An all-reduce over two ranks sends
-    # as much as there is.
+    # In an all-to-all a rank keeps its own part, half of the rows. An all-reduce over two ranks
+    # sends as many bytes as the tensor has.
     share = 2 if re.search("all_?to", collective.__name__) else 1
     sent.append(sum(tensor.nbytes for tensor in tensors) // share)
     return collective(self, *arguments)
 
 
 def enter(world, file):
-    """Makes --compression mine that of a file, in this rank."""
+    """Makes --compression mine use the function of a file, on this rank."""
     sent = []
     count_into(sent)
     compress = runpy.run_path(file)["compress"]
@@ -67,7 +68,7 @@ def enter(world, file):
 
 
 def score(shards, compression, sabotage=None):
-    """Returns (the most bytes that a rank sends in a step, loss over the last quarter)."""
+    """Returns (the most bytes that a rank sends in a step, mean loss of the last quarter)."""
     bytes_sent = []
     losses = []
     for seed in SEEDS:
@@ -82,12 +83,12 @@ def score(shards, compression, sabotage=None):
 
 
 def compete(files):
-    """Prints the loss, bytes and name of each, the winner first, then those over the budget."""
+    """Prints the loss, bytes and name of each file, the winner first, those over budget last."""
     start_server()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         shards = Path(folder, "shards")
-        # The same text everywhere, which a small model soon learns something of
+        # The same text on every machine. A small model soon learns something from it.
         data.prepare(make_documents(1000), shards, vocab_size=512, shards=2)
         for name in "none", "onebit":
             rows.append((*score(shards, name), f"--compression {name}"))

@@ -1,25 +1,25 @@
-"""A course of fifteen exercises: blank a part of thriftbert, write it anew, be told if it is right.
+"""A course of fifteen exercises: blank a part of thriftbert, write it again, check your solution.
 
 For students, in the folder that they were given:
 
     python tests/course/exercises.py list                # the exercises, and which are blank
     python tests/course/exercises.py check attention     # what is right, and points
-    python tests/course/exercises.py hint attention      # one hint, the next time one more
+    python tests/course/exercises.py hint attention      # a hint; one more each time
     python tests/course/exercises.py compete FILE...     # the open task, see compete.py
 
-For lecturers, in the whole repository, and for all who learn alone:
+For lecturers, in the whole repository, and for anyone learning alone:
 
-    python tests/course/exercises.py start FOLDER attention lamb    # a copy, these two blanked
-    python tests/course/exercises.py start FOLDER --track week      # those of a week
-    python tests/course/exercises.py release FOLDER attention       # its solution, into a copy
+    python tests/course/exercises.py start FOLDER attention lamb    # a copy with these two blank
+    python tests/course/exercises.py start FOLDER --track week      # with those of a week blank
+    python tests/course/exercises.py release FOLDER attention       # puts its solution into a copy
     python tests/course/exercises.py grade FOLDER... --track week --csv points.csv --jobs 4
-    python tests/course/exercises.py verify                         # the course itself
+    python tests/course/exercises.py verify                         # checks the course itself
 
-Where no exercise is named, all of the track count, by default all (but name them to release and
-to grade); of hints the first. A folder with the name of an exercise is given as ./lamb.
+Without names, a command takes all exercises of --track, by default all fifteen; hint takes the
+first. release and grade need a name or --track. Give a folder named like an exercise as ./lamb.
 
-Needs no git. This file needs Python's standard library alone, the checks what requirements.txt
-names. README.md beside it is for lecturers.
+No git is needed. This file uses only Python's standard library; the checks use the packages in
+requirements.txt. README.md beside this file is for lecturers.
 """
 import argparse
 import ast
@@ -44,16 +44,17 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # only where the solutions are, too
+SOLUTIONS = ROOT / "tests/course/wrong_solutions.md"  # exists only beside the solutions
 COPIED = "*.py", "README.md", "requirements.txt", "tests/**/*.py", "tests/**/*.md", "tests/**/*.svg"
 NOT_FOR_STUDENTS = (
     "tests/bench/", "tests/RESULTS.md", "tests/course/README.md", "tests/course/answers.md",
     "tests/course/test_exercises.py", "tests/course/verify.py", "tests/course/wrong_solutions.md")
 GRADERS = "tests/course/test_graders.py"
-LIMIT = 240            # seconds for the tests of an exercise; a single one may take a fifth of it
+LIMIT = 240            # seconds for the tests of an exercise; a single test may take a fifth
 BLANK = "raise NotImplementedError"
-MOST = 5                         # points while an idea is wrong that is worth more than 1: a slip
-# What code that only computes does not need, and code that looks at its tests does.
+# The most points while an idea of more than 1 point is wrong. Ideas of 1 point are slips.
+MOST = 5
+# Words that a computation does not need, but code that looks at its tests does.
 UNUSUAL = """
     __builtins__ __class__ __code__ __globals__ __import__ __subclasses__ _exit _getframe argv
     atexit builtins compile conftest ctypes currentframe environ eval exec f_back gc getattr getenv
@@ -63,16 +64,16 @@ UNUSUAL = """
 
 
 class CourseError(Exception):
-    """What a command cannot do, or what is wrong with a solution, in one line."""
+    """Why a command fails, or what is wrong with a solution, in one line."""
 
 
 class Exercise(NamedTuple):
-    """An exercise. Functions are named as data.PretrainingData.mask (of a file in a folder, as
-    tests/variants/powersgd.powersgd)."""
-    functions: str       # that `start` blanks
+    """An exercise. Functions are named like data.PretrainingData.mask, with the folder of the file
+    if it has one: tests/variants/powersgd.powersgd."""
+    functions: str       # those that `start` blanks
     minutes: int
     learns: str
-    like_it: str = ""    # functions that would give it away, blanked with it
+    like_it: str = ""    # functions that would give the solution away, blanked as well
 
 
 EXERCISES = {
@@ -135,22 +136,22 @@ TRACKS = {"week": ["schedule", "masking", "attention", "lamb", "overlap"], "term
 # ----- Functions in source text -----
 
 def functions_of(name):
-    """Returns an exercise's functions, a list of (Path of the file, "Class.method")."""
+    """Returns the functions of an exercise, a list of (Path of the file, "Class.method")."""
     return [place_of(function) for function in EXERCISES[name].functions.split()]
 
 
 def all_like(name):
-    """Returns these, and those that would give the exercise away."""
+    """Returns the functions of an exercise and those that would give it away, in the same form."""
     return functions_of(name) + [place_of(other) for other in EXERCISES[name].like_it.split()]
 
 
 def place_of(function):
-    """Returns (Path of the file, "Class.method") of "file.Class.method"."""
+    """Returns (Path of the file, "Class.method") for "file.Class.method"."""
     file, _, inside = function.partition(".")
     return Path(f"{file}.py"), inside
 
 
-parse = functools.cache(ast.parse)       # the same text is asked for again and again
+parse = functools.cache(ast.parse)       # the same text is parsed many times
 
 
 def load(folder, path):
@@ -164,23 +165,23 @@ def load(folder, path):
 
 
 def decoded(content):
-    """Returns the text of bytes in UTF-8, with a byte order mark or without, or in Latin-1."""
+    """Returns the text of bytes in UTF-8, with or without a byte order mark, or in Latin-1."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        # Python itself takes this only if the file says so. Functions of it go into files of ours.
+        # Python accepts Latin-1 only if the file declares it, but its functions go into our files.
         text = content.decode("latin-1")
     return text.replace("\r\n", "\n")
 
 
 def find(source, function):
-    """Returns the syntax tree of a function, as "Bucket.average", in a file's text."""
+    """Returns the syntax tree of a function, such as "Bucket.average", in the text of a file."""
     node = parse(source)
     for part in function.split("."):
         found = [child for child in node.body if getattr(child, "name", None) == part]
         if not found:
             raise CourseError(f"there is no function {function}")
-        node = found[-1]                 # of two of one name Python takes the last
+        node = found[-1]                 # of two with one name, Python takes the last
     return node
 
 
@@ -191,14 +192,14 @@ def text_of(source, function):
 
 
 def with_function(source, function, text):
-    """Returns the source with another text in place of a function."""
+    """Returns the source with `text` in place of a function."""
     node = find(source, function)
     lines = source.splitlines(keepends=True)
     return "".join([*lines[:node.lineno - 1], text, *lines[node.end_lineno:]])
 
 
 def blank(source, function):
-    """Returns the source with a function's signature and docstring alone."""
+    """Returns the source with a function reduced to its signature and docstring."""
     node = find(source, function)
     docstring = node.body[0]
     lines = source.splitlines(keepends=True)[node.lineno - 1:docstring.end_lineno]
@@ -212,18 +213,18 @@ def is_blank(source, function):
 
 
 def blank_in(folder, name):
-    """Returns the functions of an exercise that are blank in a folder, a list."""
+    """Returns a list of the functions of an exercise that are blank in a folder."""
     return [function for path, function in functions_of(name)
             if is_blank(load(folder, path), function)]
 
 
 def additions(theirs, ours):
-    """Returns the text of the imports and top-level functions that only one of two sources has."""
+    """Returns the text of the imports and top-level functions that are in `theirs` only."""
     known = {getattr(node, "name", ast.unparse(node)) for node in parse(ours).body}
     added = ["", ""]
     for node in parse(theirs).body:
         if getattr(node, "module", None) == "__future__":
-            continue                             # it stands at the top of a file, or nowhere
+            continue                             # allowed only at the top of a file
         if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
             if getattr(node, "name", ast.unparse(node)) not in known:
                 added.append(ast.unparse(node))
@@ -231,8 +232,8 @@ def additions(theirs, ours):
 
 
 def unusual(source):
-    """Returns how often a source has what a lecturer should look at, a Counter: imports and classes
-    inside of functions, decorators, changes of a module, UNUSUAL words."""
+    """Returns a Counter of the things in a source that a lecturer should look at: imports and
+    classes inside functions, decorators, changes of a module, UNUSUAL words."""
     text = ast.unparse(parse(source))            # without comments
     lines = re.findall(r"^ +(?:import|from|class) .*|^ *@.*|^ *(?:torch|nn|F|np|math|os)\.\S+ = .*",
                        text, re.MULTILINE)
@@ -242,7 +243,7 @@ def unusual(source):
 # ----- Tests, in a process of their own -----
 
 def ideas_of(name):
-    """Returns the ideas of an exercise, (points, what is right, its test in GRADERS) each."""
+    """Returns the ideas of an exercise, a list of (points, what is right, its test in GRADERS)."""
     found = []
     for node in parse((ROOT / GRADERS).read_text()).body:
         if getattr(node, "name", "").startswith(f"test_{name}_"):
@@ -251,17 +252,17 @@ def ideas_of(name):
     return found
 
 
-# Marks of an exercise are a list with one text for each of its ideas: "", or what is wrong.
+# The marks of an exercise are a list with a text for each of its ideas: "", or what is wrong.
 
 def no_marks(name, wrong):
-    """Returns marks without a point."""
+    """Returns marks that give no points: every idea has the text `wrong`."""
     return [wrong for _ in ideas_of(name)]
 
 
 def points_in(name, marks):
-    """Returns (the points, the first thing that is wrong, "" if nothing is). The points are the sum
-    of those of the ideas; but at most MOST while more than a slip of 1 point is wrong, since what
-    is right in parts does not train."""
+    """Returns (points, the first thing that is wrong, or ""). The points of the right ideas are
+    added up, but count at most MOST while an idea of more than 1 point is wrong, because a solution
+    that is right in parts does not train."""
     points = 0
     most = 10
     for (worth, _, _), wrong in zip(ideas_of(name), marks):
@@ -273,8 +274,8 @@ def points_in(name, marks):
 
 
 def run_tests(folder, name, limit, seed=0):
-    """Returns the marks of an exercise as it is in a folder. Only pytest's report counts: without
-    one, as after os._exit, there are no points."""
+    """Returns the marks of an exercise in a folder. Only pytest's report counts: without it, as
+    after os._exit, there are no points."""
     tests = [test for _, _, test in ideas_of(name)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         report = Path(place, "report.xml")
@@ -293,9 +294,9 @@ def run_tests(folder, name, limit, seed=0):
 
 
 def run(command, folder, environment, limit):
-    """Returns what a command prints, and at last "E   time is up" if it takes more than `limit`
-    seconds; then all that it has started is ended."""
-    # A file, since a pipe would stay open until the server of the ranks has ended, too.
+    """Returns the output of a command, with "E   time is up" at the end if it takes more than
+    `limit` seconds. In the end, kills everything that the command has started."""
+    # A file, because a pipe would stay open until the server of the ranks has ended, too.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True,
                                    stdout=output, stderr=output, stdin=subprocess.DEVNULL)
@@ -313,8 +314,8 @@ def run(command, folder, environment, limit):
 
 
 def read_report(path):
-    """Returns {test: "" or the first thing that is wrong, in one sentence} of a file that pytest
-    has written; the cases of a test are one."""
+    """Returns {test: "" or the first thing that is wrong, in one sentence} from a report of pytest.
+    The cases of a test count as one."""
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
         test = case.get("name").partition("[")[0]
@@ -322,7 +323,7 @@ def read_report(path):
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 line = child.get("message", "").strip().partition("\n")[0]
-                # Where an error is from: the innermost lines of the program
+                # Where the error comes from: the innermost lines of the program
                 places = re.findall(r"^(?:tests/variants/)?\w+\.py:\d+", child.text, re.MULTILINE)
                 line = " at ".join([line, *dict.fromkeys(places[-2:])])
                 found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
@@ -340,9 +341,9 @@ def show_list():
 
 
 def check(name, limit):
-    """Prints what is right and what is wrong, and a reward if all is right; returns the status."""
+    """Prints what is right and wrong, and a reward if all is right. Returns the exit status."""
     for path in sorted(ROOT.glob("*.py")):
-        load(ROOT, path.name)            # the tests need all files: say which one is broken
+        load(ROOT, path.name)            # the tests need all files: name a broken one
     empty = blank_in(ROOT, name)
     if empty:
         print(f"{name}: still blank: {', '.join(empty)}")
@@ -369,9 +370,9 @@ def check(name, limit):
 
 
 def hint(name):
-    """Prints one hint more than the last time."""
+    """Prints one more hint than last time."""
     from tests.course.hints import HINTS
-    with open(ROOT / f".hints-{name}", "a") as file:         # a dot for each time
+    with open(ROOT / f".hints-{name}", "a") as file:         # a dot for each call
         file.write(".")
         shown = file.tell()
     for number, text in enumerate(HINTS[name][:shown], 1):
@@ -381,7 +382,7 @@ def hint(name):
 # ----- For lecturers -----
 
 def copy_to(folder):
-    """Copies the files for students, with all solutions, to a new folder."""
+    """Copies the files for students, with all solutions, to a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CourseError(f"{folder} is not empty")
@@ -393,7 +394,7 @@ def copy_to(folder):
 
 
 def start(folder, names):
-    """Writes a copy for students in which these exercises are blank and all others are solved."""
+    """Writes a copy for students with these exercises blank and all others solved."""
     copy_to(folder)
     for name in names:
         for path, function in all_like(name):
@@ -406,7 +407,7 @@ def start(folder, names):
 
 
 def release(folder, names):
-    """Writes the solutions of exercises to a copy for students."""
+    """Writes the solutions of exercises into a copy for students."""
     for name in names:
         for path, function in all_like(name):
             solution = text_of(load(ROOT, path), function)
@@ -415,7 +416,7 @@ def release(folder, names):
 
 
 def try_out(name, changed, limit, seed):
-    """Returns the marks of a clean copy in which some files are changed, {Path: text}."""
+    """Returns the marks of a clean copy with the files in `changed`, {Path: text}, replaced."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         copy = Path(place, "thriftbert")
         copy_to(copy)
@@ -425,8 +426,8 @@ def try_out(name, changed, limit, seed):
 
 
 def handed_in(folder, path):
-    """Returns where the file of this name is in a submission, None if it is nowhere. In folders
-    within the outermost one counts; raises CourseError if there are two."""
+    """Returns the path of the file with this name in a submission, or None if there is none. Of
+    several in nested folders the outermost counts; raises CourseError if two are outermost."""
     first, *others = sorted(folder.rglob(path.name), key=lambda file: len(file.parts)) or [None]
     if others and len(first.parts) == len(others[0].parts):
         raise CourseError(f"{path.name} is in it twice; hand in one version")
@@ -434,9 +435,9 @@ def handed_in(folder, path):
 
 
 def taken(name, folder):
-    """Returns what is taken of a submission, in our files, {Path: text}: the exercise's functions,
-    imports, and new functions at the top level; all else, the tests too, is ours. What is not
-    there is blank."""
+    """Returns our files, {Path: text}, with the parts of a submission that count: the exercise's
+    functions, imports, and new top-level functions. All else is ours, including the tests. The
+    functions of a missing file are blank."""
     changed = {}
     for path, function in functions_of(name):
         ours = load(ROOT, path)
@@ -451,8 +452,8 @@ def taken(name, folder):
 
 
 def grade_one(name, folder, limit, seed):
-    """Returns the marks of a submission, and what a lecturer should look at in it, as text, "" if
-    nothing stands out. (Who wants to hide can: this finds what is done openly.)"""
+    """Returns the marks of a submission, and as text what a lecturer should look at in it, or "".
+    This finds only what is done openly; hiding is possible."""
     try:
         changed = taken(name, folder)
         if all(is_blank(changed[path], function) for path, function in functions_of(name)):
@@ -466,7 +467,7 @@ def grade_one(name, folder, limit, seed):
 
 
 def unpack(submission, names, place):
-    """Copies the files of these exercises that were handed in, loose and in zips, to `place`."""
+    """Copies the files handed in for these exercises, loose and in zips, to `place`."""
     if submission.is_file():
         return unzip(submission, place)
     files = {path.name for name in names for path, _ in functions_of(name)}
@@ -480,7 +481,7 @@ def unpack(submission, names, place):
 
 
 def unzip(path, folder):
-    """Writes the Python files of a zip to a folder, and those of zips in it to folders within."""
+    """Extracts the Python files of a zip into a folder, those of zips inside it into subfolders."""
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.endswith((".py", ".zip"))]
         archive.extractall(folder, names)
@@ -490,18 +491,18 @@ def unzip(path, folder):
 
 
 def marks_of(submission, names, limit, seed):
-    """Returns of a submission {exercise: (marks, what to look at)}."""
+    """Returns {exercise: (marks, what to look at)} for a submission."""
     with tempfile.TemporaryDirectory() as place:
         try:
             unpack(submission, names, Path(place))
             return {name: grade_one(name, Path(place), limit, seed) for name in names}
-        except Exception as error:               # whatever it is, the others are graded
+        except Exception as error:               # whatever it is, go on with the others
             return {name: (no_marks(name, f"cannot be graded: {error!r}"), "") for name in names}
 
 
 def summary(all_marks):
-    """Returns the points of what `marks_of` returns, {exercise: points}, and a list of the first
-    thing that is wrong in each, and of what to look at."""
+    """Returns, for the result of `marks_of`, {exercise: points}, and a list of texts: the first
+    thing that is wrong in each exercise, and what to look at."""
     points = {}
     all_wrong = []
     for name, (marks, words) in all_marks.items():
@@ -514,14 +515,14 @@ def summary(all_marks):
 
 
 def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
-    """Prints a table of submissions and exercises, `jobs` submissions at the same time.
+    """Prints a table of submissions and exercises, and grades `jobs` submissions at a time.
 
-    file: a CSV file that has each row as soon as it is known, and is whole at any moment. What
-    stands in it already is not graded again: so after an end in the middle, the same command goes
-    on. gradescope: a file for the results of a submission.
+    file: a CSV file that gets each row as soon as it is known, and is whole at any moment.
+    Submissions that are already in it are not graded again, so after an interruption the same
+    command continues. gradescope: a file for the results of one submission.
 
-    Each exercise of each submission runs in a process and folder of its own, with a time limit, so
-    it cannot harm the next by accident. This is no sandbox: the code runs with your rights.
+    Each exercise of each submission runs in its own process and folder, with a time limit, so it
+    cannot harm the next by accident. This is no sandbox: the code runs with your rights.
     """
     missing = [str(submission) for submission in submissions if not submission.exists()]
     if missing:
@@ -549,12 +550,12 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
             write_table(file, [header, *sorted(rows.values())])
             write_gradescope(gradescope, done.result(), total)
     finally:
-        pool.shutdown(cancel_futures=True)       # after Ctrl-C no other one begins
+        pool.shutdown(cancel_futures=True)       # after Ctrl-C, start no more
 
 
 def read_table(file, header):
-    """Returns the rows that `grade` has written to a file, {submission: row}; none without a file.
-    Raises CourseError if they are of other exercises."""
+    """Returns the rows that `grade` has written to a file, {submission: row}; {} if there is none.
+    Raises CourseError if they are for other exercises or another seed."""
     if not file or not Path(file).exists():
         return {}
     with open(file, newline="", encoding="utf-8") as table:
@@ -565,7 +566,7 @@ def read_table(file, header):
 
 
 def write_table(file, rows):
-    """Writes rows to a CSV file, which is at any moment the old one or the new one."""
+    """Writes rows to a CSV file, which at any moment is either the old or the new one."""
     if file:
         with open(f"{file}.new", "w", newline="", encoding="utf-8", errors="replace") as table:
             csv.writer(table).writerows(rows)
@@ -573,7 +574,7 @@ def write_table(file, rows):
 
 
 def write_gradescope(file, all_marks, total):
-    """Writes what `marks_of` returns as the results.json of Gradescope, a test for each idea."""
+    """Writes the result of `marks_of` as Gradescope's results.json, with a test for each idea."""
     tests = []
     for name, (marks, _) in all_marks.items():
         for (points, idea, _), wrong in zip(ideas_of(name), marks):
@@ -586,7 +587,7 @@ def write_gradescope(file, all_marks, total):
 # ----- The command line -----
 
 def do(command, names, paths, flags):
-    """Does what the command line asks for; returns the exit status."""
+    """Runs a command; returns the exit status."""
     if command == "list":
         return show_list()
     if command == "check":
@@ -608,13 +609,12 @@ def do(command, names, paths, flags):
     return verify.verify(names, flags.limit, flags.seed)
 
 
-# So many words of a command name no exercise but a folder; any number where it is not said here.
+# How many of a command's words are folders, not exercises; commands not listed take any number.
 FOLDERS = {"list": 0, "check": 0, "hint": 0, "verify": 0, "start": 1, "release": 1}
 
 
 def main():
-    """Runs the program. What it cannot do is one line on stderr and status 1, 2 for a wrong command
-    line."""
+    """Runs the program. An error is one line on stderr and status 1; a wrong command line, 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("command", choices=[*FOLDERS, "grade", "compete"])
@@ -639,5 +639,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from tests.course import exercises   # as verify.py does: one CourseError, not two
+    from tests.course import exercises   # as in verify.py: one CourseError, not two
     exercises.main()

@@ -1,36 +1,36 @@
-"""The race: who reaches the baseline's final held-out loss soonest, on the same machine?
+"""The race: which run reaches the baseline's final held-out loss first, on the same machine?
 
     python train.py --max-steps 1 --out runs/text            # the shards, once, for all runs
     python train.py --out runs/base
     python tests/variants/modern.py --steps 1400 300 --save-every 50 --out runs/mine
-    python tests/course/race.py runs/base runs/mine          # and any number of runs more
+    python tests/course/race.py runs/base runs/mine          # and any number of other runs
 
-For each run it prints the time and the examples after which the run had a held-out MLM loss at most
-as high as the baseline's last one, and both as a part of what the baseline took: the scores. They
-hardly depend on the machine, since the baseline ran on it, too. A run that never came there is
-said to have not. Errors are one line.
+The goal is the baseline's last held-out MLM loss. For each run it prints the time and the examples
+until the run was at or below the goal, and both as fractions of the baseline's: the scores. They
+hardly depend on the machine, since the baseline ran on it, too. Of a run that never reached the
+goal it prints "never". Errors are one line.
 
 How it counts:
-- Only evaluations count, nothing is read between two of them: the first one at or below the goal.
-  So a run that evaluates more often, by a smaller --save-every, can be told to have been sooner,
-  but it pays for each evaluation. The baseline's own time is that of its first one there, too.
-- The time is `seconds` of metrics.jsonl: all of the program, from its start on, with the wait for
-  data, evaluations and saving. If it was stopped in between, the pause does not count.
-- A loss is compared with losses at the same length only. The demo ends with 128 tokens, so a run
-  has to have a phase of that length.
-- A log is a text file, which anyone can write. What counts is a run that the lecturer makes of the
-  code that was handed in, see README.md. It runs with your rights: this is no sandbox.
+- Only evaluations count, without interpolation: the first evaluation at or below the goal. A run
+  that evaluates more often, with a smaller --save-every, can therefore seem faster, but it pays for
+  each evaluation. The baseline's own time also ends at its first evaluation there.
+- The time is `seconds` of metrics.jsonl: the whole program from its start, including the wait for
+  data, evaluations and saving. If the run was stopped and resumed, the pause does not count.
+- A loss is compared only with losses at the same length. The demo ends with 128 tokens, so a run
+  needs a phase of that length.
+- A log is a text file that anyone can write. What counts is the lecturer's own run of the code
+  that was handed in, see README.md. That code runs with your rights: this is no sandbox.
 
-May be changed: model, optimizer, schedule, batches, masks in training, precision, lengths before
-the last phase, and all code that trains. May not: the shards, the held-out text, `evaluate` and
-what it asks (--pairs), the machine and how many ranks and threads it runs. Nobody begins with
-trained weights, and each run has a seed that was not chosen by its score.
+You may change the model, optimizer, schedule, batches, masks in training, precision, lengths before
+the last phase, and all code that trains. You may not change the shards, the held-out text,
+`evaluate` and its task (--pairs), the machine, or its numbers of ranks and threads. No run begins
+with trained weights, and no seed is chosen by its score.
 
-What is checked: that the first lines of metrics.jsonl have the same digest of the shards, --pairs,
-no --init, the same device, ranks, torch and Python; and that the loss of the unigram predictor is
-the same at each evaluation, which no other held-out tokens or masks would give. What is not
-recorded is not: which machine it was, how many threads, what else ran there, and whether the code
-of evaluation has changed.
+This program checks that the first lines of metrics.jsonl have the same digest of the shards,
+--pairs, device, ranks, torch and Python, and no --init; and that the loss of the unigram predictor
+is the same at each evaluation, since other held-out tokens or masks would change it. It cannot
+check what is not recorded: the machine, the number of threads, what else ran there, and whether the
+evaluation code has changed.
 """
 import argparse
 import json
@@ -38,15 +38,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SAME = "device", "ranks", "torch", "python", "shards", "pairs"       # in a run and the baseline
+SAME = "device", "ranks", "torch", "python", "shards", "pairs"       # equal in run and baseline
 
 
 class RaceError(ValueError):
-    """Runs that cannot race; the message says which and why."""
+    """Runs that cannot race; the message says which run and why."""
 
 
 class Point(NamedTuple):
-    """An evaluation, and what the run had taken until then."""
+    """An evaluation, and the time and examples that the run had used by then."""
     step: int
     seconds: float
     examples: int
@@ -56,24 +56,24 @@ class Point(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What metrics.jsonl says of a run."""
+    """A run, as recorded in its metrics.jsonl."""
     name: str                # its folder, as given
-    start: dict              # the fields of the first line, and of its field `flags`
-    points: list             # of Point, in the order of the log
+    start: dict              # the fields of the first line and of its field `flags`
+    points: list             # Points, in the order of the log
 
 
 def points_of(lines):
-    """Returns the Points of the lines (dicts) of a metrics.jsonl. A loss that is not finite is left
-    out. Raises KeyError for a field that is missing."""
+    """Returns the Points in the lines (dicts) of a metrics.jsonl, except those whose loss is not
+    finite. Raises KeyError if a field is missing."""
     phases = lines[0]["phases"]
     points = []
-    taken = {}                   # {step: its line}. After a restart some stand there twice
+    taken = {}                   # {step: its line}. After a restart, some steps occur twice
     for line in lines:
         if line["kind"] == "train":
             taken[line["step"]] = line
         elif line["kind"] == "eval" and line["step"] in taken and line["mlm_loss"] is not None:
             step = line["step"]
-            # Later steps are there where a crash has lost them.
+            # After a crash, `taken` also has later steps, which were lost.
             examples = sum(phases[other["phase"] - 1]["global_batch"]
                            for number, other in taken.items() if number <= step)
             length = phases[line["phase"] - 1]["seq_len"]
@@ -83,8 +83,8 @@ def points_of(lines):
 
 
 def read(folder):
-    """Returns the Run in a folder. Raises RaceError if it has no metrics.jsonl of a run that was
-    evaluated."""
+    """Returns the Run in a folder. Raises RaceError if there is no metrics.jsonl with an
+    evaluation."""
     path = Path(folder, "metrics.jsonl")
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -97,7 +97,7 @@ def read(folder):
 
 
 def check(base, run, goal):
-    """Raises RaceError if a run may not be compared with the baseline. goal: of it, a Point."""
+    """Raises RaceError if a run cannot be compared with the baseline, whose last Point is goal."""
     for field in SAME:
         own, other = run.start.get(field), base.start.get(field)
         if own != other:
@@ -105,22 +105,22 @@ def check(base, run, goal):
     if run.start.get("init") != "None":
         raise RaceError(f"{run.name} began with trained weights, --init")
     for point in run.points:
-        # The same numbers are added up, in an order that depends on micro-batches.
+        # Both are sums of the same numbers, but their order depends on the micro-batches.
         if point.seq_len == goal.seq_len and abs(point.unigram - goal.unigram) > 1e-6:
             raise RaceError(f"{run.name} was evaluated on other tokens or masks: their unigram "
                             f"loss is {point.unigram:.6f}, the baseline's {goal.unigram:.6f}")
 
 
 def first_reached(run, goal):
-    """Returns the first Point of a run whose loss is at most the goal's, at its length; or None."""
+    """Returns the first Point of a run at the goal's length with at most its loss, or None."""
     there = (point for point in run.points
              if point.seq_len == goal.seq_len and point.loss <= goal.loss)
     return next(there, None)
 
 
 def row(run, goal, took):
-    """Returns the line of a run in the table. goal: the baseline's last Point; took: its first one
-    that is as good."""
+    """Returns the line of a run in the table. goal: the baseline's last Point; took: its first
+    Point that is as good."""
     reached = first_reached(run, goal)
     if reached:
         return (f"{reached.step:>8,}{reached.seconds / 60:>10.2f}"
@@ -133,7 +133,7 @@ def row(run, goal, took):
 
 
 def main():
-    """Prints the table; one line on stderr if the runs cannot be compared."""
+    """Prints the table, or one line on stderr if the runs cannot be compared."""
     parser = argparse.ArgumentParser(description="Who reaches the baseline's loss soonest?")
     parser.add_argument("base", help="the folder of the baseline's run, for example runs/demo")
     parser.add_argument("runs", nargs="*", help="the folders of other runs")

@@ -1,4 +1,4 @@
-"""What an exercise is good for, shown by the functions that solve it: `check` runs it when green.
+"""Shows what an exercise is good for, with its solution. `check` runs this if all is right.
 
     python -m tests.course.rewards attention
 """
@@ -19,7 +19,7 @@ from tests.variants import topk
 
 
 def docs():
-    """Returns the folder of shards that `python train.py` takes, and makes it if there is none."""
+    """Returns the folder of shards that `python train.py` uses; makes it if there is none."""
     folder = train.DEMO_SHARDS
     if not folder.exists():
         print("text is prepared, once, in half a minute", flush=True)
@@ -28,16 +28,16 @@ def docs():
 
 
 def bars(values, unit):
-    """Prints a bar for each of {name: value}; the longest is that of the largest value."""
+    """Prints a bar for each of {name: value}; the largest value has the longest bar."""
     for name, value in values.items():
         length = round(40 * value / max(values.values()))
         print(f"{name:>16}  {'█' * length:<40} {value:10.4g} {unit}")
 
 
-# ----- One for an exercise, of its name; some have none -----
+# ----- A function for each exercise, of the same name; some exercises have none -----
 
 def masking():
-    """Examples as words: what was masked, and whether B follows A."""
+    """Examples as words: which tokens were masked, and whether B follows A."""
     print(show.show(docs()))
 
 
@@ -67,7 +67,7 @@ def schedule():
 
 
 def lamb():
-    """How far a step moves matrices of small and large weights."""
+    """How far a step moves matrices of small and of large weights."""
     for name in "lamb", "adamw":
         print(f"a step of {name} at the rate 0.001 moves a matrix by this part of its norm:")
         moved = {}
@@ -82,7 +82,7 @@ def lamb():
 
 
 def overlap():
-    """The network after backward, and behind it."""
+    """The network after backward, and overlapped with it."""
     alone, network, wait = measure()
     bars({"backward alone": 1e3 * alone,
           "then the network": 1e3 * (alone + network),
@@ -90,7 +90,7 @@ def overlap():
 
 
 def feedback():
-    """What has arrived of a gradient of which one element in a hundred is sent."""
+    """How much of a gradient is still missing, if each step sends one element in a hundred."""
     gradient = torch.randn(10_000)
     bucket = dist.Bucket({"weight": gradient.shape}, dist.World(), "none")
     bucket.wire = dist.ErrorFeedback(topk.topk)

@@ -1,8 +1,9 @@
-"""Tries the exercises with the solutions of wrong_solutions.md: do they get the points they should?
+"""Grades the solutions in wrong_solutions.md: do they get the points that they should?
 
-There a heading names the exercise, the kind of the solution, of POINTS, and what is peculiar; a
-diff of the function follows, in which lines that begin with a space or - stand in ours, those with
-a space or + in theirs; @@ begins a change, and the first one names the function.
+There, a heading gives the exercise, the kind of solution, a key of POINTS, and what is peculiar
+about it. A diff of the function follows: lines that begin with a space or - are in our solution,
+lines that begin with a space or + in the other one. A change begins with @@, and the first @@ names
+the function.
 """
 import re
 import time
@@ -15,7 +16,7 @@ POINTS = {"wrong": range(6), "slip": range(8, 10), "right": range(10, 11)}
 
 
 def solutions(name):
-    """Returns the solutions of an exercise: (what is peculiar, its kind, {Path: text})."""
+    """Returns the solutions of an exercise, a list of (what is peculiar, kind, {Path: text})."""
     found = []
     pattern = rf"### {name}, (\w+): ([^\n]*)\n+```diff\n@@ (\S+)\n(.*?)```"
     for kind, what, function, diff in re.findall(pattern, FILE.read_text(), re.DOTALL):
@@ -34,8 +35,8 @@ def solutions(name):
 
 
 def verify(names, limit, seed):
-    """Tries each exercise with all others solved: blank, solved and as in `solutions`. Returns the
-    status: 0 if all have points as POINTS says."""
+    """Grades each exercise blank, solved and as in `solutions`, with all other exercises solved.
+    Returns the exit status, 0 if every solution gets points as in POINTS."""
     status = 0
     for name in names:
         texts = {}

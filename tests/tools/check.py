@@ -1,18 +1,17 @@
-"""Is a changed program still right in small micro-batches, on two ranks, after a resume?
+"""Is a changed program still right in small micro-batches, on two ranks and after a resume?
 
     python tests/tools/check.py                              # train.py, as it is now
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program fourteen times for a few steps, on the CPU: a minute on two idle cores. For each
-thing that nearly every program must keep it prints "yes", or "NO" and what differs first, or that
-it was "not tried", since the program refuses --init. Status 1 if something differs.
+Trains the program fourteen times for a few steps, on the CPU, in a minute on two idle cores. For
+each property that nearly every program must keep, it prints "yes", "NO" with the first difference,
+or "not tried" if the program refuses --init. The status is 1 if something differs.
 
-What is dropped out, compressed, rounded or timed differs by its nature, so leave --dropout,
---compression, --precision and --hours alone, and --steps. So do variants that compress by
-themselves, and whose ranks step alone: they have a NO at two ranks or resumes. It does not see
-whether a change does what you wanted, nor what shows only in a long run, on a GPU or with other
-flags.
+Leave --steps alone, and --dropout, --compression, --precision and --hours, whose results differ by
+nature. Variants that compress by themselves, or whose ranks step alone, differ, too: they get a NO
+for two ranks or for resumes. This program does not see whether a change does what you wanted, or
+what shows only in a long run, on a GPU or with other flags.
 """
 import json
 import math
@@ -30,19 +29,18 @@ import torch
 
 import optim
 
-# So few steps in each phase that `first_six` has some of the second one. Two ranks and small micro-
-# batches cannot divide 13 examples equally. At a quarter of the rate optimizers of signs drift
-# less. So does what is wrong: therefore the small tolerance of `difference`. Ranks that wait for
-# each other end after a minute.
+# With four steps in each phase, `first_six` reaches into the second phase. Two ranks cannot divide
+# 13 examples evenly. At a quarter of the rate, sign-based optimizers drift less, but so do faults:
+# hence the small tolerance of `difference`. Ranks in a deadlock end after a minute.
 FLAGS = "--steps 4 --batch 13 --lr-scale 0.25 --dropout 0 --precision fp32 --timeout 60".split()
 
 
 class Failed(Exception):
-    """The program ended with an error; the message is what it said."""
+    """The program ended with an error, which the message quotes."""
 
 
 class Program:
-    """A program with flags, whose runs are folders below `folder`."""
+    """A program and its flags; its runs are folders in `folder`."""
 
     def __init__(self, words, folder):
         self.folder = folder
@@ -51,8 +49,8 @@ class Program:
             self.words = ["train.py", *words]
 
     def train(self, name, *flags, ranks=1):
-        """Trains the run of this name, or resumes it. Returns the losses of its steps and held-out
-        losses, {("train" or "eval", step): {name: value}}. Raises Failed."""
+        """Trains the run `name`, or resumes it. Returns its training and held-out losses,
+        {("train" or "eval", step): {loss: value}}. Raises Failed."""
         program, *words = self.words
         out = self.folder / name
         command = [sys.executable]
@@ -62,7 +60,7 @@ class Program:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         if process.returncode:
-            # torchrun says much; the program's own lines begin so, or are the end of a traceback.
+            # torchrun prints much. Keep the program's own lines and the last line of a traceback.
             said = process.stderr.strip().splitlines()
             own = [line for line in said if line.startswith("train.py: ") or "Error: " in line]
             raise Failed("; ".join((own or said)[:2])[:300])
@@ -75,13 +73,13 @@ class Program:
         return losses
 
     def model(self, name):
-        """Returns the bytes of a run's model."""
+        """Returns the model file of a run, as bytes."""
         return (self.folder / name / "model/model.safetensors").read_bytes()
 
 
 def difference(losses, expected, tolerance=2.5e-6):
-    """Returns in words the first of the expected losses that is another one, or that is not finite;
-    "" if there is none. tolerance: as a part of a loss."""
+    """Returns, in words, the first expected loss that differs, is missing or is not finite; "" if
+    there is none. The tolerance is relative."""
     for (kind, step), numbers in expected.items():
         found = losses.get((kind, step), {})
         for name, number in numbers.items():
@@ -94,16 +92,18 @@ def difference(losses, expected, tolerance=2.5e-6):
     return ""
 
 
-# ----- What must hold. Each returns "" or, in words, why it does not ("NO: ..."), or that it was
-# ----- not tried. whole: the losses of a run without a stop, on one rank
+# ----- What must hold -----
+#
+# Each function returns "" if its property holds, else "NO: " and the reason, or "not tried: " and
+# the reason. whole: the losses of an uninterrupted run on one rank.
 
 def same_again(program, whole):
-    """Nothing is drawn but from --seed."""
+    """All random numbers follow from --seed."""
     return difference(program.train("again"), whole, 0)
 
 
 def same_after_resume(program, whole):
-    """A checkpoint has all that the next step depends on, in each of up to three phases."""
+    """A checkpoint has everything that the next step depends on, in each of up to three phases."""
     for stop in "3", "6", "10":
         program.train("resumed", "--max-steps", stop)
     found = difference(program.train("resumed"), whole, 0)
@@ -113,32 +113,32 @@ def same_after_resume(program, whole):
 
 
 def same_one_at_a_time(program, whole):
-    """No example depends on those beside it; all labels of a step weigh the same."""
+    """No example depends on its neighbours; all labels of a step have the same weight."""
     return difference(program.train("small", "--micro-tokens", "1", "--max-steps", "6"),
                       first_six(whole))
 
 
 def same_on_two_ranks(program, whole):
-    """Examples follow from their numbers, and losses are divided by the counts of all ranks."""
+    """Examples depend on their numbers alone; losses are divided by the counts over all ranks."""
     return difference(program.train("two", "--max-steps", "6", ranks=2), first_six(whole))
 
 
 def same_from_two_to_one(program, whole):
-    """A checkpoint of two ranks has all that one rank needs."""
+    """A checkpoint of two ranks has everything that one rank needs."""
     program.train("moved", "--max-steps", "2", ranks=2)
     return difference(program.train("moved", "--max-steps", "6"), first_six(whole))
 
 
 def near_in_bf16(program, whole):
-    """Nothing that was added needs more than 16 bits, or another type than the model's. (Of 13
-    examples alone the pairs' loss can differ by a hundredth.)"""
+    """No added code needs more than 16 bits, or a type other than the model's. The batch is 104,
+    because with 13 examples the loss of the pairs can differ by a hundredth."""
     many = "--batch", "104", "--max-steps", "6"
     return difference(program.train("many in bf16", "--precision", "bf16", *many),
                       first_six(program.train("many", *many)), 1e-2)
 
 
 def same_from_folder(program, whole):
-    """model/ has all weights, and --init takes them all up (some variants refuse it)."""
+    """model/ has all weights, and --init loads them all. Some variants refuse --init."""
     before = program.train("written", "--max-steps", "3")
     folder = program.folder / "written/model"
     try:
@@ -151,8 +151,8 @@ def same_from_folder(program, whole):
 
 
 def first_six(whole):
-    """Returns the losses of steps 1 to 6, four of the first phase and two of the second. (Later
-    those of an optimizer that takes signs drift apart, since sums are rounded otherwise.)"""
+    """Returns the losses of steps 1 to 6: four of the first phase and two of the second. Later
+    losses drift apart with sign-based optimizers, since sums are rounded differently."""
     return {(kind, step): losses for (kind, step), losses in whole.items() if step and step <= 6}
 
 
@@ -168,7 +168,7 @@ QUESTIONS = {
 
 
 def main():
-    """Asks all questions, and prints a line for each."""
+    """Asks all questions and prints a line for each."""
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)
         return

@@ -1,21 +1,21 @@
-"""Teaches a pre-trained model to tell texts apart, and shows what that is worth beside less.
+"""Fine-tunes a pre-trained model to classify texts, and compares it with two simple baselines.
 
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --out runs/sorted
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --random    # not pre-trained
 
-A line of a .tsv file is a text and its label, or in all lines two texts and a label, with tabs
-between; UTF-8, no header. Examples are cut at 128 tokens, the most that the demo has trained. (Of a
-model that has read shorter texts alone the later positions are not trained before.)
+Each line of a .tsv file is a text and its label or, in all lines alike, two texts and a label, with
+tabs between them, in UTF-8, without a header. Examples are cut at 128 tokens, the longest that the
+demo trains on. In a model pre-trained on shorter texts only, the later positions are untrained.
 
-A new linear layer is the NSP head, so that all labels, not two, are told from [CLS]. It and the
-encoder are trained; with --frozen that layer alone. A fifth of train.tsv, at most 2,000 lines, is
-set apart to choose the best of 10 epochs. dev.tsv is scored once, at the end.
+A new linear layer replaces the NSP head, to predict any number of labels from [CLS], not just two.
+It trains together with the encoder, or alone with --frozen. A fifth of train.tsv, at most 2,000
+lines, is set aside to choose the best of 10 epochs. dev.tsv is scored once, at the end.
 
-The table has accuracy; macro F1, the mean of the F1 of all labels; Matthews' correlation, 0 for a
-guess that does not look at the text: means and standard deviations of three seeds. Beside them are
-the largest class, which is the most frequent label, and a bag of tokens: a logistic regression on
-which tokens a text has. --out writes a folder for transformers' AutoModelForSequenceClassification,
-of the last seed.
+The table gives accuracy; macro F1, the mean F1 of all labels; and Matthews' correlation, which is 0
+for guesses that ignore the text: means and standard deviations over three seeds. The baselines are
+the largest class, which is the most frequent label, and a bag of tokens, a logistic regression on
+the tokens of a text in any order. --out writes the model of the last seed, as a folder for
+AutoModelForSequenceClassification of transformers.
 """
 import copy
 import json
@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import numpy as np
 import torch
@@ -36,13 +36,13 @@ import bert
 import data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LONGEST = 128           # tokens of an example
+LONGEST = 128           # tokens in an example
 
 
 # ----- Files -> examples (table, label) -> batches -----
 
 def labels_of(path):
-    """Returns the labels of a .tsv file, {text: number}, the shorter ones first: 9, then 10."""
+    """Returns the labels of a .tsv file, {text: number}, with shorter texts first: 9, then 10."""
     counts = Counter()
     for line in path.read_bytes().splitlines():
         label = line.rpartition(b"\t")[2].decode(errors="replace").strip()
@@ -58,19 +58,19 @@ def labels_of(path):
 
 def read(path, tokenizer, labels):
     """Returns the examples of a .tsv file, a list of (table, number of the label). A table (3, T)
-    has tokens, segments and positions; both texts of a pair may have half of the tokens. labels: as
-    of `labels_of`. Raises DataError, or OSError."""
+    has tokens, segments and positions; each text of a pair gets at most half of the tokens. labels:
+    from `labels_of`. Raises DataError or OSError."""
     examples = []
-    columns = None                                       # of texts
+    columns = None                                       # texts in each line
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            *texts, label = line.decode("utf-8-sig").split("\t")         # no byte order mark
+            *texts, label = line.decode("utf-8-sig").split("\t")         # drops a byte order mark
             label = label.strip()
             columns = columns or len(texts)
             if columns not in (1, 2) or len(texts) != columns or label not in labels:
                 raise ValueError("not one or two texts, as many as in other lines, and a label to "
                                  "train on, tabs between them")
-        except ValueError as error:                      # UnicodeDecodeError is one
+        except ValueError as error:                      # or UnicodeDecodeError
             raise data.DataError(f"{path}, line {number}: {error}")
         tokens = [bert.CLS]
         segments = [0]
@@ -85,9 +85,9 @@ def read(path, tokenizer, labels):
 
 
 def batch_of(examples):
-    """Returns examples as a data.Batch, in which no token is masked; their labels are its "nsp"."""
+    """Returns examples as a data.Batch without masked tokens, with their labels as "nsp"."""
     tables, labels = zip(*sorted(examples, key=lambda example: example[0].shape[1]))
-    lengths = np.array([table.shape[1] for table in tables] + [0])       # of padding there is none
+    lengths = np.array([table.shape[1] for table in tables] + [0])       # 0: no padding
     bounds = np.append(0, lengths.cumsum()).astype(np.int32)
     tokens, segments, positions = np.concatenate(tables, axis=1)
     masked_rows = np.array([], np.int64)
@@ -98,8 +98,8 @@ def batch_of(examples):
 # ----- Models: a batch -> {"nsp": logits (B, labels)} -----
 
 def classifier(folder, labels, random=False, frozen=False):
-    """Returns the BertForPreTraining of a folder, or one of its shape with random weights; a new
-    linear layer in place of its NSP head tells so many labels."""
+    """Returns the BertForPreTraining in a folder, with a new linear layer for `labels` labels as
+    its NSP head. random: replaces the weights by random ones. frozen: trains the new layer only."""
     model = bert.load_huggingface(folder)
     if random:
         model = bert.BertForPreTraining(model.config)
@@ -109,14 +109,14 @@ def classifier(folder, labels, random=False, frozen=False):
 
 
 class BagOfTokens(nn.EmbeddingBag):
-    """A logistic regression: the mean of the weights (labels,) that each token has. Before training
-    they are the logarithms of how often a label is there, so that the guess is the largest class.
-    """
+    """A logistic regression: each token has weights (labels,), and the logits of a text are their
+    mean. Initially the weights are the logarithms of the label counts: the guess is the largest
+    class."""
 
     def __init__(self, vocab_size, labels, examples):
         super().__init__(vocab_size, labels, device=DEVICE)
         counts = torch.tensor([label for _, label in examples]).bincount(minlength=labels)
-        self.weight.data[:] = (counts + 1).log()         # 1: no logarithm of 0
+        self.weight.data[:] = (counts + 1).log()         # + 1 avoids log(0)
 
     def forward(self, batch):
         return {"nsp": super().forward(batch.tokens, batch.bounds[:-2].long())}
@@ -126,10 +126,11 @@ class BagOfTokens(nn.EmbeddingBag):
 
 @torch.no_grad()
 def score(model, examples):
-    """Returns accuracy, macro F1 and Matthews' correlation of a model, which then is in evaluation
-    mode, a tensor (3,) (of more than two labels: Gorodkin, Comput. Biol. Chem. 28, 2004)."""
+    """Returns accuracy, macro F1 and Matthews' correlation of a model, a tensor (3,), and leaves
+    the model in evaluation mode. For more than two labels the correlation is that of Gorodkin,
+    Comput. Biol. Chem. 28, 2004."""
     model.eval()
-    table = 0                            # (labels, labels), how often label i was taken for j
+    table = 0                            # (labels, labels): how often label i was guessed as j
     for batch in DataLoader(examples, 512, collate_fn=batch_of):
         logits = model(batch)["nsp"]
         both = torch.stack([batch.labels["nsp"], logits.argmax(1)])
@@ -137,23 +138,23 @@ def score(model, examples):
         table += truth.T @ guesses
     n = table.sum()
     right = table.diag()
-    t = table.sum(1)                     # how often a label is true
-    p = table.sum(0)                     # how often it was guessed
+    t = table.sum(1)                     # how often each label is true
+    p = table.sum(0)                     # how often each was guessed
     f1 = (2 * right / (t + p))[t + p > 0].mean()
-    # 0 / 1 where all guesses are one label
+    # If all guesses are one label, this would be 0 / 0, and clamp makes it 0 / 1.
     matthews = (n * right.sum() - t @ p) / ((n * n - t @ t) * (n * n - p @ p)).sqrt().clamp(min=1)
     return torch.stack([right.sum() / n, f1, matthews]).cpu()
 
 
 def fit(model, examples, epochs, lr, size=32):
-    """Trains a model in batches of `size`; it ends with the weights of its best epoch, by the
-    accuracy on examples set apart."""
+    """Trains a model in batches of `size`, and leaves it with the weights of its best epoch: that
+    with the highest accuracy on examples set aside."""
     apart = min(len(examples) // 5, 2000)
     held, rest = random_split(examples, [apart, len(examples) - apart])
     batches = DataLoader(rest, size, shuffle=True, collate_fn=batch_of)
     optimizer = torch.optim.AdamW(model.parameters())
-    # In the first tenth of the steps, at least two, the rate grows to `lr`; then it falls as a
-    # cosine does. (And beta1 goes from 0.95 to 0.85, and back.)
+    # The rate grows to `lr` in the first tenth of the steps, at least two, then falls along a
+    # cosine. Meanwhile beta1 goes from 0.95 to 0.85, and back.
     steps = epochs * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))
@@ -167,7 +168,7 @@ def fit(model, examples, epochs, lr, size=32):
             optimizer.zero_grad()
             schedule.step()
         accuracy = score(model, held)[0]
-        if accuracy >= best:             # of equals the later one, after which the rate was lower
+        if accuracy >= best:             # on a tie, the later epoch: its rate was lower
             best = accuracy
             weights = copy.deepcopy(model.state_dict())
     model.load_state_dict(weights)
@@ -177,7 +178,7 @@ def fit(model, examples, epochs, lr, size=32):
 
 def save(model, labels, source, folder):
     """Writes a folder that AutoModelForSequenceClassification and AutoTokenizer load. source: the
-    folder that the model began with."""
+    folder of the pre-trained model."""
     bert.MODULE_NAMES["nsp"] = "classifier"
     bert.save_huggingface(model, source / "tokenizer.model", folder, LONGEST)
     path = folder / "config.json"
@@ -189,7 +190,7 @@ def save(model, labels, source, folder):
 
 
 def row(name, found):
-    """Prints the means of a list of `score`s, and of several the standard deviations."""
+    """Prints the means of a list of `score`s, with standard deviations if there are several."""
     line = f"{name:<16}"
     for column in torch.stack(found).T:
         deviation = f"+- {column.std(correction=0):.3f}" if len(found) > 1 else ""
@@ -198,8 +199,8 @@ def row(name, found):
 
 
 def run(args):
-    """Trains and prints the table; writes the folder."""
-    if args.out:                             # known now, not after the training
+    """Trains, prints the table and writes the folder."""
+    if args.out:                             # fail now, not after the training
         if args.out.resolve() == args.model.resolve():
             raise data.DataError("--out is the model's own folder; take another one")
         args.out.mkdir(parents=True, exist_ok=True)
@@ -226,7 +227,7 @@ def run(args):
 
 
 def main():
-    """Runs the program; what cannot be used is one line on stderr and status 1, 2 for a flag."""
+    """Runs the program. Unusable input is one line on stderr and status 1; a wrong flag, 2."""
     parser = data.Parser(description="Fine-tune a model to tell texts apart.")
     add = parser.add_argument
     add("model", type=Path, help="a folder such as runs/NAME/model")

@@ -1,17 +1,18 @@
-r"""What a training would take: memory, seconds and hours, by formulas alone. It starts nothing.
+r"""Estimates the memory, seconds and hours of a training by formulas alone. It starts nothing.
 
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \
         --model large --recipe nvidia-64k --micro-tokens 4096
 
-All flags of train.py but --data, --pairs and --max-steps count as they would there; those of a plan
-are added. The speed of a GPU has to be given. --gpu takes what others have published of a card;
-better is --tflops, from a short run of your own: its `examples_per_second` of a GPU times the GFLOP
-of an example, which are printed here, over 1,000. With --hours it says how many steps these buy.
+The flags of train.py count as they do there, except --data, --pairs and --max-steps, which have no
+effect; the plan adds its own. The speed of a GPU is required. --gpu takes a card's published speed;
+better is --tflops, from a short run of your own: its `examples_per_second` per GPU, times the GFLOP
+of an example, which the plan prints, divided by 1,000. With --hours, it prints how many steps fit.
 
-Not counted: the time to compress, what happens inside a node, the optimizer, loading, evaluation
-and saving; and that some examples are shorter than the phase's length, which makes a real run
-faster. Compressions of tests/variants are not known here. tests/tools/test_plan.py compares the
-seconds with those that NVIDIA published and with steps that were measured between two hosts.
+The plan does not count the time to compress, the traffic inside a node, the optimizer, loading,
+evaluation and saving. Every example counts at the phase's full length; some are shorter, which
+makes a real run faster. The plan does not know the compressions of tests/variants.
+tests/tools/test_plan.py compares the seconds with NVIDIA's published ones, and with steps measured
+between two hosts.
 """
 import math
 import sys
@@ -26,14 +27,14 @@ import data
 import optim
 import train
 
-# name: (TFLOP/s that one of them reached in training BERT-large in 16 bits, GB of memory). They are
-# the examples a second that somebody has published, times `flops_per_example`; none was
-# measured with this program. Sources are letters:
+# name: (TFLOP/s that one GPU reached in training BERT-large in 16 bits, GB of memory). The TFLOP/s
+# are published examples per second times `flops_per_example`; none was measured with this program.
+# Sources:
 #   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
-#   B   fine-tuning on SQuAD, 384 tokens, which is a little slower: Lambda, deeplearning-benchmark,
+#   B   fine-tuning on SQuAD, 384 tokens, which is slightly slower: Lambda, deeplearning-benchmark,
 #       pytorch-train-throughput-fp16.csv
 #   C   MLPerf Training v3.1, BERT without padding, 256 tokens on average, evaluation included
-#   D   fine-tuning of ModernBERT-base on a T4, one blog; an upper bound
+#   D   fine-tuning of ModernBERT-base on a T4, from a blog; an upper bound
 GPUS = {
     "t4": (9, 16),               # D
     "v100": (38, 16),            # A, container 20.06: 164 examples a second
@@ -46,10 +47,10 @@ GPUS = {
     "rtx4090": (69, 24),         # B: 93
     "l4": (25, 24),              # C, xFusion: 53
 }
-USABLE = 0.8                     # of a GPU's memory: the formulas leave out a little
+USABLE = 0.8                     # the usable fraction of a GPU's memory, as the formulas omit some
 
-# What the compressions of dist.py send: bytes of an element, or bytes of a block of 512 elements,
-# the last four of which are its scale.
+# What the compressions of dist.py send: bytes per element, or bytes per block of 512 elements, four
+# of them for the block's scale.
 ELEMENT_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
 BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}
 BLOCK = 512
@@ -60,9 +61,9 @@ AMOUNT = data.number_in(float, 1e-6)
 # ----- Flags -----
 
 def parse_arguments(argv=None):
-    """Returns the Namespace of train.parse_arguments, and in it besides the flags of a plan:
-    `ranks`; `config`, a bert.BertConfig; `parameters`, how many numbers the model has; and
-    `itemsize`, the bytes of a weight. Wrong flags end the program with one line and status 2."""
+    """Returns the Namespace of train.parse_arguments with the flags of a plan, and with `ranks`;
+    `config`, a bert.BertConfig; `parameters`, the number of the model's weights; and `itemsize`,
+    the bytes of a weight. Wrong flags end the program with one line and status 2."""
     parser = data.Parser(description="Print what a training would take.", allow_abbrev=False,
                          epilog="All flags of train.py can be given as well. It reads no --data: "
                                 "give the --vocab-size that the shards have.")
@@ -89,7 +90,7 @@ def parse_arguments(argv=None):
     precision = "fp32" if args.precision == "fp32" else "bf16"
     memory = 1e9 * args.gpu_memory
     args.micro_tokens = args.micro_tokens or train.micro_tokens_of(memory, precision)
-    # The published speeds say nothing of fp32.
+    # The published speeds do not hold for fp32.
     if not args.tflops and args.precision != "fp32":
         args.tflops = published
     if not args.tflops:
@@ -115,36 +116,36 @@ def parse_arguments(argv=None):
 # ----- Memory -----
 
 def state_gigabytes(args):
-    """Returns {part: GB} of what a rank holds besides activations."""
-    bytes_each = {"weights": args.itemsize, "gradients": 4, 
+    """Returns {part: GB} of a rank's memory, without activations."""
+    bytes_each = {"weights": args.itemsize, "gradients": 4,
                   "moments": 4 * len(optim.OPTIMIZERS[args.optimizer].MOMENTS)}
     if args.itemsize < 4:
         bytes_each["masters"] = 4
     if args.compression in BLOCK_BYTES:
-        # The last one, and the one that is being made. On several nodes only the first rank of each
-        # has them.
+        # Two residuals: the last one and the one being made. With several nodes, only the first
+        # rank of each has them.
         bytes_each["residuals"] = 8
     return {part: 1e-9 * args.parameters * each for part, each in bytes_each.items()}
 
 
 def token_gigabytes(args):
-    """Returns about how many GB a forward pass keeps of a token for backward.
+    """Returns about how many GB a forward pass keeps per token for backward.
 
     Counted as in Korthikanti et al., arXiv 2205.05198, section 4.1, but for our `Block`, whose
-    attention keeps no (T, T) matrix. Of a token, a layer keeps 8 D + 2 D_ff elements: its input
-    (D), Q, K and V (3 D), what attention returns (D), two sums (2 D), the first norm (D; the second
-    is the next layer's input), `up` and its GELU (2 D_ff).
+    attention keeps no (T, T) matrix. Per token, a layer keeps 8 D + 2 D_ff elements: its input (D),
+    Q, K and V (3 D), the result of attention (D), two sums (2 D), the first norm (D; the second is
+    the next layer's input), `up` and its GELU (2 D_ff).
     """
     config = args.config
     layer_bytes = args.itemsize * (8 * config.width + 2 * config.feed_forward)
-    # The masks of dropout have a byte an element: two of D in the block. That of attention weights,
-    # which a CPU keeps and a GPU draws anew, is counted as another D.
+    # Dropout masks take a byte per element: two masks of D in the block. The mask of the attention
+    # weights, which a CPU keeps and a GPU draws again in backward, counts as a third D.
     if config.dropout > 0:
         layer_bytes += 3 * config.width
 
-    logit_bytes = 4                          # The loss keeps fp32.
+    logit_bytes = 4                          # The loss keeps them in fp32.
     if args.itemsize < 4:
-        logit_bytes += args.itemsize         # The gradient in 16 bits is an array of its own.
+        logit_bytes += args.itemsize         # Their 16-bit gradient is a separate array.
     head_bytes = args.mask_fraction * config.vocab_size * logit_bytes
     return 1e-9 * (config.layers * layer_bytes + head_bytes)
 
@@ -152,9 +153,10 @@ def token_gigabytes(args):
 # ----- Time -----
 
 def wire_bytes(compression, elements, ranks):
-    """Returns the bytes that each of `ranks` sends to average so many fp32 elements.
+    """Returns the bytes that each of `ranks` ranks sends to average `elements` fp32 elements.
 
-    Each rank sends all parts but its own twice: for their sums, and as the sums of its own part.
+    Each rank owns one of `ranks` equal parts. It sends every other part once, to be summed by its
+    owner, and then the sum of its own part to every other rank.
     """
     if compression in ELEMENT_BYTES:
         part = elements / ranks * ELEMENT_BYTES[compression]
@@ -167,11 +169,11 @@ def flops_per_example(config, length, masked):
     """Returns the floating-point operations of one example, forward and backward.
 
     length: its tokens, T; masked: its masked tokens, M. A multiply-add counts as two operations,
-    and backward as twice the forward. With L layers:
+    and backward as twice the forward pass. With L layers:
 
         attention   L T (6 D^2 + 4 T D)                       Q, K, V; Q K^T and weights V
         other       ((L - 1) T + M + 1) (2 D^2 + 4 D D_ff)    attention_out; up and down. The last
-                                                              layer does it for M + 1 rows only.
+                                                              layer does this for M + 1 rows only.
         heads       M (2 D^2 + 2 D V) + 2 D^2                 MLM; pooler
         all         3 (attention + other + heads)
     """
@@ -184,26 +186,27 @@ def flops_per_example(config, length, masked):
 
 
 def step_seconds(args, phase):
-    """Returns the seconds of compute, of exchange, and of a step in which they overlap.
+    """Returns the seconds of compute, of exchange, and of a whole step, in which they overlap.
 
         step = compute + max(late, exchange - backward)
 
-    compute: of a rank's examples, the most that any has. exchange: of all gradients between the
-    nodes, by bytes and --gbps, and --latency for each of the buckets of --bucket-mb (more than
-    there are: dist.fill_buckets cuts no tensor). backward: of the last micro-batch, behind which
-    the exchange hides. late: the part of the exchange that cannot hide, that of the token
-    embeddings, which are ready only when backward ends.
+    compute: the examples of the rank that has most. exchange: all gradients between the nodes, by
+    bytes and --gbps, plus --latency for each bucket of --bucket-mb; dist.fill_buckets makes fewer
+    buckets, because it cuts no tensor. backward: that of the last micro-batch, which hides the
+    exchange. late: the part of the exchange that cannot hide, for the token embeddings, whose
+    gradient is ready only when backward ends.
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len
     flops = share * flops_per_example(args.config, phase.seq_len, masked)
     compute = 1e-12 * flops / args.tflops
-    # Gradients are exchanged during the last micro-batch only. All have about the same size.
+    # Gradients are exchanged only during the last micro-batch. All micro-batches have about the
+    # same size.
     micro_size = max(1, args.micro_tokens // phase.seq_len)
     last = share // math.ceil(share / micro_size)
     backward = 2 / 3 * compute * last / share
 
-    # Dense sums go in a ring through all ranks, others between one rank of each node.
+    # Dense sums use a ring of all ranks, other compressions one rank of each node.
     ring = args.nodes
     if args.nodes > 1 and args.compression in ELEMENT_BYTES:
         ring = args.ranks
@@ -217,10 +220,10 @@ def step_seconds(args, phase):
 # ----- The program -----
 
 def print_memory(args):
-    """Prints what a rank holds, and how many tokens it can compute at a time."""
+    """Prints the memory of a rank, and how many tokens it can compute at a time."""
     state = state_gigabytes(args)
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state.items()]
-    # A micro-batch has whole examples, and no more than a rank has in a step.
+    # A micro-batch has whole examples, at most those of a rank in a step.
     tokens = 0
     for phase in args.phases:
         share = math.ceil(phase.global_batch / args.ranks)
@@ -249,7 +252,7 @@ def main(argv=None):
         compute, exchange, step = step_seconds(args, phase)
         steps = phase.steps
         if args.hours and steps:
-            # The phases share the hours by their tokens, as in train.py.
+            # Phases share the hours in proportion to their tokens, as in train.py.
             steps = int(3600 * args.hours * phase.tokens / all_tokens / step)
         gigaflops = 1e3 * args.tflops * compute / math.ceil(phase.global_batch / args.ranks)
         print(f"phase {number}: {gigaflops:.3g} GFLOP an example; a step computes {compute:.3g} s")

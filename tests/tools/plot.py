@@ -1,11 +1,11 @@
-"""Draws runs: losses, learning rate, norm, speed and waits, from their metrics.jsonl.
+"""Plots runs from their metrics.jsonl: losses, learning rate, norm, speed and waits.
 
     python tests/tools/plot.py runs/demo --picture demo.png
     python tests/tools/plot.py runs/one runs/two --against hours --picture both.svg
 
-Each run has a colour, each step a dot. "tokens" are those of all steps, as if no example were
-shorter than its phase's length. What a crash has lost is left out: a "train" line of step n
-replaces all earlier lines of step n and later. Needs matplotlib.
+Each run has a colour; each step is a dot. "tokens" counts every example at its phase's full length,
+even if it is shorter. Steps lost in a crash are left out: a "train" line of step n replaces all
+earlier lines of steps n and later. Needs matplotlib.
 """
 import json
 import os
@@ -28,20 +28,20 @@ PANELS = {
 
 
 def read_run(folder):
-    """Returns the steps of a run, {step: fields}; all have hours and tokens, and those after which
-    it was evaluated have held_out. What is no run can raise ValueError, LookupError, OSError."""
+    """Returns the steps of a run, {step: fields}. All have hours and tokens, and steps with an
+    evaluation also held_out. A folder without a run can raise ValueError, LookupError, OSError."""
     phases = []
     steps = {0: {"tokens": 0}}
     for text in Path(folder, "metrics.jsonl").read_text().splitlines():
         try:
             line = json.loads(text)
         except ValueError:
-            continue                     # half a line, where a run was killed or a disk was full
+            continue                     # half a line, from a killed run or a full disk
         if line["kind"] == "run":
             phases = line["phases"]
         elif line["kind"] == "train":
             while next(reversed(steps), -1) >= line["step"]:
-                steps.popitem()          # a crash has lost it
+                steps.popitem()          # lost in a crash
             phase = phases[line["phase"] - 1]
             line["tokens"] = phase["global_batch"] * phase["seq_len"]
             line["tokens"] += steps[line["step"] - 1]["tokens"]
@@ -56,8 +56,8 @@ def read_run(folder):
 
 
 def draw(runs, against, picture):
-    """Draws {name: what read_run returns} into a file."""
-    os.environ.pop("MPLBACKEND", None)   # a notebook's: for windows, which are not needed
+    """Draws runs, {name: steps from read_run}, into the file `picture`."""
+    os.environ.pop("MPLBACKEND", None)   # set by notebooks; no display is needed
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 9), layout="constrained")
     panels = figure.subplots(4, 2).flat
@@ -71,7 +71,7 @@ def draw(runs, against, picture):
 
 
 def main():
-    """Runs the program; what cannot be drawn is one line on stderr and status 1, 2 for a flag."""
+    """Runs the program. An unusable run is one line on stderr and status 1; a wrong flag, 2."""
     parser = data.Parser(description="Draw the curves of runs.")
     parser.add_argument("runs", nargs="+", help="folders that train.py has written")
     parser.add_argument("--against", choices=["step", "tokens", "hours"], default="step")

@@ -1,32 +1,32 @@
-"""One training step drawn: backward, buckets and waiting, on each rank.
+"""Draws one training step: backward, buckets and waiting, on each rank.
 
     torchrun --nproc_per_node=2 tests/tools/timeline.py --model mini --batch 16 --at-step 20
     torchrun --nproc_per_node=2 tests/tools/timeline.py --variant topk --save topk.json
     python tests/tools/timeline.py --draw none.json topk.json --picture steps.svg
 
-The first two train as train.py does with these flags, and end when the step is drawn; if the first
-phase ends before, its last step is. No checkpoint is written; without --out nothing is, but for the
-demo's shards if they are not there. The third draws what --save has written, a panel for each file,
-all with one time axis.
+The first two commands train like train.py with these flags, and end when the step is drawn. If the
+first phase ends before that step, its last step is drawn. No checkpoint is written; without --out
+nothing of the run is, except the demo's shards if they are missing. The third command draws files
+from --save, with a panel for each file and one time axis for all.
 
-Time runs to the right. It begins on each rank with backward of the step's last micro-batch: clocks
-of two ranks are not compared. A rank has a row for its main thread, with the ms of all of it:
+Time runs to the right, on each rank from the start of backward of the step's last micro-batch: the
+clocks of two ranks are not compared. A rank has a row for its main thread, with its total in ms:
 
     =   backward
-    w   in dist.Reducer.finish, which waits for the communication thread
+    w   waiting in dist.Reducer.finish for the communication thread
 
-and a row for each bucket, with the MB that the rank has sent of it; 1.3 is bucket 3 of rank 1:
+and a row for each bucket, with the MB that the rank sent for it; 1.3 is bucket 3 of rank 1:
 
-    .   complete, as are those before it; but the communication thread has not begun with it
-    #   averaged; this waits for the other ranks, too
+    .   complete, like the buckets before it, but not yet begun by the communication thread
+    #   averaging, which includes waiting for the other ranks
 
-One rank averages in `finish`, without a thread. For a variant that has no buckets there is one row
-in place of theirs.
+A single rank averages in `finish`, without a thread. A variant without buckets has one row in place
+of the bucket rows.
 
 What an optimizer exchanges after `finish` (1-bit Adam, ZeRO) is not drawn.
 
-On a GPU the CPU only puts work into a stream. There `=` are the CPU's calls of backward; `w` waits
-for the rest of backward as well; and `.` begins with the call that made the bucket complete.
+On a GPU the CPU only puts work into a stream. There, `=` is the CPU's calls of backward, `w`
+includes waiting for the rest of backward, and `.` begins with the call that completed the bucket.
 """
 import functools
 import importlib
@@ -38,7 +38,7 @@ from pathlib import Path
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -46,15 +46,15 @@ import data
 import dist
 from tests.variants import common
 
-# Of Okabe and Ito, and a light grey: they differ for colour-blind readers as well.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, and a light grey.
 COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#009E73"}
-MOMENTS = []                 # when calls that are noted began and ended, of perf_counter()
+MOMENTS = []                 # perf_counter() at the start and end of each noted call
 
 
 # ----- Record a step -----
 
 def note(owner, name):
-    """Has calls of the method owner.name noted."""
+    """Makes every call of the method owner.name note its start and end in MOMENTS."""
     method = getattr(owner, name)
 
     def call(*arguments):
@@ -66,17 +66,18 @@ def note(owner, name):
 
 
 def rows_of(rank, buckets):
-    """Returns the rows of this rank in the step that has just ended, a list of (label, kinds,
-    moments): two keys of COLOURS, and in ms where the first begins, the second begins and ends."""
-    start, _, waits, ended = MOMENTS[-4:]            # of the last backward, and of `finish`
+    """Returns this rank's rows of the step that has just ended, a list of (label, kinds, moments).
+    kinds: two keys of COLOURS. moments: in ms, the start of the first, the start of the second and
+    its end."""
+    start, _, waits, ended = MOMENTS[-4:]            # of the last backward and `finish`
 
     def ms(*moments):
         return [1e3 * (moment - start) for moment in moments]
 
     rows = [(f"rank {rank}  {1e3 * (ended - start):.0f} ms", "=w", ms(start, waits, ended))]
     for number, bucket in enumerate(buckets):
-        if getattr(bucket, "began", 0) > start:      # it has noted times, and in this step
-            launched = getattr(bucket, "launched", bucket.began)         # one rank launches none
+        if getattr(bucket, "began", 0) > start:      # it has times, from this step
+            launched = getattr(bucket, "launched", bucket.began)         # not set on one rank
             rows.append((f"  bucket {rank}.{number}  {1e-6 * bucket.bytes_sent:.2f} MB", ".#",
                          ms(launched, bucket.began, bucket.ended)))
     if len(rows) == 1:
@@ -87,8 +88,8 @@ def rows_of(rank, buckets):
 # ----- Draw steps, {title: rows of all ranks} -----
 
 def draw(steps, picture):
-    """Prints steps, on one scale, and draws them into the file `picture` if it is not None."""
-    # Columns for a millisecond: the longest step has 46, beside the 24 of a label.
+    """Prints steps on one scale, and draws them into the file `picture` unless it is None."""
+    # Columns per millisecond: the longest step gets 46, after 24 for the label.
     scale = 46 / max(row[-1][-1] for rows in steps.values() for row in rows)
     for title, rows in steps.items():
         print(f"{title}:  = backward  w waiting  . complete, not begun  # averaging")
@@ -104,7 +105,7 @@ def draw(steps, picture):
 
 
 def draw_picture(steps, path):
-    """Draws steps into a file, in a panel each."""
+    """Draws steps into a file, with a panel for each."""
     from matplotlib.figure import Figure
     heights = [len(rows) for rows in steps.values()]
     figure = Figure(figsize=(8, 1.5 + 0.18 * sum(heights)), layout="constrained")
@@ -116,7 +117,7 @@ def draw_picture(steps, path):
                 axes.barh(label, end - begin, left=begin, color=COLOURS[kind])
         axes.invert_yaxis()
     axes.set_xlabel("ms since backward began")
-    # The names of the first four bars: of the first rank, and of its first bucket.
+    # Names for the first four bars, which are those of the first rank and its first bucket.
     figure.legend(["backward", "waiting in finish", "bucket complete, not begun", "averaging"],
                   loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=200)
@@ -125,7 +126,7 @@ def draw_picture(steps, path):
 # ----- The program -----
 
 def draw_and_end(options, args, world, log, state):
-    """Stands in the place of train.save, and draws the step before it. Collective."""
+    """Replaces train.save: draws the step that has just ended, and ends the program. Collective."""
     if state.counters.step == 1 and options.at_step != "1":
         return               # train.py saves after the first step, too
     rows = sum(world.all_gather_object(
@@ -139,8 +140,8 @@ def draw_and_end(options, args, world, log, state):
 
 
 def main():
-    """Trains until a step is drawn; or draws those of --draw. Wrong flags are one line, status 2.
-    """
+    """Trains until a step is drawn, or draws the files of --draw. Wrong flags are one line and
+    status 2."""
     parser = data.Parser(description="Draw a training step, with all flags of train.py.",
                          allow_abbrev=False)
     add = parser.add_argument
@@ -162,13 +163,13 @@ def main():
         try:
             importlib.import_module(f"tests.variants.{name}").install()
         except ModuleNotFoundError:
-            train_flags += [f"--variant={name}"]             # train.py refuses it
+            train_flags += [f"--variant={name}"]             # train.py will refuse it
     note(torch.Tensor, "backward")
     note(dist.Reducer, "finish")
     train.save = functools.partial(draw_and_end, options)
     options.folder = tempfile.TemporaryDirectory()
     sys.argv[1:] = ["--out", options.folder.name, *train_flags, "--save-every", options.at_step]
-    common.main()            # which heeds GBPS
+    common.main()            # which applies GBPS
 
 
 if __name__ == "__main__":

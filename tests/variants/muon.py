@@ -4,28 +4,26 @@
     torchrun --nproc_per_node=2 tests/variants/muon.py --lr-scale 0.6 --out runs/muon
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. If G = U S V^T is a
-singular value decomposition, U V^T is the orthogonal matrix nearest to G: in it all directions
-weigh the same, while a few large ones rule G. The scale of the step is that of Liu et al., arXiv
-2502.16982: an element moves as far as AdamW would move it, so that both take one rate.
-For a matrix w (R, C):
+singular value decomposition, U V^T is the orthogonal matrix nearest to G. All directions have the
+same weight in it, while a few large ones dominate G. The step is scaled as in Liu et al., arXiv
+2502.16982: an element moves as far as with AdamW, so both use the same rate. For a matrix w (R, C):
 
     m = b m + (1 - b) g                     b = 0.95
     d = b m + (1 - b) g                     Nesterov: the gradient once more
     w = w - lr decay w - lr 0.2 sqrt(max(R, C)) newton_schulz(d)
 
-Embeddings, heads and vectors take AdamW at the same rate, with the recipe's betas. Q, K and V are
-three matrices in one tensor. The products of Newton-Schulz are in bf16 where --precision auto would
-take it on rank 0; else, and with --precision fp32, in fp32. A checkpoint keeps the choice, so that
-a resume does not change it.
+Embeddings, heads and vectors use AdamW at the same rate, with the recipe's betas. Q, K and V are
+three matrices in one tensor. Newton-Schulz multiplies in bf16 if --precision auto would choose bf16
+on rank 0; otherwise, and with --precision fp32, in fp32. A checkpoint keeps the choice for resumes.
 
 What is changed: an entry of optim.OPTIMIZERS, --optimizer's default, and optim.make_optimizer,
-since only names tell which matrices are the blocks'. No second moment is kept of those.
+since only names show which matrices belong to the blocks. These have no second moment.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -33,19 +31,20 @@ import optim
 from tests.variants import common
 
 MOMENTUM = 0.95
-# The matrices that stand below each other in a tensor; others hold one. The second is modern.py's.
+# The number of matrices in a tensor, one below the other; 1 if not listed. `up_and_gate` is
+# modern.py's.
 PARTS = {"qkv": 3, "up_and_gate": 2}
 
 
 def newton_schulz(g, dtype):
-    """Returns about U V^T of g = U S V^T (R, C), in the type in which it computes: five steps bring
-    the singular values from above 0.005 to between 0.5 and 1.5. Those of each step are
-    a s + b s^3 + c s^5 of the last ones."""
+    """Returns approximately U V^T of g = U S V^T (R, C), computed and returned in `dtype`. Five
+    steps bring singular values of g / ||g|| above 0.005 to between 0.5 and 1.5: each step maps a
+    singular value s to a s + b s^3 + c s^5."""
     a, b, c = 3.4445, -4.7750, 2.0315                    # Jordan's
     x = g.to(dtype)
     if len(g) > g.shape[1]:
         x = x.T                                          # so that x x^T is the smaller product
-    x = x / x.norm().clamp(min=1e-7)                     # no singular value is above 1 now
+    x = x / x.norm().clamp(min=1e-7)                     # now no singular value is above 1
     for _ in range(5):
         square = x @ x.T
         polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
@@ -56,8 +55,8 @@ def newton_schulz(g, dtype):
 
 
 class Muon(optim.Optimizer):
-    """The equations above. parts: of a group by Muon the matrices in a tensor, of one by AdamW 0.
-    precision: of Newton-Schulz."""
+    """The equations above. Options of a group: `parts`, the number of matrices in each of its
+    tensors, or 0 for AdamW; `precision`, that of Newton-Schulz."""
     DEFAULTS = optim.Optimizer.DEFAULTS | {"parts": 0, "precision": "fp32"}
 
     def __init__(self, params, **options):
@@ -77,17 +76,17 @@ class Muon(optim.Optimizer):
         m.lerp_(g, 1 - MOMENTUM)                         # lerp(a, b, x) = a + x (b - a)
         direction = g.lerp(m, MOMENTUM)
         w.mul_(1 - group["lr"] * group["weight_decay"])  # decoupled, as in AdamW
-        # These are views: what moves is the weight
+        # The chunks are views, so the weight itself moves.
         for matrix, d in zip(w.chunk(group["parts"]), direction.chunk(group["parts"])):
             rate = group["lr"] * 0.2 * max(matrix.shape) ** 0.5
             matrix.sub_(newton_schulz(d, dtype), alpha=rate)
 
 
 def groups_of(masters):
-    """Returns the optimizer's groups of master weights, {name: tensor}. All matrices decay."""
+    """Returns the optimizer's groups for master weights, {name: tensor}. All matrices decay."""
     precision = optim.choose_precision("auto", next(iter(masters.values())).device)
     if precision == "fp16":
-        precision = "fp32"                               # small numbers would become 0
+        precision = "fp32"                               # in fp16 small numbers would become 0
     groups = {}
     for name, w in masters.items():
         parts = 0
@@ -100,8 +99,8 @@ def groups_of(masters):
 
 
 def agree_on_precision(args, world, state):
-    """Has all ranks compute Newton-Schulz as rank 0 does, since their CPUs may differ, and in fp32
-    where that is asked for. Collective."""
+    """Makes all ranks compute Newton-Schulz in the precision of rank 0, since their CPUs may
+    differ, and in fp32 if --precision is fp32. Collective."""
     for group in state.optimizer.param_groups:
         if "precision" in group:
             own = "fp32" if args.precision == "fp32" else group["precision"]

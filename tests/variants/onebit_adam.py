@@ -3,32 +3,33 @@
     torchrun --nproc_per_node=2 tests/variants/onebit_adam.py --lr-scale 0.125 --out runs/onebit
 
 Tang et al., arXiv 2102.02888, algorithm 1; microsoft/DeepSpeed, onebit/adam.py. Gradients compress
-badly, since Adam divides by a v that would be made of their errors. Momentum m is smoother, and a v
-that is frozen has no errors. So a phase of training has two stages. In the first, gradients are
-averaged as ever, and v learns. In the second v is frozen, rank i keeps its own gradient g_i, and
-the ranks average momentum. (A later phase of three steps or fewer has only the second.) The
-gradient g that the mean M implies then moves m to M on all ranks:
+badly, because Adam would divide by a v made of compression errors. Momentum m is smoother, and a
+frozen v has no errors. A phase therefore has two stages. In the first, gradients are averaged as
+usual and v learns. In the second, v is frozen, rank i keeps its own gradient g_i, and the ranks
+average momentum. The mean M implies a gradient g, which moves m to M on all ranks:
 
     M = average(b1 m + (1 - b1) g_i)        g = (M - b1 m) / (1 - b1)
     m = b1 m + (1 - b1) g                   v = b2 v + (1 - b2) g^2, only in the first stage
     p = m / (sqrt(v) + eps)                 in the second stage clipped to [-1, 1]
     w = w - lr (p + decay w)
 
-As published there is no bias correction: after n steps v is 1 - b2^n of the mean square, so steps
-are longer than Adam's, 1.6 times at n = 500. b2 is 0.999 in every recipe, so that what is frozen is
-the mean of many steps. Not as published: p is clipped, see `bound`, and all tensors travel together
-(`set_magnitudes`), as in 1-bit LAMB.
+A later phase of three steps or fewer has only the second stage.
 
-What is changed: optim.OPTIMIZERS and --optimizer's default; dist.Reducer, by one that asks the
-optimizer at the start of each step whether gradients stay where they are. A save drops what
-compression has not sent yet, as in dist.py. onebit_lamb.py and zeroone_adam.py build on this file.
+As published, there is no bias correction: after n steps v is 1 - b2^n of the mean square, so steps
+are longer than Adam's, 1.6 times at n = 500. b2 is 0.999 in every recipe, so that the frozen v is a
+mean of many steps. Unlike in the paper, p is clipped, see `bound`, and all tensors are sent as one,
+see `set_magnitudes`, as in 1-bit LAMB.
+
+What is changed: optim.OPTIMIZERS and --optimizer's default; dist.Reducer, replaced by one that asks
+the optimizer at the start of each step whether gradients stay local. A save drops residuals, as in
+dist.py. onebit_lamb.py and zeroone_adam.py build on this file.
 """
 import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -37,7 +38,7 @@ import optim
 from tests.variants import common
 from tests.variants.synchronised import LocalReducer
 
-FREEZE = 0.2                 # the fraction of a phase after which v is frozen, or the warm-up's end
+FREEZE = 0.2                 # v is frozen after this fraction of a phase, or a longer warm-up
 BETA2 = 0.999
 
 
@@ -46,15 +47,15 @@ BETA2 = 0.999
 class OneBitAdam(optim.Optimizer):
     """The equations above. Gradients are overwritten.
 
-    A step calls `begin_step` before backward and `step` after it. `connect` sets `compressed_mean`,
-    and `reducer`, which counts the bytes that are sent.
+    A training step calls `begin_step` before backward and `step` after it. `connect` sets
+    `compressed_mean` and `reducer`, which counts the bytes sent.
     """
-    # "step" counts the updates since the stage began. "magnitudes" will be a list, see below.
+    # "step" counts the updates since the stage began; `set_magnitudes` makes "magnitudes" a list.
     DEFAULTS = optim.Optimizer.DEFAULTS | {"frozen": False, "magnitudes": None}
     bounded = True
 
     def connect(self, args, world, state):
-        """Takes what the optimizer needs of a train.State, before the first step."""
+        """Takes from a train.State what the optimizer needs. Call it before the first step."""
         self.compressed_mean = CompressedMean(state.masters, self.all_params(), world)
         self.reducer = state.reducer
 
@@ -63,20 +64,20 @@ class OneBitAdam(optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def all_of(self, name):
-        """Returns what the state has under a name, for each parameter."""
+        """Returns the state's entry `name` of each parameter, as a list."""
         return [self.state[p][name] for p in self.all_params()]
 
     def begin_step(self, frozen):
-        """Returns True if each rank is to keep its own gradients in this step. frozen: whether the
-        step is in the phase's second stage."""
+        """Begins a step; returns whether each rank keeps its own gradients in it. frozen: whether
+        the step is in the second stage of its phase."""
         if frozen != self.param_groups[0]["frozen"]:
             self.begin_stage(frozen)
         self.learns = not frozen                             # whether v moves in this step
         return frozen
 
     def begin_stage(self, frozen):
-        """Begins the first or the second stage of a phase. Raises optim.TrainingStopped if v is to
-        be frozen before it has learned."""
+        """Begins the first or the second stage of a phase. Raises optim.TrainingStopped if v would
+        be frozen before its first update."""
         if frozen and self.param_groups[0]["step"] == 0:
             raise optim.TrainingStopped("v would be frozen before its first update; take more "
                                         "--steps")
@@ -87,12 +88,12 @@ class OneBitAdam(optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Applies one update, in place. Collective where gradients are local."""
+        """Applies one update, in place. Collective if gradients are local."""
         self.share()
         super().step()
 
     def share(self):
-        """Replaces a rank's own gradients by g, which is the same on all ranks."""
+        """If gradients are local, replaces them by g, which is the same on all ranks."""
         if self.learns:
             return
         b1 = self.param_groups[0]["betas"][0]
@@ -119,46 +120,49 @@ class OneBitAdam(optim.Optimizer):
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
     def set_magnitudes(self):
-        """Sets for each tensor the factor that brings its momentum to a root mean square of 1. All
-        tensors travel as one, and elements of several share a scale (1-bit LAMB, section 4.2)."""
+        """Sets a factor for each tensor that brings its momentum to a root mean square of 1. All
+        tensors are sent as one, and elements of several tensors share a scale (1-bit LAMB, section
+        4.2)."""
         for group in self.param_groups:
             group["magnitudes"] = []
             for p in group["params"]:
                 norm = float(self.state[p]["exp_avg"].norm())
                 magnitude = math.sqrt(p.numel()) / norm if norm > 0 else 1.0
                 group["magnitudes"].append(magnitude)
-        self.compressed_mean.forget()                        # its errors are in the former units
+        self.compressed_mean.forget()                        # residuals are in the old units
 
     def average(self, tensors):
-        """Replaces tensors, one for each parameter, in place by compressed means over the ranks."""
+        """Replaces tensors, one for each parameter, by their compressed means over the ranks, in
+        place."""
         magnitudes = []
         for group in self.param_groups:
             magnitudes += group["magnitudes"]
         torch._foreach_mul_(tensors, magnitudes)
         self.reducer.bytes_sent += self.compressed_mean(tensors)
         torch._foreach_div_(tensors, magnitudes)
-        # A sign cannot say 0. Elements whose v is 0 have never had a gradient, such as the rows of
-        # positions that short sequences do not reach: they stay 0.
+        # A sign cannot be 0. Elements whose v is 0 have never had a gradient, such as the rows of
+        # positions that short sequences do not reach. They stay 0.
         for tensor, v in zip(tensors, self.all_of("exp_avg_sq")):
             tensor.mul_(v.sign())
 
 
 def bound(update):
-    """Clips an update m / (sqrt(v) + eps) to [-1, 1] in place. A v that learns keeps it near: a
-    constant gradient gives 1. A frozen one does not: the row of a token that is first seen after
-    the freeze would move a hundredfold. Batches of 64K have seen all by then, small ones have not.
+    """Clips an update m / (sqrt(v) + eps) to [-1, 1], in place.
+
+    A v that learns keeps the update near this range: a constant gradient gives 1. A frozen v does
+    not: the row of a token that first appears after the freeze would move a hundred times as far.
+    Batches of 64K have seen all tokens by then, small batches have not.
     """
     update.clamp_(-1.0, 1.0)
 
 
 class CompressedMean:
-    """Averages the same tensors over the ranks at each call, in one bit an element, with error
+    """Averages the same tensors over the ranks in each call, in one bit an element, with error
     feedback (dist.ErrorFeedback). masters: {name: tensor}; params: these tensors in the order of a
-    call.
-    """
+    call."""
 
     def __init__(self, masters, params, world):
-        # In buckets, because compressing takes several times the memory of what is compressed.
+        # In buckets, because compression takes several times the memory of its input.
         self.buckets = dist.fill_buckets(masters, world, "onebit", 25.0)
         views = {}
         for bucket in self.buckets:
@@ -167,7 +171,7 @@ class CompressedMean:
         self.views = [named[p] for p in params]
 
     def __call__(self, tensors):
-        """Replaces tensors by their means; returns the bytes sent."""
+        """Replaces tensors by their means over the ranks, in place; returns the bytes sent."""
         torch._foreach_copy_(self.views, tensors)
         sent = 0
         for bucket in self.buckets:
@@ -177,7 +181,7 @@ class CompressedMean:
         return sent
 
     def forget(self):
-        """Forgets what is not sent yet."""
+        """Drops the residuals."""
         for bucket in self.buckets:
             bucket.wire.forget()
 
@@ -185,9 +189,9 @@ class CompressedMean:
 # ----- The stages in train.py -----
 
 class AskingReducer(LocalReducer):
-    """A Reducer that asks an optimizer, when a step begins, whether gradients are local in it."""
+    """A Reducer that asks the optimizer at the start of each step whether gradients are local."""
     local = False
-    optimizer = None         # `prepare` sets it, after the first zero_grad, and `is_frozen`
+    optimizer = None         # set by `prepare`, as is `is_frozen`, after the first zero_grad
 
     def zero_grad(self, loss_scale=1.0):
         """Begins a step."""
@@ -196,20 +200,20 @@ class AskingReducer(LocalReducer):
             self.local = self.optimizer.begin_step(self.is_frozen())
 
     def forget(self):
-        """Drops what is not sent yet."""
+        """Drops everything that waits to be sent."""
         super().forget()
         self.optimizer.compressed_mean.forget()
 
 
 def is_frozen(args, state):
-    """Returns True if the next step is in its phase's second stage."""
+    """Returns whether the next step is in the second stage of its phase."""
     index, done = train.progress(args, state.counters)
     return done > max(FREEZE, args.phases[index].warmup)
 
 
 def prepare(args, world, state):
-    """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if flags ask
-    for another optimizer or for residuals."""
+    """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if the flags
+    choose another optimizer, or a compression that has residuals."""
     dense = isinstance(state.reducer.buckets[0].wire, dist.Dense)
     if not isinstance(state.optimizer, OneBitAdam) or not dense:
         raise train.ConfigError("a 1-bit optimizer needs --compression none, fp16 or bf16, and no "
@@ -220,8 +224,8 @@ def prepare(args, world, state):
 
 
 def install(name="onebit-adam", optimizer=OneBitAdam):
-    """Makes it the default of --optimizer. Neither train.py takes up a checkpoint of this
-    program nor this program one of train.py."""
+    """Makes the optimizer the default of --optimizer. This program and train.py do not resume each
+    other's checkpoints."""
     dist.Reducer = AskingReducer
     common.use_optimizer(name, optimizer)
     common.change_recipes(lambda recipe: {"betas": (recipe["betas"][0], BETA2)})

@@ -2,32 +2,32 @@
 
     torchrun --nproc_per_node=2 tests/variants/onebit_lamb.py --out runs/onebit-lamb
 
-Li et al., arXiv 2104.06069, algorithm 1; constants of microsoft/DeepSpeed, onebit/lamb.py. Its two
-stages, g and p are those of onebit_adam.py. In the first stage it is LAMB without bias correction,
-with its ratio c within [0.01, 0.3], as in DeepSpeed's settings for BERT; C is a mean of each
+Li et al., arXiv 2104.06069, algorithm 1; constants of microsoft/DeepSpeed, onebit/lamb.py. The two
+stages, g and p are those of onebit_adam.py. The first stage is LAMB without bias correction. Its
+ratio c is kept within [0.01, 0.3], as in DeepSpeed's settings for BERT; C is a running mean of each
 tensor's ratios:
 
-    c = ||w|| / ||u||                       C = 0.9 C + 0.1 c, from 1 on
+    c = ||w|| / ||u||                       C = 0.9 C + 0.1 c, starting at 1
     u = p + decay w                         w = w - lr c u
 
-In the second stage C is frozen, as v is. So that the ratio can still follow the gradients, a fresh
-variance V, a copy of v, keeps moving, and C is multiplied by a factor f:
+In the second stage C is frozen, like v. To let the ratio still follow the gradients, a fresh
+variance V, at first a copy of v, keeps moving, and C is multiplied by a factor f:
 
     V = b2 V + (1 - b2) g^2
     f = max((sqrt(v) + eps) / (sqrt(V) + eps))
     f = r f + (1 - r)                       r = min(1, ||p|| / ||u||)
-    f = f within [0.5, 4], and within 10 % of the former f, which is 1 at first
+    f = f within [0.5, 4], and within 10 % of the previous f, which starts at 1
     w = w - lr C f u
 
-DeepSpeed begins with C = 0, and adapts tensors without decay as well; here their c and C are 1.
+DeepSpeed starts with C = 0, and also adapts tensors without decay, whose c and C are 1 here.
 
-What is changed: as in onebit_adam.py, with this optimizer.
+What is changed: the same as in onebit_adam.py, with this optimizer.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -76,7 +76,7 @@ class OneBitLAMB(onebit_adam.OneBitAdam):
             ratio = common.ratio(w.norm(), u.norm()).clamp(0.01, optim.LARGEST_RATIO)        # c
             state["C"].lerp_(ratio, 0.1)
         else:
-            ratio = state["C"]                               # 1
+            ratio = state["C"]                               # stays 1
         w.sub_(ratio * u, alpha=group["lr"])
 
 

@@ -1,41 +1,41 @@
-"""PowerSGD: of each matrix only two thin factors are sent, which one all-reduce can average.
+"""PowerSGD: sends only two thin factors of each matrix, which an all-reduce can average.
 
     torchrun --nproc_per_node=2 tests/variants/powersgd.py --out runs/powersgd
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-arXiv 1905.13727, algorithm 1. For each matrix V_r (a, b) of rank r of the N, with the factors P
-(a, k) and Q (b, k), one step of a power iteration that goes on from step to step:
+arXiv 1905.13727, algorithm 1. Rank r of W has a matrix V_r (a, b); the factors are P (a, k) and Q
+(b, k). A power iteration makes one step in each training step, and continues from the last Q:
 
     P = mean_r V_r Q       P = orthonormal(P)       Q = mean_r V_r^T P       mean = P Q^T
 
-Both means are linear in V_r, so the sums over the ranks are those of the mean gradient: what is
-sent is at most twice what two ranks send, unlike that of topk.py. Error feedback is in
-dist.ErrorFeedback, and a save drops Q.
+Both means are linear in V_r, so an all-reduce gives the factors of the mean gradient. On any number
+of ranks, each sends at most twice as much as on two, unlike in topk.py. Error feedback is in
+dist.ErrorFeedback. A save drops Q.
 
-What is changed: dist.COMPRESSORS gets a row "powersgd", which --compression now means where it is
-not given; and dist.Bucket is one that tells it the shapes of its tensors.
+What is changed: dist.COMPRESSORS gets an entry "powersgd", now the default of --compression; and
+dist.Bucket is replaced by a class that gives the compressor the shapes of its tensors.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
 from tests.variants import common
 from tests.variants.common import mean_of_each, split
 
-RANK = 4                     # of the factors, k
+RANK = 4                     # k, the rank of the factors
 
 
 def powersgd(world, value, state):
-    """Sends two factors of each matrix: a `mean` of dist.ErrorFeedback.
+    """Sends two factors of each matrix; a `mean` function of dist.ErrorFeedback.
 
-    Q is the next step's start; the first is random, the same on every rank (seed 0). Vectors, and
-    matrices with 2 k (a + b) >= a b, go dense and leave nothing. In the code p is P^T (k, a) and q
-    is Q^T (k, b): products with rows read the matrix once. Every rank computes the QR, whose bits
-    are equal on equal machines only.
+    The next step starts from this step's Q; the first Q is random, the same on every rank (seed 0).
+    Vectors, and matrices with 2 k (a + b) >= a b, are sent in full and leave no residual. In the
+    code p is P^T (k, a) and q is Q^T (k, b): products with rows read the matrix once. Every rank
+    computes the QR decomposition; its bits are equal on equal machines only.
     """
     mean = torch.zeros_like(value)
     matrices = []
@@ -67,8 +67,8 @@ def powersgd(world, value, state):
 
 
 def first_factors(matrices, rank):
-    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank: of torch.randn
-    with one generator for all of them, on the CPU, whose seed is 0."""
+    """Returns a random q (rank, b) for each matrix (a, b), the same on every rank: torch.randn on
+    the CPU, with one generator of seed 0 for all matrices."""
     generator = torch.Generator().manual_seed(0)
     factors = []
     for v in matrices:
@@ -78,10 +78,10 @@ def first_factors(matrices, rank):
 
 
 def install():
-    """Makes train.py use it."""
+    """Makes train.py send factors."""
     common.use_compression("powersgd", powersgd)
     common.tell_shapes()
-    common.name_run("powersgd", "bucket_mb")         # Q is first drawn for each bucket
+    common.name_run("powersgd", "bucket_mb")         # each bucket draws a first Q
 
 
 if __name__ == "__main__":

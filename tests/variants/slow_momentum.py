@@ -2,29 +2,29 @@
 
     torchrun --nproc_per_node=2 tests/variants/slow_momentum.py --lr-scale 0.25 --out runs/slow
 
-Iacob et al., MT-DAO, arXiv 2510.05361: in K local steps Adam's momentum forgets what the ranks last
-agreed on (0.9^32 = 0.03), so each follows its own noise. A second momentum with a longer memory
-does not. On rank r, with its own gradient g and what it holds of m, s and v:
+Iacob et al., MT-DAO, arXiv 2510.05361: within K local steps, Adam's momentum forgets what the ranks
+last agreed on (0.9^32 = 0.03), so each rank follows its own noise. A second momentum with a longer
+memory does not forget. On rank r, with its own g, m, s and v:
 
     m = b1 m + (1 - b1) g       s = b3 s + (1 - b3) g       v = b2 v + (1 - b2) g^2
     u = (1 - a) m / (1 - b1^t) + a s / (1 - b3^t)
     w = w - lr (u / (sqrt(v / (1 - b2^t)) + eps) + decay w)
     every K steps:      w and s become their means over the ranks; m and v stay local
 
-The numerator as a convex combination is the paper's, by a summary of it; the paper also takes the
-gradient in place of the fast momentum, and ADOPT in place of Adam. That m and v stay local, the
-bias corrections and the constants are ours: with a = 0 and K = 1 on one rank this is AdamW.
+The convex combination in the numerator is taken from a summary of the paper. The paper also uses
+the gradient in place of the fast momentum, and ADOPT in place of Adam. Local m and v, the bias
+corrections and the constants are ours: with a = 0 and K = 1 on one rank this is AdamW.
 
-What is changed: an entry of optim.OPTIMIZERS; dist.Reducer, by one that leaves gradients where they
-are. Before train.py saves, w, s, m and v become their means over the ranks, in the run that goes
-on, too. So the bits after that depend on which steps were saved; and what resumes, on as many
-ranks, equals the run that saved there.
+What is changed: an entry of optim.OPTIMIZERS; dist.Reducer, replaced by one that leaves gradients
+local. Before train.py saves, w, s, m and v become their means over the ranks, also in the run that
+goes on. The bits after a save therefore depend on which steps were saved, and a resume on the same
+number of ranks equals the run that saved there.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -47,13 +47,13 @@ class SlowMomentum(optim.Optimizer):
             state["slow"] = torch.zeros_like(p)                          # s
 
     def connect(self, world, reducer):
-        """Takes what the optimizer needs to average over the ranks."""
+        """Takes what averaging over the ranks needs."""
         self.world = world
         self.reducer = reducer
 
     @common.one_by_one
     def _update(self, group, w, g, m, v):
-        """Applies one update to a parameter, w; its moments change in place, too."""
+        """Applies one update to a parameter w; its moments change in place, too."""
         b1, b2 = group["betas"]
         t = group["step"]
         s = self.state[w]["slow"]
@@ -61,7 +61,7 @@ class SlowMomentum(optim.Optimizer):
         s.lerp_(g, 1 - SLOW)
 
         u = (1 - WEIGHT) / (1 - b1 ** t) * m + WEIGHT / (1 - SLOW ** t) * s
-        # From here on as AdamW.
+        # The rest is AdamW.
         d = (v / (1 - b2 ** t)).sqrt() + group["eps"]
         w.sub_(u / d + group["weight_decay"] * w, alpha=group["lr"])
 
@@ -73,8 +73,7 @@ class SlowMomentum(optim.Optimizer):
 
     @torch.no_grad()
     def average(self, *names):
-        """Replaces w, and what the state has under these names, by their means over the ranks.
-        Collective."""
+        """Replaces w and the state's entries `names` by their means over the ranks. Collective."""
         tensors = list(self.state)
         for name in names:
             tensors += [state[name] for state in self.state.values()]
@@ -84,7 +83,8 @@ class SlowMomentum(optim.Optimizer):
 
 
 def prepare(args, world, state):
-    """Connects the optimizer of a new State with its Reducer."""
+    """Connects the optimizer of a new State with its Reducer. Raises train.ConfigError if the flags
+    choose another optimizer or a compression."""
     if args.optimizer != "slow-momentum" or args.compression != "none":
         raise train.ConfigError("slow momentum is an optimizer that sends no gradients: leave out "
                                 "--optimizer and --compression")
@@ -92,7 +92,7 @@ def prepare(args, world, state):
 
 
 def install():
-    """Makes it the default of --optimizer."""
+    """Makes slow momentum the default of --optimizer."""
     dist.Reducer = LocalReducer
     common.use_optimizer("slow-momentum", SlowMomentum)
     common.after_build(prepare)

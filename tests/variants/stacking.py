@@ -1,6 +1,6 @@
-"""Stacking: train few layers, copy them on top, freeze the lower ones, and at last train all.
+"""Stacking: train few layers, copy them on top, freeze the lower ones, and finally train all.
 
-    python tests/variants/stacking.py                        # and train.py's flags but --init
+    python tests/variants/stacking.py                        # and any flag of train.py but --init
     torchrun --nproc_per_node=2 tests/variants/stacking.py --steps 900 900 500 250 --out runs/stack
 
 Yang et al., "Progressively Stacking 2.0" (MSLT), arXiv 2011.13635. With L layers and K stages:
@@ -8,36 +8,38 @@ Yang et al., "Progressively Stacking 2.0" (MSLT), arXiv 2011.13635. With L layer
     stage k = 1 .. K:       the model has k L / K layers
                             the upper L / K begin as copies of those below them     (k > 1)
                             embeddings and lower layers are frozen: forward only    (k > 1)
-    at last:                all layers are trained
+    finally:                all layers are trained
 
-Backward ends at the lowest layer that trains, and only what trains is averaged. The abstract has
-the stages, what is frozen and what is saved; the copies, the embeddings that train in the first
-stage only and the joint end are from memory and from another's summary, not checked.
+Backward ends at the lowest layer that trains, and only what trains is averaged. The abstract gives
+the stages, the frozen parts and the savings. The copies, the embeddings' training in the first
+stage only, and the joint end are from memory and from a second-hand summary, not checked.
 
 What is changed:
-- optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has a schedule of its own
-  (a warm-up; the rate decays in the joint one). --steps takes a number for each phase.
+- optim.RECIPES: the first phase becomes K + 1 phases, so that each stage has its own schedule: a
+  warm-up, then a constant rate; only in the joint phase the rate decays. --steps takes a number for
+  each phase.
 - train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
-  copies the layers, sets requires_grad, and has the Reducer pack what trains. (What int8 and onebit
-  have not sent is gone then: each phase ends with a checkpoint.) A stage without any steps copies
-  as well. train.restore sets the stage of a new run, or of a checkpoint.
-- the model's `encode`, which uses as many blocks as the stage has. They all exist from the start,
-  so that a checkpoint has the same tensors in each stage; that of a stage's end begins the next.
-- the optimizer's groups, which have only what trains.
+  copies the layers, sets requires_grad, and makes the Reducer pack what trains. The residuals of
+  int8 and onebit are already gone then, since each phase ends with a checkpoint. A stage of 0 steps
+  copies, too. train.restore sets the stage of a new run or of a checkpoint.
+- the model's `encode`, which uses only the blocks of the stage. All blocks exist from the start, so
+  a checkpoint has the same tensors in each stage, and the one at the end of a stage begins the
+  next.
+- the optimizer's groups, which hold only what trains.
 
-The count t of the optimizer's steps goes on, so the moments of a copied layer, which begin at 0,
-are not corrected: its updates, under LAMB those of its vectors alone, are too long. Where gradients
-stay the same they are up to 1.5 times as long for some fifty steps with the demo's b2 of 0.98, up
-to 6.6 times for a thousand with 0.999; where gradients are noise, 3 and 14 times at first.
+The optimizer's step count t goes on, so the moments of a copied layer, which start at 0, are not
+corrected. Its updates are too long; under LAMB only those of its vectors. With constant gradients
+they are up to 1.5 times as long for some fifty steps with the demo's b2 of 0.98, up to 6.6 times
+for a thousand with 0.999; with pure noise, 3 and 14 times at first.
 
-A run that is stopped before the last stage has in --out/model its unused layers too, untrained.
+A run that stops before the last stage also has its unused, untrained layers in --out/model.
 """
 import dataclasses
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
@@ -46,7 +48,7 @@ import dist
 import optim
 from tests.variants import common
 
-STAGES, JOINT = 2, 0.2       # K, and the last part's fraction of the steps
+STAGES, JOINT = 2, 0.2       # K, and the joint training's fraction of the steps
 
 
 class GrowingBert(bert.BertForPreTraining):
@@ -57,7 +59,7 @@ class GrowingBert(bert.BertForPreTraining):
         self.depth = config.layers
 
     def encode(self, *arguments):
-        """As inherited, with the first `depth` blocks."""
+        """As inherited, with only the first `depth` blocks."""
         all_blocks = self.blocks
         self.blocks = all_blocks[:self.depth]
         hidden = super().encode(*arguments)
@@ -66,7 +68,7 @@ class GrowingBert(bert.BertForPreTraining):
 
 
 def staged(phases):
-    """Returns a recipe's phases, the first of them cut into the stages and the joint training."""
+    """Returns a recipe's phases, with the first one cut into the stages and the joint training."""
     first = phases[0]
     steps = round(first.steps * (1 - JOINT) / STAGES)
     stage = dataclasses.replace(first, steps=steps, power=0.0)           # power 0: no decay
@@ -76,10 +78,10 @@ def staged(phases):
 
 @torch.no_grad()
 def begin_stage(args, state, stage, grow):
-    """Sets up stage 0, 1, ...; from number STAGES on all trains. grow: whether to copy layers."""
+    """Sets up stage 0, 1, ...; from STAGES on everything trains. grow: whether to copy layers."""
     layers = state.model.config.layers
     each = layers // STAGES
-    below = 0                                            # layers that are frozen
+    below = 0                                            # number of frozen layers
     state.model.depth = layers
     if stage < STAGES:
         below = stage * each
@@ -97,7 +99,7 @@ def begin_stage(args, state, stage, grow):
         state.model.get_parameter(name).requires_grad_(trains).grad = None
     optim.copy_to_model(state.masters, state.model)
 
-    # The Reducer keeps its hooks, which nothing calls for frozen weights, and gets other buckets.
+    # The Reducer gets new buckets and keeps its hooks, which nothing calls for frozen weights.
     reducer = state.reducer
     named = state.model.named_parameters()
     trainable = {name: p for name, p in named if p.requires_grad}
@@ -107,7 +109,7 @@ def begin_stage(args, state, stage, grow):
     reducer.views = {}
     for bucket in reducer.buckets:
         reducer.views.update(bucket.views)
-    for name, master in state.masters.items():           # what is frozen has no gradient
+    for name, master in state.masters.items():           # None if frozen
         master.grad = reducer.views.get(name)
     for name, p in trainable.items():
         p.grad = reducer.views[name].detach()
@@ -116,7 +118,8 @@ def begin_stage(args, state, stage, grow):
 
 
 def prepare(args, world, state):
-    """Checks that a new State can be trained in stages, and notes what the optimizer can step."""
+    """Keeps the optimizer's whole groups in `state.groups`. Raises train.ConfigError if the new
+    State cannot be trained in stages."""
     if state.model.config.layers % STAGES:
         raise train.ConfigError(f"stacking needs a multiple of {STAGES} layers")
     if args.init:
@@ -125,7 +128,7 @@ def prepare(args, world, state):
 
 
 def install():
-    """Makes train.py train in stages. Neither takes up a checkpoint of the other."""
+    """Makes train.py train in stages. The two programs do not resume each other's checkpoints."""
     begin_phase = train.begin_phase
     restore = train.restore
 

@@ -1,31 +1,32 @@
-"""Text is tokenized while it is trained on: a stream, in place of shards.
+"""Text is tokenized while training reads it: a stream, in place of shards.
 
     TEXT=corpus python tests/variants/stream.py --data shards/my         # and any flag of train.py
 
-TEXT: a file or folder, as data.py reads it; without it the demo's text. --data: a folder of shards
-that data.py has made of this text, cut into the same documents, or of a part of it, say of its
-first file. It gives the vocabulary and the held-out text, which is not trained on.
+TEXT is a file or folder, as for data.py; without it, the demo's text. --data is a folder of shards
+that data.py has made of this text, cut into the same documents, or of a part of it, such as its
+first file. The folder gives the vocabulary and the held-out text, which is not trained on.
 
-A window is a stretch of the text, WINDOW characters or more. It stands in the place of a shard: A
-and B are both of it. A window is trained on until it has given about as many examples as fill it
-(at 4 characters a token, as in English); then the next one; after the last the first again, which
-goes on with other examples. Seed and phase choose with which window a phase begins. So example i
-follows from i alone, and ranks and resumes are exact. Where all text is one window, training is
-that of train.py on a single shard of the same text, bit for bit.
+A window is a stretch of at least WINDOW characters, and takes the place of a shard: A and B both
+come from it. Training stays in a window until it has given about as many examples as fill it, at 4
+characters a token, as in English. Then comes the next window; after the last the first again, with
+different examples. Seed and phase choose the first window of a phase. Example i depends on i alone,
+so ranks and resumes are exact. If all text is one window, training equals that of train.py on a
+single shard of the same text, bit for bit.
 
 What it costs:
-- Text is read in the order of the files, and what lies far apart is never in one step: where files
-  differ, a phase ends with what it reads last. Shards are a mixture of all text.
-- Before the first step each rank reads all text, to check it: half a minute a GB, without a word;
-  --hours counts it. Where a phase begins, and where a run resumes, it reads up to all of it again.
-- Training waits while a window is read: a second or two. Each rank reads and tokenizes all text.
-- A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more than that,
-  60 million tokens (120,000 examples of 512), would read the text again for almost each example.
-- A wrong B is of the same window. With windows of 256 documents the demo learned almost no NSP
-  (59 % right, not 70): there A and a wrong B were mostly of one subject.
+- Text is read in the order of the files, and distant texts never meet in one step. If files differ,
+  a phase ends with the kind of text that it reads last; shards are a mixture of all text.
+- Before the first step each rank silently reads all text, to check it. This takes half a minute a
+  GB, which --hours counts. At the start of a phase and at a resume, it reads up to all of it again.
+- Training waits a second or two while a window is read. Each rank reads and tokenizes all text.
+- A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more text than
+  that, 60 million tokens (120,000 examples of 512), would read the text again for almost every
+  example.
+- A wrong B comes from the same window. With windows of 256 documents the demo learned almost no NSP
+  (59 % right, not 70), because A and a wrong B mostly shared a subject.
 
-What is changed: data.PretrainingData, by a subclass whose `shard` is a window, and whose `pair`
-says which. Held-out examples are as in train.py.
+What is changed: data.PretrainingData, replaced by a subclass whose `shard` is a window and whose
+`pair` chooses it. Held-out examples are those of train.py.
 """
 import bisect
 import functools
@@ -37,7 +38,7 @@ import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import numpy as np
 
@@ -49,11 +50,11 @@ KEPT = 16                   # windows
 
 
 class Corpus:
-    """The text, in windows. Reads all of it when it is made: `sizes` are the characters of each
-    window; `checksums` show a change later.
+    """The text, in windows. The constructor reads all of it; `sizes` are the characters of each
+    window, and `checksums` reveal later changes.
 
-    Raises DataError if the text does not have the documents that the folder holds out: then it is
-    cut into other ones, and parts of the held-out text could be trained on.
+    Raises DataError if the text lacks documents that the folder holds out: then it is cut
+    differently, and parts of the held-out text could be trained on.
     """
 
     def __init__(self, folder, path):
@@ -61,12 +62,12 @@ class Corpus:
         self.tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
         self.threads = min(data.usable_cores(), 16)
         self.window = functools.lru_cache(KEPT)(self.read)
-        self.coming = math.inf                       # the number of what `reader` yields next
+        self.coming = math.inf                       # number of the next window of `reader`
         self.reader = None
 
         tokens, documents = data.open_shard(f"{folder}/heldout")
         held_out = {tokens[begin:end].tobytes() for begin, end in itertools.pairwise(documents)}
-        # data.write_shards knows documents by their CRC-32, and holds out some that are small.
+        # Only documents whose CRC-32 is below `limit` can be held out, see data.write_shards.
         limit = min(0.2, max(0.01, 100 / data.load_manifest(folder)["documents"])) * 2 ** 32
         missing = set(held_out)
         self.held_out = set()                        # CRC-32
@@ -87,8 +88,8 @@ class Corpus:
                 "folder, or have all of it, cut into the same documents")
 
     def windows(self):
-        """Yields windows, lists of documents, cleaned and cut as data.py does it. What is left at
-        the end, less than a window, is in the last one."""
+        """Yields windows, lists of documents, cleaned and cut as in data.py. A remainder of less
+        than a window joins the last one."""
         ready = []
         window = []
         size = 0
@@ -103,19 +104,19 @@ class Corpus:
         yield ready + window
 
     def encode(self, documents):
-        """Returns the tokens of each document, a list of arrays (n,)."""
+        """Returns the tokens of each document, as a list of arrays (n,)."""
         encoded = self.tokenizer.encode(documents, num_threads=self.threads)
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
     def read(self, number):
-        """Returns a window as a data.Shard (`window` remembers the last KEPT). Reads on or, if the
-        window has gone by, from the beginning of the text. Raises DataError if the text is another
-        one by now, or if the window has no second document for a wrong B."""
+        """Returns a window as a data.Shard; `window` caches the last KEPT. Reads on or, if the
+        window has gone by, from the beginning of the text. Raises DataError if the text has
+        changed, or if the window has no second document for a wrong B."""
         if number < self.coming:
             self.reader = self.windows()
             self.coming = 0
         ahead = number - self.coming
-        self.coming = math.inf                       # stays so if the text cannot be read
+        self.coming = math.inf                       # stays so if reading fails
         window = next(itertools.islice(self.reader, ahead, None), [])
         self.coming = number + 1
         if data.checksum_of(window) != self.checksums[number]:
@@ -129,15 +130,15 @@ class Corpus:
 
 
 def crc_of(document):
-    """Returns the checksum by which data.write_shards knows a document."""
+    """Returns the checksum by which data.write_shards identifies a document."""
     return zlib.crc32(document.strip().encode())
 
 
-corpus_of = functools.cache(Corpus)                  # all phases share one
+corpus_of = functools.cache(Corpus)                  # one for all phases
 
 
 class Stream(data.PretrainingData):
-    """The examples of a phase, of windows in place of shards."""
+    """The examples of a phase, from windows in place of shards."""
 
     def __init__(self, folder, seq_len, phase=0, seed=0, held_out=False, **options):
         super().__init__(folder, seq_len, phase, seed, held_out, **options)
@@ -146,28 +147,28 @@ class Stream(data.PretrainingData):
             return
         self.corpus = corpus_of(folder, os.environ.get("TEXT"))
         self.shard = self.corpus.window
-        self.paths = range(len(self.corpus.sizes))               # a window has none, but is counted
-        # Of each window how many examples fill it.
+        self.paths = range(len(self.corpus.sizes))               # only their number counts
+        # How many examples fill each window.
         self.each = [max(1, size // (4 * seq_len)) for size in self.corpus.sizes]
         self.ends = list(itertools.accumulate(self.each))
         first = int(self.walk_start * len(self.each))
-        self.start = self.ends[first] - self.each[first]         # of the window to begin with
+        self.start = self.ends[first] - self.each[first]         # where that window begins
 
     def pair(self, i, draws):
         """Returns the Spans of example i."""
         if not self.corpus:
             return super().pair(i, draws)
-        # The windows, one after another, give ends[-1] examples; then they come again.
+        # All windows together give ends[-1] examples; then they come again.
         again, place = divmod(self.start + i, self.ends[-1])
         window = bisect.bisect(self.ends, place)
         k = again * self.each[window] + place - (self.ends[window] - self.each[window])
-        # data.PretrainingData takes example n // S of shard n modulo S: here k, and window.
+        # data.PretrainingData takes example n // S of shard n modulo S: here k and window.
         number = k * len(self.paths) + window
         return super().pair(number, draws)._replace(index=i)
 
 
 def install():
-    """Makes train.py read a stream. A run is taken up only with the same text."""
+    """Makes train.py read a stream. A run resumes only with the same text."""
     data.PretrainingData = Stream
     common.name_run("stream")
     run_settings = train.run_settings

@@ -2,38 +2,37 @@
 
     torchrun --nproc_per_node=2 tests/variants/topk.py --out runs/topk
 
-Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction, its local
-clipping and its first, denser steps. With v_r of rank r, a bucket of n elements, and S_r the places
-of its k = FRACTION n largest:
+Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction, local
+clipping and denser first steps. v_r is rank r's bucket of n elements, and S_r are the places of its
+k = FRACTION n largest:
 
     mean = mean over r of (v_r on S_r, 0 elsewhere)
 
-All ranks get the elements of all by an all-gather, 8 bytes each: so what is sent grows with the
-ranks, and from N = 1 / FRACTION ranks on it is more than in fp32. What was not sent stays in v_r;
-error feedback is in dist.ErrorFeedback.
+An all-gather gives every rank's elements to all ranks, at 8 bytes each. The bytes therefore grow
+with the number of ranks, and beyond W = 1 / FRACTION ranks exceed those of fp32. Elements that are
+not sent stay in v_r; error feedback is in dist.ErrorFeedback.
 
-What is changed: dist.COMPRESSORS gets a row "topk", which --compression now means where it is not
-given.
+What is changed: dist.COMPRESSORS gets an entry "topk", now the default of --compression.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import numpy as np
 import torch
 
 from tests.variants import common
 
-FRACTION = 0.01              # of the elements is sent
+FRACTION = 0.01              # the fraction of elements that is sent
 
 
 def topk(world, value, state):
-    """Sends the largest elements: a `mean` of dist.ErrorFeedback."""
+    """Sends the largest elements; a `mean` function of dist.ErrorFeedback."""
     sizes = value.abs()
     k = max(1, int(FRACTION * len(value)))
-    # An inf or NaN is among the largest, so that all ranks get it.
+    # An inf or NaN is among the largest, so all ranks get it.
     if value.is_cpu:                               # NumPy finds them five times as fast as torch
         largest = np.argpartition(sizes.numpy(), -k)[-k:]
         places = torch.from_numpy(largest)
@@ -43,7 +42,7 @@ def topk(world, value, state):
     value.index_fill_(0, places, 0)
 
     mean = torch.zeros_like(value)
-    all_places = world.all_gather(places.int())                          # (N, k)
+    all_places = world.all_gather(places.int())                          # (W, k)
     all_elements = world.all_gather(elements)
     for places_of_rank, elements_of_rank in zip(all_places, all_elements):
         mean.index_add_(0, places_of_rank, elements_of_rank, alpha=1 / world.size)
@@ -51,9 +50,9 @@ def topk(world, value, state):
 
 
 def install():
-    """Makes train.py use it."""
+    """Makes train.py send the largest elements."""
     common.use_compression("topk", topk)
-    common.name_run("topk", "bucket_mb")             # k counts in each bucket
+    common.name_run("topk", "bucket_mb")             # k is counted in each bucket
 
 
 if __name__ == "__main__":

@@ -1,28 +1,31 @@
-"""Whole words are masked: all tokens of a word are to be predicted, or none of them.
+"""Whole words are masked: the model predicts all tokens of a word, or none of them.
 
     python tests/variants/whole_words.py                     # and any flag of train.py
 
-google-research/bert of 2019 (its README, "Whole Word Masking"). The rest of a word gives a token
-away: who reads "philam" and "on" needs no text to see what stood between them. A word is what
-stands between spaces, with its punctuation, which BERT's tokenizer splits off. As many tokens are
-masked as in train.py. In Google's code each token of a chosen word draws for itself whether it
-becomes [MASK], a random token or stays, and which random one; here they share that, too.
+google-research/bert, 2019 (its README, "Whole Word Masking"). The rest of a word gives a masked
+token away: "philam" and "on" are enough to guess what was between them. A word is the text between
+two spaces, including punctuation, which BERT's tokenizer splits off. As many tokens are masked as
+in train.py. In Google's code each token of a chosen word draws for itself whether it becomes
+[MASK], a random token or stays, and which random token; here all tokens of a word share these
+draws, too.
 
-What is changed: data.PretrainingData, by a subclass that gives all tokens of a word the random
-numbers of its first one. In held-out text tokens are masked as in train.py, so that losses compare.
+What is changed: data.PretrainingData, replaced by a subclass that gives all tokens of a word the
+random numbers of its first token. Held-out tokens are masked as in train.py, to keep losses
+comparable.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import numpy as np
 
 import data
 from tests.variants import common
 
-LONGEST_WORD = 8             # tokens; longer words are masked in parts: some scripts have no spaces
+LONGEST_WORD = 8             # tokens. Longer words, as in scripts without spaces, are masked in
+                             # parts
 
 
 class WholeWords(data.PretrainingData):
@@ -36,18 +39,18 @@ class WholeWords(data.PretrainingData):
         self.begins_word = np.char.startswith(pieces, "▁")               # (V,)
 
     def mask(self, tokens, counters):
-        """Masks words as train.py's data does tokens: all tokens of one have one counter. Held-out
-        tokens are masked one by one."""
+        """Masks words as data.PretrainingData masks tokens: all tokens of a word have one counter.
+        Held-out tokens are masked one by one."""
         if not self.held_out:
             counters = counters[self.word_starts(tokens)]
         return super().mask(tokens, counters)
 
     def word_starts(self, tokens):
-        """Returns (N,) the row in which the word of each row begins. A segment begins a word. For
-        words of 1, 3 and 1 tokens:
+        """Returns, as (n,), the row in which the word of each row begins. A segment begins a word.
+        For words of 1, 3 and 1 tokens:
 
             begins      1 1 0 0 1
-            start       0 1 1 1 4       what is returned, since no word is long
+            start       0 1 1 1 4       the result, since no word is long
             into_word   0 0 1 2 0
         """
         is_special = (tokens == data.CLS) | (tokens == data.SEP)
@@ -60,7 +63,7 @@ class WholeWords(data.PretrainingData):
 
 
 def install():
-    """Makes train.py mask whole words. Neither takes up a checkpoint of the other."""
+    """Makes train.py mask whole words. The two programs do not resume each other's checkpoints."""
     data.PretrainingData = WholeWords
     common.name_run("whole words")
 

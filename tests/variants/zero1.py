@@ -3,39 +3,40 @@
     torchrun --nproc_per_node=2 tests/variants/zero1.py --out runs/zero1
 
 Rajbhandari et al., arXiv 1910.02054, section 5.1, P_os. In train.py all ranks have the same
-gradients after the all-reduce, the same moments, and so compute the same update. Here every master
-has one rank that owns it. With W ranks:
+gradients after the all-reduce and the same moments, so all compute the same update. Here each
+master belongs to one of the W ranks, its owner:
 
     rank r:             m, v and w of its own masters move as in train.py
     r = 0 ... W - 1:    rank r broadcasts its own masters to all
 
-Norm, clipping and skipped steps go by all gradients, which every rank has. So all numbers are those
-of train.py, bit for bit. A checkpoint holds the moments of all ranks, gathered on rank 0: it
-resumes on any number of ranks, and by train.py, too, as this program takes up a run of train.py.
+The norm, clipping and skipped steps depend on all gradients, which every rank has, so all numbers
+are those of train.py, bit for bit. A checkpoint holds all moments, gathered on rank 0. It resumes
+on any number of ranks, also in train.py, and this program resumes runs of train.py.
 
-Saved are 8 (1 - 1 / W) bytes a parameter, of 8 for m and v. Not saved: the masters and gradients,
-4 bytes each, and 16-bit weights (the paper's later stages divide these, too). At its start a rank
-has all moments, as in train.py, for a checkpoint to be read into; and rank 0 in a save.
+m and v take 8 bytes a parameter, of which a rank saves 8 (1 - 1 / W). Masters and gradients, 4
+bytes each, and 16-bit weights are not divided; the paper divides masters in this stage, too, and
+the rest in later stages. At its start a rank has all moments, as in train.py, to read a checkpoint
+into; so has rank 0 during a save.
 
 What it costs:
-- W broadcasts after each step: 4 bytes a parameter, also with --compression. Nothing hides them.
-  (GBPS of slow_network.py does not slow them.)
-- Masters are dealt out whole, since LAMB's ratio is of a whole matrix (the paper cuts everywhere).
-  So no part is smaller than the largest tensor: the token embedding is a fifth of base.
-- An owner whose memory fails broadcasts wrong weights, which all ranks then share. In train.py
-  they would differ from those of the others, and `check_weights` would stop the run at the next
-  save.
+- W broadcasts after each step: 4 bytes a parameter, even with --compression. Nothing overlaps with
+  them. GBPS of slow_network.py does not slow them.
+- Masters are dealt out whole, since LAMB's ratio is that of a whole matrix; the paper cuts
+  anywhere. The largest part is therefore no smaller than the largest tensor: the token embedding is
+  a fifth of base.
+- An owner with failing memory broadcasts wrong weights, which all ranks then share. In train.py its
+  weights would differ from the others', and `check_weights` would stop the run at the next save.
 
 What is changed: train.restore, after which ranks drop the moments of others; train.save, before
-which rank 0 gets them back; and `step` of the optimizer. Any optimizer may be so divided whose
-update of a tensor asks for no other tensor.
+which rank 0 gets them back; and the optimizer's `step`. Any optimizer can be divided like this if
+its update of a tensor needs no other tensor.
 """
 import functools
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 from torch import distributed
@@ -44,8 +45,8 @@ from tests.variants import common
 
 
 def deal_out(masters, size):
-    """Returns the owner of each master, {name: rank}; masters: {name: tensor}. The largest come
-    first, each to the rank that has the fewest elements."""
+    """Returns the owner of each master, {name: rank}; masters: {name: tensor}. Deals the largest
+    first, each to the rank with the fewest elements so far."""
     owners = {}
     elements = [0] * size
     for name in sorted(masters, key=lambda name: masters[name].numel(), reverse=True):
@@ -60,8 +61,8 @@ def broadcast(world, tensor, owner):
 
 
 def drop_moments(world, state, owners):
-    """Replaces the moments of other ranks by tensors of their shapes that take no memory: of one
-    element, 0. (train.tensors_of wants the same names and shapes on every rank.)"""
+    """Replaces the moments of other ranks by zeros of the same shapes, which take the memory of one
+    element: train.tensors_of needs the same names and shapes on every rank."""
     for name, master in state.masters.items():
         moments = state.optimizer.state[master]
         for moment, tensor in moments.items():
@@ -75,14 +76,14 @@ def gather_moments(world, state, owners):
         moments = state.optimizer.state[master]
         for moment, tensor in moments.items():
             if owners[name] > 0:
-                tensor = tensor.contiguous()             # of the owner itself; elsewhere new memory
+                tensor = tensor.contiguous()             # the owner's own; elsewhere new memory
                 broadcast(world, tensor, owners[name])
             if world.rank == 0:
                 moments[moment] = tensor
 
 
 def step_and_share(step, world, state, owners):
-    """Steps this rank's masters, by the optimizer's own `step`; then gives all ranks all masters.
+    """Steps this rank's masters by the optimizer's own `step`, then gives all masters to all ranks.
     Collective."""
     step()
     world.barrier()                                      # before NCCL, see dist.World
@@ -92,13 +93,13 @@ def step_and_share(step, world, state, owners):
             flat = torch.cat([master.flatten() for master in part])
             broadcast(world, flat, rank)
             torch._foreach_copy_(part, common.split(flat, [master.shape for master in part]))
-    # Around a ring: each rank passes on all parts but that of the next one.
+    # In a ring each rank passes on all parts but that of the next rank.
     all_bytes = sum(master.nbytes for master in state.masters.values())
     state.reducer.bytes_sent += (world.size - 1) * all_bytes // world.size
 
 
 def megabytes_of_moments(optimizer):
-    """Returns the memory of this rank's moments, MB."""
+    """Returns the memory of this rank's moments, in MB."""
     each = [tensor for moments in optimizer.state.values() for tensor in moments.values()]
     return 1e-6 * sum(tensor.untyped_storage().nbytes() for tensor in each)
 

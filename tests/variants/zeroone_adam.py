@@ -2,50 +2,52 @@
 
     torchrun --nproc_per_node=2 tests/variants/zeroone_adam.py --lr-scale 0.125 --out runs/zeroone
 
-Lu et al., arXiv 2202.06009, algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py. Its two stages are
+Lu et al., arXiv 2202.06009, algorithm 1; microsoft/DeepSpeed, onebit/zoadam.py. The two stages are
 those of onebit_adam.py.
 
-First stage: on every k-th step (`variance_interval`) gradients are averaged exactly and v moves,
-with b2^k in place of b2. On the others v stays, and m moves with g = average(g_i) in one bit.
+First stage: in every k-th step (`variance_interval`) gradients are averaged exactly and v moves,
+with b2^k in place of b2. In the other steps v stays, and m moves with g = average(g_i), in one bit.
 
-Second stage: rank i steps alone, on its own gradient g_i. On every j-th step (`agreement_interval`)
-all ranks agree on weights. With W the weights that they last agreed on, and L the sum of the
-learning rates since then:
+Second stage: rank i steps alone, with its own gradient g_i. In every j-th step
+(`agreement_interval`) all ranks agree on weights. With W the weights that they last agreed on, and
+L the sum of the learning rates since then:
 
-    K = (1 - L decay) W                     what decay alone makes of W
+    K = (1 - L decay) W                     W after decay alone
     m = average((K - w) (sqrt(v) + eps) / L)            the mean momentum that led from K to w
     w = K - L m / (sqrt(v) + eps)
 
-The published algorithm differs in three things. There v moves with b2 on a k-th step, too: frozen,
-it has moved some 16 log2(n / 16) times, and updates are up to 3 times as long. There the ranks
-average -L m: an agreement soon after another, as before an evaluation, divides what the one before
-has left over by its own short L. And there W stands in place of K: so the decay becomes a part of m
-and acts up to 1 / (1 - b1) times as strongly.
+The published algorithm differs in three ways:
+- v moves with b2 in a k-th step, too. Frozen after n steps, it has moved only about 16 log2(n / 16)
+  times, so updates are up to 3 times as long.
+- The ranks average -L m. An agreement soon after another, as before an evaluation, then divides the
+  residual of the earlier one by its own short L.
+- W takes the place of K. Decay then becomes a part of m and acts up to 1 / (1 - b1) times as
+  strongly.
 
-What is changed: as in onebit_adam.py, with this optimizer. Before train.py saves, the ranks agree,
-in the run that goes on as well. So the bits after that depend on which steps were saved; and what
-resumes, on as many ranks, equals the run that saved there. With --hours j goes by the numbers of
---steps, not by the clock.
+What is changed: the same as in onebit_adam.py, with this optimizer. Before train.py saves, the
+ranks agree, also in the run that goes on. The bits after a save therefore depend on which steps
+were saved, and a resume on the same number of ranks equals the run that saved there. With --hours,
+j depends on the numbers of --steps, not on the clock.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import train  # first: it says how torch's threads wait
+import train  # first: it sets how torch's threads wait
 
 import torch
 
 from tests.variants import common, onebit_adam
 from tests.variants.synchronised import agree_before_save
 
-VARIANCE_UPDATES = 16        # after so many updates k doubles
-AGREEMENT_STEPS = 32678      # after so many steps of 125,000 j doubles
+VARIANCE_UPDATES = 16        # k doubles after this many updates
+AGREEMENT_STEPS = 32678      # of 125,000: j doubles after this many steps
 
 
 class ZeroOneAdam(onebit_adam.OneBitAdam):
     """The equations above."""
     DEFAULTS = onebit_adam.OneBitAdam.DEFAULTS | {"L": 0.0}
-    bounded = False                          # or m would not be a mean of momenta
+    bounded = False                          # else m would not be a mean of momenta
 
     def __init__(self, params, **options):
         super().__init__(params, **options)
@@ -53,13 +55,13 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
             state["agreed"] = p.detach().clone()                         # W
 
     def connect(self, args, world, state):
-        """Takes what the optimizer needs of a train.State, before the first step."""
+        """Takes from a train.State what the optimizer needs. Call it before the first step."""
         super().connect(args, world, state)
         steps = sum(phase.steps for phase in args.phases)
         self.agreement_steps = max(1, steps * AGREEMENT_STEPS // 125000)
 
     def begin_step(self, frozen):
-        """Returns True if each rank is to keep its own gradients in this step."""
+        """Begins a step; returns whether each rank keeps its own gradients in it."""
         super().begin_step(frozen)
         if self.param_groups[0]["L"] == 0:               # the ranks have equal weights
             for p, state in self.state.items():
@@ -70,7 +72,7 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
         return not self.learns
 
     def share(self):
-        """In the first stage, replaces gradients by their means in one bit, but where v moves."""
+        """In the first stage, replaces gradients by one-bit means in the steps in which v stays."""
         if self.learns or self.param_groups[0]["frozen"]:
             return
         if not self.param_groups[0]["magnitudes"]:                       # in the first phase
@@ -82,7 +84,7 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
         super().move_variance(v, g, b2 ** self.interval)
 
     def step(self):
-        """Applies one update, in place. Collective where the ranks share something."""
+        """Applies one update, in place. Collective if the ranks share anything in this step."""
         super().step()
         for group in self.param_groups:
             if group["frozen"]:
@@ -106,7 +108,7 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
                 denominators.append(self.state[p]["exp_avg_sq"].sqrt() + group["eps"])
             group["L"] = 0.0
 
-        momenta = []                                                     # of this rank, then m
+        momenta = []                                                     # this rank's, then m
         for p, K, d in zip(self.all_params(), decayed, denominators):
             momenta.append((K - p) * d / L)
         self.average(momenta)
