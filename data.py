@@ -62,8 +62,8 @@ class DataError(ValueError):
 @dataclasses.dataclass
 class Batch:
     """A micro-batch: the tokens of its examples one after another, each token a row, with padding
-    only at the end. B examples have n rows, m of them masked; with padding, N and M. Here, B = 3
-    examples have 5, 5 and 8 tokens, so n = 18 and N = 64:
+    only at the end. B examples have n rows, m of them masked, that is, to be predicted; with
+    padding, N and M. Here, B = 3 examples have 5, 5 and 8 tokens, so n = 18 and N = 64:
 
         rows        0 ... 4 | 5 ... 9 | 10 ... 17 | 18 ... 63
                     [CLS] ..| [CLS] ..| [CLS] ..  | padding
@@ -78,7 +78,8 @@ class Batch:
         positions     0   1  2  3   4   5  6   7
 
     `bounds` is the running sum of `lengths`. The CPU needs the lengths, to decide shapes; the
-    model's device needs the bounds, for FlashAttention and to find the [CLS] rows.
+    model's device needs the bounds, to find the [CLS] rows and for FlashAttention, a fast GPU
+    routine for attention.
 
     N is a multiple of 64 and M of 16, so that there are few shapes, not hundreds: GPU libraries
     choose a kernel and keep memory for each new shape. M is 0 if a small batch has no masked token.
@@ -89,7 +90,7 @@ class Batch:
     segments: np.ndarray            # (N,) int64, 0 in A, 1 in B
     positions: np.ndarray           # (N,) int64, each token's index in its example: 0, 1, 2 ...
     masked_rows: np.ndarray         # (M,) int64, the rows to predict, then zeros
-    labels: dict                    # of each task; labels that are IGNORED do not count:
+    labels: dict                    # of each task; labels of IGNORED, -100, do not count:
                                     # "mlm": (M,) int64, the original tokens of masked_rows
                                     # "nsp": (B,) int64, 0 if segment B really follows A, 1 if not;
                                     # absent without pairs
@@ -193,13 +194,14 @@ class PretrainingData:
 
     of the shard. With walk_start 0.3, the fractions are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each
     falls into the largest gap so far, so texts cover the shard evenly. Once as many tokens are read
-    as the shard has, a seventh of it is still unread; with random places, over a third would be.
+    as the shard has, a seventh of it is still unread; with random places, over a third would be
+    unread.
     There is no order of examples to shuffle and store.
 
-    A text has as many tokens as fit, half of them before that place, but never leaves its document;
-    SHORT_FRACTION of the examples have a random length instead. Tokens near either end of a
-    document are read less often than others, and so are short documents: a document half as long as
-    a text is read half as often.
+    A text has as many tokens as fit into the example, half of them before that place. It never
+    leaves its document. A tenth of the examples have a random length instead. Tokens near either
+    end of a document are read less often than others, and so are short documents: a document half
+    as long as a text is read half as often.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two, see `text`; in half of
     the examples B comes from another document of the same shard. "none" keeps the text whole.

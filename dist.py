@@ -158,7 +158,7 @@ def average_gradients(module, world):
     """Replaces the gradients of a module by their means over all ranks. Call it after backward, on
     ranks that began with equal weights.
 
-    It is slow for three reasons, and `Reducer` mends them all. Nothing overlaps: the network idles
+    It is slow for three reasons, which `Reducer` avoids. Nothing overlaps: the network idles
     during backward, and the processor afterwards. Each tensor is a call of its own, and even a
     small one costs a round trip; BERT base has 158 tensors. And everything is sent in full, without
     compression.
@@ -180,9 +180,11 @@ class Reducer:
         g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
 
     A bucket is a flat fp32 tensor that owns the gradients of several parameters. p.grad is a view
-    of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps.
+    of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps. Nothing
+    is copied:
 
-        backward adds to p.grad   -->   bucket, averaged   -->   master.grad, for the optimizer
+        one memory       p.grad              bucket              master.grad
+        in this order    backward adds  -->  averaging     -->   the optimizer reads
 
     A step:
 
@@ -198,7 +200,7 @@ class Reducer:
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
         loader thread           makes batches (data.py)
-        train.Clock             looks for pauses
+        train.Clock             notices when the machine was suspended
         communication thread    averages buckets (`_average`); only if W > 1
         `watch`                 waits until some rank has failed; only if W > 1
 
@@ -225,17 +227,17 @@ class Reducer:
             self.views.update(bucket.views)
         for name, p in parameters.items():
             masters[name].grad = self.views[name]
-            p.grad_dtype = None                    # p.grad may be fp32 where p has 16 bits
-            # `detach` makes a second tensor of the same memory. If the module is cast later, only
-            # p.grad moves to other memory, not the view, and `_ready` notices the difference.
+            p.grad_dtype = None                    # allows p.grad to be fp32 if p has 16 bits
+            # `detach` makes a second tensor of the same memory, so that `_ready` can tell if p.grad
+            # has moved: a later cast of the module would move p.grad, but not the view.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         self.thread = self.stream = None
         if world.size > 1:
-            # One core: with more the thread slows backward, and a step of `tiny` took 1.36 times as
-            # long.
+            # This thread computes on one core. With more it would slow backward: a step of `tiny`
+            # took 1.36 times as long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
@@ -273,7 +275,8 @@ class Reducer:
     #    thread at a time runs Python, but both threads are nearly always in C++ code, backward and
     #    collectives, which lets the other one run.
     #
-    #    A GPU computes later than Python calls it: the CPU only puts work into a stream.
+    #    On a GPU all this happens later than the calls in Python, which only put work into a
+    #    stream.
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
@@ -335,22 +338,20 @@ class Reducer:
 
     def norm(self):
         """Returns the 2-norm of all gradients, as a float; NaN or inf if any element is. Call it
-        after `finish`: then the gradients are the means, and their norm is equal on every rank.
-        Before, averaging may be at work; a rank's own gradients are whole only where
-        `Bucket.average` begins, in the communication thread. The sum is in fp32: on a CPU the norm
-        can be off by 3e-3 if a tensor has tens of millions of elements, and by 1e-2 if one of them
-        is far larger than the rest."""
+        after `finish`: then the gradients are the means, and their norm is equal on every rank. The
+        sum is in fp32: on a CPU the norm can be off by 3e-3 if a tensor has tens of millions of
+        elements, and by 1e-2 if one of them is far larger than the rest."""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 and onebit keep for the next step what they have not sent. If this step
-        is skipped, they keep what they had before it."""
+        """Ends a step: int8 and onebit keep for the next step the residuals, what rounding has left
+        unsent. If this step is skipped, they keep what they had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
     def forget(self):
-        """Drops everything that waits to be sent. train.py does so at each save: a checkpoint then
-        needs no residuals, and the run that goes on equals the run that resumes."""
+        """Drops the residuals. train.py does so at each save: a checkpoint then needs none, and a
+        run that continues after it equals a run that resumes from it."""
         for bucket in self.buckets:
             bucket.wire.forget()
 
@@ -389,8 +390,9 @@ class Bucket:
         2. wire.average      0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
-    A node then sends no more than a single rank would. With one level each rank is a leader. On
-    GPUs `none`, `fp16` and `bf16` use one level, since NCCL itself adds up inside a node first.
+    A node then sends no more than a single rank would. All nodes have equally many ranks, so the
+    mean of their means is the mean. With one level each rank is a leader. On GPUs `none`, `fp16`
+    and `bf16` use one level, since NCCL itself adds up inside a node first.
     """
 
     def __init__(self, shapes, world, compression):
@@ -407,8 +409,8 @@ class Bucket:
             self.views[name] = part.view(shapes[name])
 
     def average(self, loss_scale):
-        """Averages the bucket over all ranks, in place. Returns the bytes that this rank sent, on
-        two levels those sent to other nodes. loss_scale: the factor in the gradients."""
+        """Averages the bucket over all ranks, in place. Returns the bytes that this rank sent; on
+        two levels, only those to other nodes. loss_scale: the factor in the gradients."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
             self.within_node.reduce(self.flat)
@@ -436,9 +438,9 @@ class Bucket:
 class Dense:
     """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`. Nothing is left over.
 
-    fp16 ranges from 6e-8 to 65,504, where the loss scale keeps the gradients; it has 11 significant
-    bits, fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way rounds as
-    well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 ranks 2 to 31 %.
+    fp16 ranges from 6e-8 to 65,504; a loss scale keeps gradients in this range. It has 11
+    significant bits, fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way
+    rounds as well: in bf16 the sum of 64 ranks is 1 to 3 % off, that of 512 ranks 2 to 31 %.
     """
     dtype: torch.dtype
 
@@ -470,8 +472,8 @@ class ErrorFeedback:
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
         g = loss_scale * q                     goes back into the bucket
-        e_r = v_r - c_r                        c_r: v_r rounded, as rank r sends it. The next
-                                               residual; `commit` keeps it if the step is taken
+        e_r = v_r - c_r                        the next residual, which `commit` keeps if the step
+                                               is taken; c_r: v_r rounded, as rank r sends it
 
     After a skipped step (an overflow) the next one begins with the same e_r.
 

@@ -169,14 +169,14 @@ class LossScaler:
     """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
         gradients = backward(scale * loss)      so that small fp16 gradients do not become 0
-        overflow:   skip the step, scale = scale / 2
+        overflow:   a gradient is inf or NaN: skip the step, scale = scale / 2
         otherwise:  take the step; after growth_interval of them in a row, scale = 2 * scale
 
-    bf16 and fp32 have enough range and need no scale. Their LossScaler(scale=1, largest=1,
-    growth_interval=100) also skips steps whose gradients are not finite, but its scale only counts
-    them: each halves it, and 100 good steps in a row double it again, up to 1. After 15 halvings it
-    is below `smallest` and training stops, so an occasional bad step is forgiven. Multiplied by
-    this scale, a power of two, gradients lose no bits.
+    bf16 and fp32 have enough range and need no scale. With LossScaler(scale=1, largest=1,
+    growth_interval=100) an overflow is skipped and halves the scale, too, but only to count: 100
+    good steps in a row double it again, up to 1, and after 15 halvings it is below `smallest`. So
+    training stops if many steps are bad, and an occasional one is forgiven. The scale is a power of
+    two, so gradients lose no bits by it.
     """
     scale: float = 2.0 ** 16           # a power of two, so multiplying by it rounds nothing
     growth_interval: int = 1000
@@ -235,8 +235,7 @@ class Optimizer(torch.optim.Optimizer):
     """The base class of our optimizers; each of them only adds `_update`.
 
     `_update` changes the tensors of the lists w, m and v in place. An optimizer with other moments
-    names them in MOMENTS. `_update` may loop over the tensors, which is slower on a GPU
-    (tests/test_optim.py counts calls):
+    names them in MOMENTS. `_update` may loop over the tensors, which is slower on a GPU:
 
         def _update(self, group, w_list, g_list, m_list, v_list):
             for w, g, m, v in zip(w_list, g_list, m_list, v_list):
@@ -344,8 +343,8 @@ class LAMB(Optimizer):
         ratio = min(||w|| / ||u||, 0.3)        for matrices; 0.3 if w or u is 0
         ratio = 1                              for vectors: biases and LayerNorm
 
-    However large its gradient, a matrix moves by lr times its own norm, or by less where the bound
-    of 0.3 applies. This lets training use large batches, which need a large lr.
+    However large its gradient, a matrix that is not 0 moves by lr times its own norm, or by less
+    where the bound of 0.3 applies. This lets training use large batches, which need a large lr.
 
     The bound is that of 1-bit LAMB (arXiv 2104.06069); LAMB's paper bounds ||w|| instead. Without a
     bound the weights grow, and the steps with them: after 5,000 steps of `tiny` the loss was 0.45
@@ -366,7 +365,7 @@ class LAMB(Optimizer):
             u_norm = torch.stack(torch._foreach_norm(u))
             ratio = torch.where(w_norm > 0, w_norm / u_norm, LARGEST_RATIO)
             ratio = ratio.clamp(max=LARGEST_RATIO)
-            # Scale each u by its own ratio. Tensors as factors take one GPU call for each matrix.
+            # Scale each u by its own ratio. Torch makes one GPU call for each matrix here.
             torch._foreach_mul_(u, ratio.unbind())
         torch._foreach_sub_(w, u, alpha=group["lr"])
 

@@ -392,10 +392,10 @@ class Counters:
     step: int = 0                    # finished steps, including skipped steps
     phase: int = 0                   # the index of the phase, see `begin_phase`
     phase_step: int = 0              # finished steps of this phase
-    seconds: float = 0.0             # running time of all starts, without what crashes lost; a mean
-                                     # over the ranks, so that all end --hours together
-    longest: int = 0                 # tokens of the longest example: of this rank's in this start,
-                                     # of rank 0's in earlier starts
+    seconds: float = 0.0             # running time over all starts, without steps that a crash
+                                     # lost; a mean over the ranks, so that all end --hours together
+    longest: int = 0                 # tokens of the longest example, for the model's folder: of
+                                     # this rank's in this start, of rank 0's in earlier starts
 
 
 @dataclasses.dataclass
@@ -897,7 +897,7 @@ def training_loop(args, world, log, state, clock):
         sums = collections.Counter()             # {"tokens": number, task: its loss (a tensor)}
         state.reducer.zero_grad(scale)
         for number, batch in enumerate(micro_batches):
-            # Dropout's seed: numbers have the same hash in every process.
+            # Dropout's seed: numbers, unlike text, have the same hash in every process.
             torch.manual_seed(hash((args.seed, counters.step, number, world.rank)))
             state.reducer.last_micro_batch = number + 1 == len(micro_batches)
             batch = batch.to(world.device)
