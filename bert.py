@@ -169,7 +169,7 @@ def attention_by_length(qkv, lengths, dropout):
     """Returns what `attention` returns, by one call of torch's attention for each length."""
     dtype = qkv.dtype
     if dtype.itemsize == 2:
-        # On a CPU the rest can take 2.6 times as long in bf16 as in fp32, in fp16 ten times.
+        # On a CPU the code below can take 2.6 times as long in bf16 as in fp32, in fp16 ten times.
         qkv = qkv.float()
 
     # A group is b consecutive examples of one length T, so its rows are a batch (b, T) without
@@ -597,7 +597,7 @@ def load_huggingface(folder):
             if described.get(field, ours) != ours:
                 raise ValueError(f"its {field} is {described[field]}, not {ours}")
         fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
-        # Tensors on the device "meta" have a shape but no memory, so a wrong width cannot fill it.
+        # Tensors on the device "meta" have a shape but no memory: a wrong width cannot use it up.
         # Below, assign=True puts the loaded tensors in their places.
         with torch.device("meta"):
             model = BertForPreTraining(BertConfig(**fields))

@@ -167,8 +167,8 @@ def uniform(counters, key):
     the key alone, so example i needs nothing from earlier examples.
 
     The numbers are SplitMix64 hashes (Steele, Lea, Flood 2014), whose constants and shifts mix all
-    bits of the counter. Making a NumPy generator for each example would add half the time of all
-    the rest.
+    bits of the counter. A NumPy generator for each example would make batches take 1.5 times as
+    long.
     """
     # uint64 arithmetic is modulo 2^64.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
@@ -414,8 +414,8 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 # ----- Preparing: corpus -> documents -> tokenizer -> tokens -> shards -> manifest -----
 
 DOCUMENTS = 256             # documents in a block; text is encoded block by block
-LONGEST = 1 << 16           # characters; a longer document becomes several. In a text file, so may
-                            # a document of more than half of this, see `documents_in`
+LONGEST = 1 << 16           # characters; a longer document becomes several. Documents of a text
+                            # file are cut at half of this, see `documents_in`
 CHUNK = 1 << 10             # characters: SentencePiece skips texts of more than 4,192 bytes
 SAMPLE = 1 << 14            # random chunks that train the tokenizer. Twice as many save 0.5 % of a
                             # text's tokens, and take twice the time

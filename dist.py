@@ -101,7 +101,7 @@ class World:
             self._run(distributed.broadcast, tensor, group_src=0)
 
     def all_to_all(self, rows):
-        """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank."""
+        """Returns (W, ...) from rows (W, ...): rank r gets row r of every rank, in their order."""
         received = rows.clone()                      # for one rank already the result
         self._run(distributed.all_to_all_single, received, rows)
         return received
@@ -236,8 +236,8 @@ class Reducer:
 
         self.thread = self.stream = None
         if world.size > 1:
-            # This thread computes on one core. With more it would slow backward: a step of `tiny`
-            # took 1.36 times as long.
+            # This thread, and no other, computes on one core. With more it would slow backward: a
+            # step of `tiny` took 1.36 times as long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
@@ -301,8 +301,8 @@ class Reducer:
         """Averages a bucket, in the communication thread if there is one. gradients_done: None, or
         the torch.cuda.Event to wait for first."""
         if self.stream:
-            # From here on this thread's calls go to this stream, and to its GPU. A thread begins
-            # with GPU 0, and would take memory there even to wait.
+            # From here on this thread's calls go to this stream, and to its GPU. Otherwise the
+            # thread would use GPU 0, and take memory there even to wait.
             torch.cuda.set_stream(self.stream)
             gradients_done.synchronize()   # sleeps until the GPU has reached the mark
         bucket.began = time.perf_counter()
@@ -315,8 +315,8 @@ class Reducer:
 
     def finish(self):
         """Waits until this rank has the mean of all gradients; sets `bytes_sent`, `wait_seconds`.
-        Raises the thread's errors, such as RankLost; before it waits, DistError if parameters took
-        no part in the loss, with their names: their buckets were never launched."""
+        Raises the thread's errors, such as RankLost. Before it waits, raises DistError if some
+        parameters took no part in the loss, since their buckets were never launched."""
         if self.missing:
             raise DistError(f"no gradient for {', '.join(sorted(self.missing))} in the step's last "
                             "backward: each must take part in that loss, or have "
@@ -472,7 +472,7 @@ class ErrorFeedback:
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
         g = loss_scale * q                     goes back into the bucket
-        e_r = v_r - c_r                        the next residual, which `commit` keeps if the step
+        e'_r = v_r - c_r                       the next residual, which `commit` keeps if the step
                                                is taken; c_r: v_r rounded, as rank r sends it
 
     After a skipped step (an overflow) the next one begins with the same e_r.
@@ -481,7 +481,7 @@ class ErrorFeedback:
 
         value (n + padding,)   v_r, then padding, so that each rank has whole blocks. The padding
                                has a residual, too. The function subtracts c_r in place, which
-                               leaves e_r
+                               leaves e'_r
         mean (n + padding,)    q
         state                  a dict, empty at first, for what the function keeps from step to
                                step. It is not changed: the next state is a new dict
@@ -540,7 +540,7 @@ def compressed_mean(encode, decode, world, value, state):
         m = mean_r c_r + s
         q = C(m)                  s' = m - q                the mean that all get, and the next s
 
-    Nothing is lost: whatever comes in goes out or stays, mean_r v_r + s = q + mean_r e'_r + s'.
+    In a step nothing is lost. All goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
     """
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
@@ -569,8 +569,8 @@ def encode_int8(blocks):
 
         block_scale = max |x| / 127     level = round(x / block_scale)     C(x) = block_scale level
     """
-    # The clamp is for blocks of zeros. A block with an inf has the scale inf; it is decoded to NaN
-    # (0 * inf), so that all ranks skip the step.
+    # The clamp is for blocks of zeros. A block with an inf or NaN has such a scale, and is decoded
+    # to NaN (0 * inf), so that all ranks skip the step.
     scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     levels = (blocks / scales).round_()
     packed = levels.to(torch.int8).view(torch.uint8)
@@ -639,8 +639,8 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
 #     10 s                    `leave` gives up asking the store
-#     --timeout               meeting; a collective over Gloo raises an exception
-#     2 x --timeout           a collective over NCCL aborts the process
+#     --timeout               a collective over Gloo raises an exception
+#     2 x --timeout           meeting; a collective over NCCL aborts the process
 #     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM
 #                             when a rank of this node has failed
 #     60 s after "failed"     `watch` ends its process: on nodes where no rank has ended, torchrun
@@ -838,7 +838,7 @@ def find_torchrun():
         return os.getppid()
 
 
-# Looked up once, when this file is imported. If torchrun died before, nobody notices.
+# Looked up once, when this file is imported. A torchrun that died before that goes unnoticed.
 TORCHRUN = find_torchrun()
 
 
@@ -860,7 +860,7 @@ def end_torchrun():
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. A rank that waits for a third rank gets the error when the third
+# --timeout from one that hangs. A rank that waits for a living rank gets its error when that rank
 # ends. NCCL waits for a dead rank, too, for twice the --timeout at most. Hence a rank that fails
 # only has to end, and all ranks come to `leave`. One of them prints its error: the first to put its
 # number into the store. If its error comes from a collective, which only says that some rank is
@@ -898,7 +898,7 @@ def open_store():
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
-# Set by `watch` if the store goes before that, with node 0's torchrun, which keeps it.
+# Set by `watch` if the store vanishes before that: node 0's torchrun keeps it.
 store_gone = threading.Event()
 
 

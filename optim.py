@@ -212,7 +212,7 @@ def unscale_and_clip_(tensors, norm, scale, max_norm):
     """Divides gradients by `scale` and clips them to a global norm of at most max_norm, in place.
 
     norm: their global norm before the call, still multiplied by `scale`, the loss scale. This one
-    norm clips the gradients of all losses together. Gradients measured later are clipped ones.
+    norm clips the gradients of all losses together. After the call p.grad is clipped.
     """
     factor = 1 / scale
     if norm * factor > max_norm:

@@ -38,7 +38,7 @@ STARTED = time.monotonic()      # --hours counts from here: the imports below ta
 
 # CPU threads spin while they wait for each other. If another program took one thread's core, the
 # others would spin all that time, so they sleep after this many turns. Threads are not bound to
-# cores: all ranks of a node would get the same cores.
+# cores, since all ranks of a node would be bound to the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ["OMP_PROC_BIND"] = "false"
 
@@ -183,9 +183,9 @@ def run_settings(args, manifest):
     """Returns {name: text}: the flags that determine a run's results, and the digest of the shards.
     A run resumes only from a checkpoint with the same settings.
 
-    Settings that change results only slightly are left out: the number of ranks and micro_tokens,
-    which affect rounding and dropout; bucket_mb; and, with int8 and onebit, the steps of
-    checkpoints, because each save drops the residuals.
+    What changes results only slightly is left out: the number of ranks and micro_tokens, which
+    affect rounding and dropout; bucket_mb; and, with int8 and onebit, the steps of checkpoints,
+    because each save drops the residuals.
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
@@ -394,8 +394,8 @@ class Counters:
     phase_step: int = 0              # finished steps of this phase
     seconds: float = 0.0             # running time over all starts, without steps that a crash
                                      # lost; a mean over the ranks, so that all end --hours together
-    longest: int = 0                 # tokens of the longest example, for the model's folder: of
-                                     # this rank's in this start, of rank 0's in earlier starts
+    longest: int = 0                 # tokens of this rank's longest example, for the model's folder
+                                     # (a checkpoint has rank 0's)
 
 
 @dataclasses.dataclass
@@ -908,7 +908,7 @@ def training_loop(args, world, log, state, clock):
             for task, labels in batch.labels.items():
                 task_sum = loss_sum(logits[task], labels)
                 sums[task] += task_sum.detach().double()
-                # The count of all ranks gives each masked token the same weight, and each pair.
+                # Divided by the count of all ranks, each masked token weighs the same; so do pairs.
                 loss = loss + task_sum / max(counts[task], 1)
             # The Reducer takes the mean: 1/W sum_r (W scale loss_r) = scale sum_r loss_r.
             (world.size * scale * loss).backward()
