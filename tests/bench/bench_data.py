@@ -1,13 +1,13 @@
-"""How fast text becomes shards, in how much memory, and shards become batches.
+"""How fast does text become shards, in how much memory, and how fast do shards become batches?
 
     python tests/bench/bench_data.py                       # 3 minutes
     python tests/bench/bench_data.py --beside ../old       # 6 minutes
     python tests/bench/bench_data.py --megabytes 4000 --rounds 1     # does memory stay bounded?
 
-The corpus is this machine's documentation as paragraphs of prose, shuffled and repeated, eight to a
-document; it is written to --folder and removed in the end. "peak" is what data.py holds at a time,
-with processes that older ones start; what they share counts once. Examples a second are those of
-one process.
+Each document of the corpus is eight paragraphs, drawn at random from this machine's documentation.
+The corpus goes to --folder and is removed at the end. "peak" is the most memory that data.py holds
+at a time, with the processes that older versions start; shared memory counts once. "examples/s" is
+the rate of one process. Needs Linux.
 """
 import os
 import random
@@ -33,7 +33,7 @@ def write_corpus(path, megabytes):
 
 
 def memory_of(session):
-    """Returns the MB that the processes of a session hold."""
+    """Returns the memory of all processes of a session, in MB."""
     total = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -41,7 +41,7 @@ def memory_of(session):
                 lines = (folder / "smaps_rollup").read_text().splitlines()
                 total += int(lines[2].split()[1]) / 977      # "Pss:    1234 kB", of 1,024 bytes
         except (OSError, IndexError):
-            pass                                             # it has just ended
+            pass                                             # the process has just ended
     return total
 
 
@@ -67,7 +67,7 @@ def once(args):
                    "peak, MB": peak}
         for length in 128, 512:
             dataset = data.PretrainingData(shards, length)
-            dataset.batch(range(1000))                       # reads from the disk
+            dataset.batch(range(1000))                       # untimed: reads from the disk
             began = time.perf_counter()
             for k in range(200):
                 dataset.batch(range(k * 32, (k + 1) * 32))

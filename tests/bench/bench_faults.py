@@ -1,17 +1,23 @@
-"""What a run survives: faults that one Linux machine can make and the tests do not, a table.
+"""What does a run survive? A table of faults that one Linux machine can cause and no test covers.
 
-    sudo python tests/bench/bench_faults.py          # half an hour; without root it leaves some out
+    sudo python tests/bench/bench_faults.py            # half an hour
     python tests/bench/bench_faults.py kill-rank ends          # some of them; --list names all
-    python tests/bench/bench_faults.py --soak 1      # one run, disturbed 20 times: see soak.py
+    python tests/bench/bench_faults.py --soak 1        # one run, disturbed 20 times: see soak.py
 
-Each fault strikes a real run of train.py, mostly on two ranks under torchrun, from outside or by
-faulty.py. Then the same command is given again and must end with the checkpoint of a run that
-nothing disturbed, bit for bit. Columns: seconds from the fault until it was said, and until the
-last process was gone; steps done again.
+Each fault strikes a real run of train.py, mostly of two ranks under torchrun, from outside or by
+faulty.py. If it ends the run, the same command is started again, unless it would be refused again.
+A finished run must have the checkpoint of an undisturbed one, bit for bit. Faults on two hosts are
+skipped without root, and faults on GPUs without enough GPUs.
 
-What ends alike in one process or without torchrun is a test: tests/test_stops.py,
-test_checkpoints.py, test_program.py, test_train_loop.py and others have damaged files, full disks,
-wrong flags, other numbers of ranks, NaN and exceptions.
+    seen              exit statuses, and the line that reports the fault
+    said after, s     seconds from the fault to that line
+    gone after, s     seconds from the fault to the end of the last process
+    steps lost        steps that the second start repeats
+    verdict           "ok", or what is wrong
+
+Faults with the same outcome in one process or without torchrun are tests: tests/test_stops.py,
+test_checkpoints.py, test_program.py, test_train_loop.py and others cover damaged files, full disks,
+wrong flags, different numbers of ranks, NaN and exceptions.
 """
 import argparse
 import contextlib
@@ -38,28 +44,28 @@ from tests.conftest import make_documents
 BASE = ("--steps 24 0 --batch 64 --micro-tokens 512 --precision fp32 --save-every 5 "
         "--timeout 10").split()
 PORT = 29533
-HOURS = 0.1                      # of the case "hours"; one percent of it is 3.6 s
+HOURS = 0.1                      # for the case "hours"; 1 % of it is 3.6 s
 
 
 @dataclasses.dataclass
 class Case:
-    """A fault: what it is, what must be said, how the run must end."""
+    """A fault, the message it must cause, and how the run must end."""
     fault: str
-    says: str = ""               # a line that must be printed (a regular expression)
-    ends: str = "fails"          # "stops" with a checkpoint of the last step, "goes on" to the end;
-                                 # "refused", and so would be the same command again
-    inject: str = ""             # by faulty.py, in the run
-    act: Callable = None         # or from outside, when step 7 is done or the injected fault began
-    argv: str = ""               # more flags
+    says: str = ""               # a line that must be printed, as a regular expression
+    ends: str = "fails"          # "stops" with a checkpoint of the last step, "goes on" to the end,
+                                 # or is "refused", as the same command would be again
+    inject: str = ""             # a fault inside the run, for faulty.py
+    act: Callable = None         # a fault from outside, after step 7 or after `inject`
+    argv: str = ""               # more flags of train.py
     ranks: int = 2               # 0: without torchrun
-    options: str = ""            # of torchrun
-    nodes: str = ""              # two of one rank each, see `launchers`
-    most: int = 1                # how often the line is printed, at most
-    trace: bool = False          # the product's own traceback is expected
+    options: str = ""            # flags of torchrun
+    nodes: str = ""              # two nodes of one rank each, see `launchers`
+    most: int = 1                # how many times the line may be printed
+    trace: bool = False          # whether the five files print a traceback
     limit: int = 20              # seconds until every process must be gone
-    same: bool = True            # it ends with the bits of the undisturbed run
-    check: Callable = None       # what is wrong besides, a list of texts, of (run)
-    gpus: int = 0                # how many it needs
+    same: bool = True            # whether it ends with the undisturbed run's bits
+    check: Callable = None       # (run) -> list of texts: what else is wrong
+    gpus: int = 0                # how many the case needs
 
 
 ERROR = "^RuntimeError: an injected error"
@@ -68,7 +74,7 @@ LOST_1 = "train.py: .*rank 1 died or did not answer"
 STOPPED = r"^train.py: .*stopped after step \d+; the same command resumes"
 RESUMED = "resuming from the checkpoint of step"
 TERM, KILL, STOP, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGINT
-LOST_STEPS = 5                   # at most: from one checkpoint to the next
+LOST_STEPS = 5                   # the most, from one checkpoint to the next
 
 
 # ----- Acts from outside -----
@@ -84,7 +90,7 @@ def interrupt_twice(run):
 
 
 def restart_agent(run):
-    """kill -9 of the torchrun of node 1, which somebody then starts again."""
+    """Kills the torchrun of node 1 with SIGKILL, and starts it again."""
     agent = run.roots.pop(1)
     agent.kill()
     agent.wait()
@@ -116,7 +122,7 @@ def ends_in_time(run):
 
 
 def good_ends(count):
-    """Returns a check that the same run ends well so many times."""
+    """Returns a check that starts the same run `count` more times; each must end well."""
     def check(run):
         for number in range(count):
             shutil.rmtree(run.out)
@@ -131,7 +137,7 @@ def good_ends(count):
 # ----- The table -----
 
 CASES = {
-    # Ends that something else makes
+    # Killed and stopped processes
     "kill-rank": Case("kill -9 of rank 1", LOST_1, act=send(KILL, "rank", 1)),
     "kill-rank-0": Case("kill -9 of rank 0 of 8", "rank 0 died",
                         act=send(KILL, "rank", 0), ranks=8, limit=9, same=False),
@@ -204,7 +210,7 @@ CASES = {
     "link-cut": Case("the link between two hosts is cut", LOST, nodes="hosts", most=2, limit=40,
                      act=lambda run: set_link("down")),
     "link-4s": Case("the link is cut for 4 s", "", "goes on", nodes="hosts", act=cut_link_for_4_s),
-    # What needs a GPU: NCCL's own ways to end
+    # On GPUs, where NCCL fails in its own ways
     "gpu-raise": Case("an exception, on a GPU", ERROR, "fails", "raise 0 7 optim.learning_rate",
                       ranks=0, trace=True, gpus=1),
     "gpu-memory": Case("out of memory, on a GPU", "--micro-tokens", "refused", ranks=0, gpus=1,
@@ -219,8 +225,8 @@ CASES = {
 # ----- How a case is run -----
 
 def launchers(case):
-    """Returns the launchers of a case's run, as Run takes them. Nodes: local, two on this host;
-    c10d, the same by torchrun's other rendezvous; hosts, on two hosts."""
+    """Returns the `launchers` of a case, for Run. case.nodes: "local", two nodes on this host;
+    "c10d", the same with torchrun's c10d rendezvous; "hosts", one node on each of two hosts."""
     if not case.ranks:
         return [[sys.executable]]
     torchrun = [*TORCHRUN, *case.options.split()]
@@ -231,7 +237,8 @@ def launchers(case):
     for node in range(2):
         prefix = hosts.INSIDE[node] if case.nodes == "hosts" else []
         meeting = [f"--node_rank={node}", f"--master_addr={address}", f"--master_port={PORT}"]
-        if case.nodes == "c10d":     # torch 2.13: without it a torchrun cannot join the restarted
+        if case.nodes == "c10d":
+            # torch 2.13: without it, a torchrun that is started again cannot rejoin.
             prefix = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
             meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint={address}:{PORT}",
                        "--rdzv_id=faults", f"--rdzv_conf=is_host={1 - node}"]
@@ -240,7 +247,7 @@ def launchers(case):
 
 
 class Bench:
-    """A folder with shards, and the undisturbed runs that the others are compared with."""
+    """A folder with shards, and with the undisturbed runs to compare others with."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -249,7 +256,7 @@ class Bench:
         data.prepare(make_documents(), self.shards, vocab_size=320, shards=4)
 
     def start(self, name, case):
-        """Starts the run of a case, in a folder of this name."""
+        """Starts the run of a case in a folder called `name`."""
         out = self.folder / name / "out"
         out.parent.mkdir()
         flags = [*BASE, *case.argv.split(), "--data", self.shards]
@@ -268,7 +275,7 @@ class Bench:
         return self.references[key]
 
     def run(self, name, case):
-        """Returns the table's cells of a case and a list of what is wrong."""
+        """Returns the middle cells of a case's row, and a list of what is wrong."""
         with contextlib.ExitStack() as stack:
             if case.nodes == "hosts":
                 stack.enter_context(hosts.two_hosts())
@@ -277,7 +284,7 @@ class Bench:
             return self.watch(case, run)
 
     def watch(self, case, run):
-        """Lets the fault happen, and the same command run again; returns as `run` does."""
+        """Waits for the fault and starts the same command again. Returns the same as `run`."""
         wrong = []
         lost = ""
         # 1. The fault
@@ -289,7 +296,7 @@ class Bench:
         if case.act:
             case.act(run)
 
-        # 2. What is said, and how the run ends
+        # 2. The message and the end
         says = re.compile(case.says or "(?!)", re.MULTILINE)
         run.wait(lambda: says.search(run.text()), 90)
         noticed = time.monotonic() - struck
@@ -322,7 +329,7 @@ class Bench:
             if lost > (LOST_STEPS if case.ends == "fails" else 0):
                 wrong.append(f"{lost} steps lost")
 
-        # 4. What came of it
+        # 4. The result
         if case.same and end.done():
             wrong += beside.other_bits(self.reference(case), run.out)
         if (run.out / "unfinished").exists():
@@ -333,7 +340,7 @@ class Bench:
 
 
 def skip(case):
-    """Returns why a case cannot be run here, or an empty text."""
+    """Returns why a case cannot run here, or an empty text."""
     if case.gpus > torch.cuda.device_count():
         return f"needs {case.gpus} GPU(s)"
     return "needs root" if os.geteuid() and case.nodes == "hosts" else ""
@@ -350,7 +357,7 @@ def main():
             parser.error(f"no fault is called {name}, see --list")
     if args.list:
         return print(*CASES, sep="\n")
-    signal.signal(TERM, lambda *_: sys.exit(1))              # so that all is cleaned up then, too
+    signal.signal(TERM, lambda *_: sys.exit(1))              # cleans up then, too
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         bench = Bench(Path(folder))

@@ -1,15 +1,17 @@
-"""A baseline that reads: how well do the tokens beside a masked token tell it?
+"""A baseline that reads: how well do its neighbours predict a masked token?
 
     python tests/bench/bench_neighbours.py shards/demo            # half a minute
 
-Prints the loss, in nats, of trigrams on the masked tokens that train.py's `held out` has. They are
-counted in the training text, and see what BERT sees:
+Prints the mean loss, in nats, of trigrams on the masked tokens of train.py's `held out`, and their
+number, for examples of 64 and of 128 tokens. The trigrams are counted in the training text, and see
+what BERT sees:
 
-- The two tokens on the left tell probabilities, so do the two on the right. Each count is less by
-  DISCOUNT, and what is left over goes to the one next token, and of this to the frequency (absolute
-  discounting: Ney, Essen, Kneser, Comput. Speech Lang. 8, 1994). Beside a [MASK] nothing is known.
-- Left and right together: their product, divided by the frequency, as if they were independent.
-- What stands there and is no [MASK] is right or a random token: Bayes' rule weighs.
+- The two tokens on the left give probabilities, and so do the two on the right. Absolute
+  discounting (Ney, Essen, Kneser, Comput. Speech Lang. 8, 1994) takes DISCOUNT from each count and
+  gives it to the probabilities by the nearer token, which give theirs to the frequencies. A context
+  with a [MASK] has no counts, so the shorter context replaces it.
+- Left and right are combined as if they were independent: their product, divided by the frequency.
+- A chosen token that is not [MASK] is the original or a random token. Bayes' rule weighs the two.
 """
 import sys
 from pathlib import Path
@@ -20,11 +22,11 @@ import numpy as np
 import data
 
 DISCOUNT = 0.75
-BASE = 1 << 16               # more than there are tokens
+BASE = 1 << 16               # larger than any token
 
 
 def number(tokens, rows, offsets):
-    """Returns one number for the tokens that stand at these offsets from the rows."""
+    """Returns a number for each row, which encodes the tokens at these offsets from it."""
     found = 0
     for offset in offsets:
         found = found * BASE + tokens[rows + offset]
@@ -32,9 +34,9 @@ def number(tokens, rows, offsets):
 
 
 def count(text, *offsets):
-    """Counts how often a text has each token beside those at these offsets. Returns the function
-    (tokens, row, lower) that returns the probabilities (V,) of all tokens at a row; lower: those by
-    a shorter context."""
+    """Counts each token of a text together with its context, the tokens at these offsets. Returns
+    a function (tokens, row, lower), which returns the probabilities (V,) of the tokens at a row.
+    lower: those by a shorter context."""
     rows = np.arange(2, len(text) - 2)
     keys, all_counts = np.unique(number(text, rows, [*offsets, 0]), return_counts=True)
 
@@ -52,14 +54,14 @@ def count(text, *offsets):
 
 
 def guess(sides, frequency, tokens, row):
-    """Returns the probabilities (V,) of what stood at a row before it was masked."""
+    """Returns the probabilities (V,) of the original token at a row."""
     p = 1 / frequency
     for near, far in sides:
         p = p * far(tokens, row, near(tokens, row, frequency))
     p /= p.sum()
     seen = tokens[row]
     if seen != data.MASK:
-        # Of the chosen tokens a tenth stays, and a tenth becomes any of V tokens.
+        # A tenth of the chosen tokens stays; a tenth becomes random, here any of V tokens.
         stays = p[seen]
         p /= len(p)
         p[seen] += stays

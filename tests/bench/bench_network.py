@@ -1,4 +1,4 @@
-"""Whole training steps over a slow link: the Reducer with each compressor beside torch's DDP.
+"""How long does a training step take over a slow link, with each compressor and with torch's DDP?
 
     sudo python tests/bench/bench_network.py               # Linux, iproute2; 10 minutes
     sudo python tests/bench/bench_network.py --rates 100mbit --methods none onebit --beside ../old
@@ -6,14 +6,17 @@
     sudo python tests/bench/bench_network.py --methods one-by-one buckets-after none ring
     sudo python tests/bench/bench_network.py --rates 100mbit gbps=0.1 --methods none int8 onebit
 
-Two hosts are made of one machine, see hosts.py. In each of them one rank (or --ranks) takes a step
-of `mini`, 8 x 128, with every method in turn, at every rate in turn, --steps times, so that all
-meet the same noise. Milliseconds are medians of the slowest rank. MB are what left the first host's
-interface, all overhead included. "of ddp" is the time beside DDP's at the same rate. "wait" is
-the Reducer's wait_seconds, in ms: what averaging took after backward.
+hosts.py makes two hosts of one machine. On each host one rank, or --ranks of them, takes --steps
+steps of `mini`, 8 x 128. Rates and methods take turns, so that all meet the same noise.
 
-one-by-one and buckets-after are the lower rungs of tests/variants, ring is none over its ring.py. A
-rate as gbps=0.1 is its slow_network.py, over a link without limit (DDP does not wait by it).
+    ms        time of a step on the slowest rank, median over the steps
+    wait      time of averaging after backward, the Reducer's wait_seconds, likewise in ms
+    of ddp    ms divided by DDP's at the same rate
+    MB        sent by the first host's interface in a step, all overhead included
+
+one-by-one and buckets-after are the first rungs of tests/variants/one_by_one.py's ladder; ring is
+none over ring.py. A rate such as gbps=0.1 uses slow_network.py over a link without a limit, and
+does not slow DDP.
 """
 import contextlib
 import itertools
@@ -39,7 +42,7 @@ from tests.training import random_batch
 from tests.variants import buckets_after, one_by_one, ring, slow_network
 
 METHODS = ["ddp", *dist.COMPRESSORS]
-REDUCERS = {                 # not among the defaults
+REDUCERS = {                 # only if --methods names them
     "one-by-one": one_by_one.OneByOne,
     "buckets-after": buckets_after.BucketsAfter,
     "ring": lambda model, world: dist.Reducer(model, over_ring(world))}
@@ -61,7 +64,7 @@ class Loss(torch.nn.Module):
 
 
 class RingWorld(dist.World):
-    """A World that sums around a ring, for one method beside others."""
+    """A World that sums around a ring, for a single method."""
 
     def _run(self, collective, *arguments, **options):
         if collective is distributed.all_reduce:
@@ -76,7 +79,7 @@ def over_ring(world):
 
 
 class Method:
-    """A model of its own, its way of averaging gradients, its optimizer."""
+    """A way of averaging gradients, with its own model and optimizer."""
 
     def __init__(self, name, world):
         torch.manual_seed(0)
@@ -102,12 +105,12 @@ class Method:
 
 
 def sent_by_interface():
-    """Returns the bytes that have left this host over the link."""
+    """Returns the bytes that this host has sent over the link."""
     return int(Path("/sys/class/net/link0/statistics/tx_bytes").read_text())
 
 
 def rank_main(args):
-    """Runs as one rank; returns the rows on rank 0, which beside.py prints as JSON."""
+    """Runs as one rank. Returns the rows on rank 0, for beside.py to print as JSON."""
     torch.set_num_threads(1)
     beside.keep_freed_memory()
     world = dist.init(300)
@@ -124,7 +127,7 @@ def rank_main(args):
             hosts.limit(limit or "none")
         for name, method in methods.items():
             for _ in range(3 if number == 0 else 1):
-                method.step(batch)       # connections find the new rate, caches are warm again
+                method.step(batch)       # connections adapt to the rate, caches get warm
             world.barrier()
             before = sent_by_interface()
             began = time.perf_counter()
@@ -164,7 +167,7 @@ def once(args):
             processes.append(subprocess.Popen(
                 [*hosts.INSIDE[node], sys.executable, *sys.argv], env=environment,
                 stdout=subprocess.PIPE, text=True))
-            stack.callback(processes[-1].kill)           # they only note a Ctrl-C
+            stack.callback(processes[-1].kill)           # ranks only note a Ctrl-C
         outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a rank failed; what it said stands above")

@@ -1,14 +1,16 @@
-"""What a step of each optimizer costs, on the parameters of a BERT, beside torch's AdamW.
-
-That one is measured in the form that it takes by itself ("foreach", lists of tensors, on a GPU; one
-tensor after another on a CPU) and fused in one kernel.
+"""What does a step of each optimizer cost on the parameters of a BERT, beside torch's AdamW?
 
     python tests/bench/bench_optim.py                      # BERT-base: 6 GB of memory, 2 minutes
     python tests/bench/bench_optim.py --beside ../old
 
-All step the same parameters in turn; a row is the median of ms of --steps. "peak" is the most
-memory that a step takes above what was there before it, in units of the parameters' memory, while
-freed memory goes back at once; ms are with what train.py does about it.
+torch's AdamW is measured in its default form, which is "foreach" over lists of tensors on a GPU and
+one tensor after another on a CPU, and fused in one kernel.
+
+    ms      median of --steps steps; the optimizers step the same parameters in turn
+    peak    the most memory that a step adds, divided by the memory of the parameters
+
+"peak" is measured while freed memory goes back at once, and ms afterwards, when it is kept as in
+train.py. On a CPU, this needs Linux.
 """
 import functools
 import statistics
@@ -22,8 +24,8 @@ import optim
 
 
 def memory(field):
-    """Returns bytes that this process holds now (VmRSS) or held at most (VmHWM); on a GPU what
-    torch has allocated there."""
+    """Returns the bytes that this process holds now (VmRSS) or has held at most (VmHWM); on a GPU,
+    the bytes that torch has allocated there."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         return torch.cuda.memory_allocated() if field == "VmRSS" else peak
@@ -33,7 +35,7 @@ def memory(field):
 
 
 def forget_peak():
-    """From here on a peak is what comes after."""
+    """Restarts the measurement of the peak."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -60,7 +62,7 @@ def once(args):
         optimizers[name] = make([{"params": list(params), "weight_decay": decay}
                                  for decay, params in groups.items()])
         seconds[name] = []
-    for step in range(args.steps + 4):                       # four warm up
+    for step in range(args.steps + 4):                       # the first four warm up
         if step == 2:
             beside.keep_freed_memory()
         for name, optimizer in optimizers.items():

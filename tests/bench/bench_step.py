@@ -1,15 +1,15 @@
-"""Tokens a second of whole training steps, beside Hugging Face's BERT or another checkout.
+"""How many tokens a second does train.py process, beside Hugging Face's BERT or a second checkout?
 
     python tests/bench/bench_step.py                       # 6 minutes; with transformers installed
     python tests/bench/bench_step.py --beside ../old       # 10 minutes
     python tests/bench/bench_step.py --models large --times 16       # on a GPU
 
-Each row is a run of `train.py` as a user starts it, 20 steps that do not count and then --steps:
-tokens of the text (padding is none) by the median time of a step.
-"Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a
-data collator makes them: padded to the longest example, with labels of -100 where nothing is
-masked; in 16 bits under autocast, as its Trainer does it. A thread makes its batches ahead, as
-ours are made.
+A row of ours is a run of `train.py` as a user starts it: 20 steps that do not count, then --steps.
+tokens/s divides the tokens of a step, without padding, by its median time.
+
+"Hugging Face" is its BertForPreTraining with torch's fused AdamW on the same batches, as a data
+collator makes them: padded to the longest example, with the label -100 where nothing is masked. In
+16 bits it runs under autocast, as in its Trainer. On both sides a thread makes the batches ahead.
 """
 import statistics
 import tempfile
@@ -22,7 +22,7 @@ import bert
 import data
 import optim
 
-CASES = {                    # name of the row: model, examples, phase of the demo
+CASES = {                    # row: (model, examples, phase of the demo)
     "tiny 32 x 64": ("tiny", 32, 0),
     "mini 32 x 128": ("mini", 32, 1),
     "base 8 x 128": ("base", 8, 1),
@@ -32,10 +32,10 @@ SKIPPED = 20
 
 
 def of_train(args, model, examples, phase, shards):
-    """Returns steps a second of train.py."""
+    """Returns the steps per second of train.py."""
     steps = [0, 0]
     steps[phase] = args.steps + SKIPPED
-    # Of a GPU's large batches Hugging Face takes all examples at once.
+    # One micro-batch a step, like Hugging Face's, even on a GPU.
     micro = [] if args.beside else ["--micro-tokens", examples * LENGTHS[phase]]
     with tempfile.TemporaryDirectory() as out:
         beside.program("train.py", "--data", shards, "--out", out, "--model", model, "--batch",
@@ -45,13 +45,13 @@ def of_train(args, model, examples, phase, shards):
 
 
 def tokens_of(dataset):
-    """Returns how many tokens an example has in the mean."""
+    """Returns the mean number of tokens of an example."""
     return statistics.mean(dataset.length(spans) for spans in dataset.spans(range(4096)))
 
 
 def padded_loader(dataset, examples):
-    """Returns an iterator over the steps of one micro-batch, `padded` and made ahead in a thread,
-    on one rank."""
+    """Returns an iterator over steps on one rank, each a single `padded` micro-batch, made ahead in
+    a thread."""
     from tests.training import padded
 
     def batch(indices):
@@ -61,7 +61,7 @@ def padded_loader(dataset, examples):
 
 
 def of_huggingface(args, model, vocab_size, loader, steps):
-    """Returns steps a second of Hugging Face's model."""
+    """Returns the steps per second of Hugging Face's model."""
     import transformers
 
     config = bert.BertConfig.preset(model, vocab_size, dropout=0.0)

@@ -1,30 +1,33 @@
-"""Is the encoder of use? Classifies WordNet's glosses, and chooses between is and are.
+"""Is the encoder of use? It classifies WordNet's glosses, and chooses between "is" and "are".
 
-    python tests/bench/useful_text.py --root root          # here: writes shards/useful
+    python tests/bench/useful_text.py --root root          # on this machine: writes shards/useful
     python tests/bench/bench_useful.py                     # on one GPU, 8.4 minutes
     CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 python tests/bench/bench_useful.py --model tiny \
         --minutes 97 --pretrain 36 --sizes 256 1000 4000 16000 --workers 1 -- --batch 32
 
-It pre-trains --model on shards/useful/shards, which holds nothing of WordNet, by train.py with all
-steps at 64 tokens, for --pretrain minutes, and keeps the model five times. Then it trains
-classifiers of tests/tools/finetune.py on 256, 1,000, 4,000, 16,000 and all lines of train.tsv, with
-the 45 lexicographer's files as labels, and scores them on test.tsv. A seed draws the lines, weights
-and their order. --workers processes share the GPU, which one small model leaves idle. When
---minutes are over the rest is left out, and each line says of how many seeds it is.
+train.py pre-trains --model for --pretrain minutes on shards/useful/shards, which hold nothing of
+WordNet. All steps take 64 tokens, and five checkpoints are kept. Classifiers of
+tests/tools/finetune.py then learn the 45 lexicographer files as labels, from 256, 1,000, 4,000,
+16,000 and all lines of train.tsv. A seed draws the lines, their order and the initial weights.
+--workers processes share the GPU, which one small model leaves idle. When --minutes are over, the
+rest is left out.
+
+A line gives the checkpoint's held-out loss, the number of labels, the kind of classifier, the mean
+and standard deviation of its accuracy on test.tsv, and the number of seeds.
 
 What counts as proof was written down before the first run:
 
 1. With 256, 1,000, 4,000 and 16,000 labels, fine-tuned beats random weights by more than two
-   standard deviations (of the seeds, the larger one of the two).
+   standard deviations over the seeds, the larger of the two.
 2. Fine-tuned with a quarter of the labels is at least as good as random weights: 256 labels against
    1,000, 1,000 against 4,000, 4,000 against 16,000.
-3. Of five checkpoints of a run, each with a lower held-out loss has a higher accuracy (4,000
-   labels, means of the seeds). Fewer are no proof.
+3. Of five checkpoints of a run, each with a lower held-out loss has a higher accuracy: the mean
+   over the seeds, with 4,000 labels. Fewer checkpoints are no proof.
 
-"agree, is are" is the part of the places with "is" in agreement.tsv in which the model finds "is"
-likelier than "are". That and the part of "are is" are together 100 % for a model that does not look
-at the subject. "other" are the places where the nearest noun has another number than the verb, so
-that to choose by it gives 0 %. Under 500 places are an anecdote.
+"agree, is are same" is the fraction of the lines with this label in agreement.tsv in which the
+model finds "is", the original verb, more likely than "are". For a model that ignores the subject,
+this fraction and that of "are is same" sum to 100 %. With "other", the noun nearest to the verb
+differs from it in number, so choosing by that noun gives 0 %. Fewer than 500 lines are an anecdote.
 """
 import argparse
 import functools
@@ -44,18 +47,18 @@ import train
 from tests.tools import finetune
 
 USEFUL = beside.ROOT / "shards" / "useful"
-VOCABULARY = 16384                       # as many as useful_text.py makes, or more
-ALL = 10 ** 6                            # labels: more than there are
-# labels: (epochs, examples in a batch)
+VOCABULARY = 16384                       # at least as many as useful_text.py makes
+ALL = 10 ** 6                            # labels; more than there are
+# labels: (epochs, batch size)
 PLAN = {256: (20, 16), 1000: (12, 32), 4000: (8, 64), 16000: (4, 128), ALL: (2, 256)}
 FINE, RANDOM, BAG, FROZEN = ROWS = (
     "fine-tuned", "random weights", "bag of tokens", "frozen")
 
 
 def pretrain(args, out):
-    """Trains a model; returns {folder: held-out loss} of it at five times, the last one last."""
+    """Trains a model. Returns {folder: held-out loss} of its five checkpoints, in order."""
     def export(flags, world, log, state):
-        if state.counters.step > 1:      # train.py saves after the first step, too
+        if state.counters.step > 1:      # train.py also saves after the first step
             bert.save_huggingface(state.model, flags.data / "tokenizer.model",
                                   f"{out}/{state.counters.step}", 64)
 
@@ -65,7 +68,7 @@ def pretrain(args, out):
     train.save = export
     train.SAVE_SECONDS = 60 * args.pretrain / 5
     train.STARTED = time.monotonic()
-    dist.listen_to_signals = list        # so that Ctrl-C ends the bench
+    dist.listen_to_signals = list        # Ctrl-C then ends the benchmark
     train.train(train.parse_arguments([str(flag) for flag in flags]), dist.init())
     losses = {}
     for line in beside.lines_of(out, "eval"):
@@ -77,10 +80,10 @@ def pretrain(args, out):
 
 @torch.no_grad()
 def agree(folder):
-    """Prints how often the model finds the right verb likelier."""
+    """Prints how often the model finds the right verb more likely."""
     model = bert.load_huggingface(folder).to(finetune.DEVICE).eval()
     tokenizer = data.load_tokenizer(f"{folder}/tokenizer.model")
-    verbs = finetune.labels_of(USEFUL / "agreement.tsv")         # "is are same": a number
+    verbs = finetune.labels_of(USEFUL / "agreement.tsv")         # {"is are same": number}
     places = finetune.read(USEFUL / "agreement.tsv", tokenizer, verbs)
     for label, number in verbs.items():
         right, wrong, _ = label.split()
@@ -94,9 +97,9 @@ def agree(folder):
 
 @functools.cache
 def tables():
-    """Returns the examples of train.tsv and of test.tsv, and how many labels there are; in each
-    process they are read once."""
-    torch.set_float32_matmul_precision("high")           # TF32, where there is a GPU
+    """Returns the examples of train.tsv and of test.tsv, and the number of labels. Each process
+    reads them once."""
+    torch.set_float32_matmul_precision("high")           # TF32 on a GPU
     tokenizer = data.load_tokenizer(USEFUL / "shards" / "tokenizer.model")
     labels = finetune.labels_of(USEFUL / "train.tsv")
     examples = finetune.read(USEFUL / "train.tsv", tokenizer, labels)
@@ -120,12 +123,12 @@ def classify(folder, row, size, seed):
 
 
 def classify_all(args, pool, losses):
-    """Trains all classifiers, and prints what they are worth. losses: of `pretrain`."""
+    """Trains all classifiers and prints their accuracies. losses: from `pretrain`."""
     folders = list(losses)
     jobs = [(folder, FINE, 4000) for folder in folders]
     jobs += [(folders[-1], row, size) for size in args.sizes for row in ROWS]
     tasks = {}
-    for job in dict.fromkeys(jobs):      # each once; the workers take them in this order
+    for job in dict.fromkeys(jobs):      # without repeats; workers take them in order
         tasks[job] = [pool.apply_async(classify, (*job, seed)) for seed in range(args.seeds)]
     agree(folders[-1])
     for (folder, row, size), seeds in tasks.items():
@@ -135,7 +138,7 @@ def classify_all(args, pool, losses):
                 found.append(task.get(max(0, args.end - time.monotonic())))
             except multiprocessing.TimeoutError:
                 pass                         # the minutes are over
-            except RuntimeError as error:    # the others go on
+            except RuntimeError as error:    # the other tasks go on
                 print(f"{size:,} labels, {row}: {error!r:.300}", flush=True)
         if len(found) > 1:
             print(f"loss {losses[folder]:.3f}, {size:,} labels, {row}: "

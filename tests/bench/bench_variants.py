@@ -1,4 +1,4 @@
-"""Variants that learn otherwise beside what they change: loss, bytes, time, optimizer's memory.
+"""What do variants that train differently cost or bring, beside what they replace?
 
     python tests/bench/bench_variants.py                   # an hour on two cores
     python tests/bench/bench_variants.py --runs lamb albert --steps 1200 --seeds 0
@@ -6,11 +6,17 @@
     python tests/bench/bench_variants.py --stop 20 --steps 40 --seeds 0    # does each resume?
 
 Ranks on this machine train the demo's model in its first phase, one run after another, seed by
-seed: all for --steps, and so on as many examples, or all for --minutes. `loss` is the held-out MLM
-loss at the end, the mean over the seeds, and `spread` the largest minus the smallest. MB are what a
-rank sent in gradients, weights or moments, up to the last step; ms is the median step. With --stop
-N each run is made once more, stopped after step N and started again, and must end with the same
-bits. What follows -- are flags of train.py for all runs.
+seed. All runs take --steps, and therefore equally many examples, or all take --minutes.
+
+    loss        held-out MLM loss at the end, mean over the seeds
+    spread      the largest of these losses minus the smallest
+    MB sent     what a rank sent as gradients, weights or moments, up to the last step
+    ms          median time of a step
+    of base     the column before it, divided by the baseline's
+    state MB    size of the optimizer's moments
+
+With --stop N, each run is made again, stopped after step N and resumed; a line reports whether it
+ends with the same bits. Words after -- are flags of train.py for all runs.
 """
 import argparse
 import os
@@ -23,7 +29,7 @@ import torch
 
 from tests.training import last_state
 
-TRAIN = {        # runs of train.py, name: (its baseline, flags)
+TRAIN = {        # runs of train.py: {name: (baseline, flags)}
     "lamb": ("lamb", ""),
     "adamw": ("adamw", "--optimizer adamw --lr-scale 0.25"),
     "fp32": ("fp32", "--precision fp32"),
@@ -32,7 +38,7 @@ TRAIN = {        # runs of train.py, name: (its baseline, flags)
     "int8": ("lamb", "--compression int8"),
     "onebit": ("lamb", "--compression onebit"),
 }
-VARIANTS = {     # of a file of tests/variants
+VARIANTS = {     # runs of the files in tests/variants
     "lans": ("lamb", ""),
     "came": ("adamw", "--lr-scale 0.125"),
     "merit": ("lamb", ""),
@@ -59,11 +65,11 @@ COLUMNS = ("run", "baseline", "loss", "spread", "steps", "MB sent", "of base", "
 
 
 def train(args, name, out, *more):
-    """Runs a program to its end or as far as the flags `more` say."""
+    """Runs the program of a run; `more` are additional flags."""
     _, flags = RUNS[name]
     program = f"tests/variants/{name}.py" if name in VARIANTS else "train.py"
     steps = [args.steps, 0]
-    if name == "stacking":                           # the same examples, in three phases
+    if name == "stacking":                           # as many examples, in three phases
         part = round(0.4 * args.steps)
         steps = [part, part, args.steps - 2 * part, 0]
     length = ["--steps", *steps]
@@ -75,7 +81,7 @@ def train(args, name, out, *more):
 
 
 def run(args, name, seed):
-    """Returns a dict of what a run came to."""
+    """Trains one run and returns its measurements, {name: number}."""
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
         parts = Path(folder, "parts")
@@ -96,7 +102,7 @@ def run(args, name, seed):
 
 
 def show(results):
-    """Prints the table of {run: [a dict for each seed]}."""
+    """Prints the table. results: {run: [what `run` returns for each seed]}."""
     print("".join(f"{column:>16}" for column in COLUMNS))
     for name, seeds in results.items():
         baseline = RUNS[name][0]
@@ -126,7 +132,7 @@ def main():
     add("--stop", type=int, metavar="N", help="compare with runs that stop after step N and resume")
     add("flags", nargs="*", help="more flags of train.py, after --")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"              # of each rank
+    os.environ["OMP_NUM_THREADS"] = "1"              # for each rank
     args.data = (args.data or beside.shards_of()).absolute()
     results = {name: [] for name in args.runs}
     for seed in args.seeds:

@@ -1,12 +1,12 @@
-"""How a bench measures this checkout, and another one of this project beside it.
+"""Measures this checkout, and a second checkout beside it, for all benchmarks.
 
-A bench has a function once(args), which returns what one process measures, {row: number}, and gives
-it to `main`. That runs the bench once a round with the five files of this checkout and, after
---beside FOLDER, as often with those in FOLDER, in turns: so a machine that becomes slower does so
-for both. A row shows the median of each, and of the ratios in a round (here / there) the median,
-the least and the largest.
+A benchmark has a function once(args), which returns the measurements of one process, {row: number},
+and passes it to `main`. In each round, `main` runs the benchmark once with the five files of this
+checkout and, after --beside FOLDER, once with those of FOLDER. The order alternates, so a machine
+that slows down slows both. A row shows the median of each, then the median, smallest and largest of
+the ratios here / there within a round.
 
-Import it first: `import bert` and the like then find the five files that are to be measured.
+Import this module first: `import bert` and the like then find the five files to measure.
 """
 import argparse
 import contextlib
@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-CODE = Path(os.environ.get("BENCH_CODE", ROOT))      # where these five files are
+CODE = Path(os.environ.get("BENCH_CODE", ROOT))      # the folder of the five files to measure
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 sys.path[:0] = [str(CODE), str(ROOT)]
 
 
 def program(*words, cwd=CODE):
-    """Runs Python with these words, as one of the five files and its flags. Returns what it prints;
-    ends the bench if it fails."""
+    """Runs Python with these words, such as one of the five files and its flags. Returns its
+    output. If it fails, ends the benchmark."""
     done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True,
                           text=True)
     if done.returncode:
@@ -37,7 +37,7 @@ def program(*words, cwd=CODE):
 
 
 def keep_freed_memory():
-    """Does with freed memory what train.py does, where it does something."""
+    """Keeps freed memory as train.py does. Older checkouts may not."""
     import train
 
     if hasattr(train, "keep_freed_memory"):
@@ -45,7 +45,7 @@ def keep_freed_memory():
 
 
 def seconds_of(function):
-    """Returns how long a call takes, until a GPU has done its part."""
+    """Returns the seconds that a call takes, including its work on a GPU."""
     began = time.perf_counter()
     function()
     if DEVICE.type == "cuda":
@@ -54,18 +54,17 @@ def seconds_of(function):
 
 
 def lines_of(out, kind):
-    """Returns the lines of a kind of a run's metrics.jsonl, as far as it is written."""
+    """Returns the lines of one kind in a run's metrics.jsonl, which may be unfinished."""
     path = Path(out, "metrics.jsonl")
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):        # a line that is half written
+        with contextlib.suppress(ValueError):        # half a line, still being written
             lines.append(json.loads(text))
     return [line for line in lines if line["kind"] == kind]
 
 
 def other_bits(out, other):
-    """Returns what differs between the newest checkpoints of two runs, a list of one text or none.
-    """
+    """Returns how the newest checkpoints of two runs differ, a list of at most one text."""
     from tests.training import assert_same, last_state
 
     try:
@@ -76,7 +75,7 @@ def other_bits(out, other):
 
 
 def documentation():
-    """Returns the path of a text, this machine's documentation as this checkout selects it."""
+    """Returns the path of a text: this machine's documentation, as this checkout selects it."""
     text = ROOT / "shards" / "documentation.txt"
     if not text.exists():
         text.parent.mkdir(exist_ok=True)
@@ -86,8 +85,8 @@ def documentation():
 
 
 def shards_of(vocab_size=8192):
-    """Returns a folder with the shards that these five files make of `documentation`. It is kept:
-    remove it when data.py has changed."""
+    """Returns a folder with the shards that the measured data.py makes of `documentation`. The
+    folder is kept: remove it after a change of data.py."""
     folder = ROOT / "shards" / f"bench-{'-'.join(CODE.parts[1:])}-{vocab_size}"
     if not folder.exists():
         program("data.py", documentation(), "--out", folder, "--vocab-size", vocab_size)
@@ -95,7 +94,7 @@ def shards_of(vocab_size=8192):
 
 
 def show(found):
-    """Prints the table of {checkout: [{row: number} of each round]}."""
+    """Prints the table. found: {checkout: [{row: number} of each round]}."""
     here = found[ROOT]
     for row in here[0]:
         ours = [figures[row] for figures in here]
@@ -112,7 +111,7 @@ def show(found):
 
 
 def main(once, add_flags, rounds=3):
-    """Runs the bench. add_flags(add) adds its flags. A process that bench_network.py has started
+    """Runs a benchmark; add_flags(add) adds its flags. In a process that has BENCH_CODE, it
     measures once."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
@@ -121,9 +120,9 @@ def main(once, add_flags, rounds=3):
     args = parser.parse_args()
     if "BENCH_CODE" in os.environ:
         figures = once(args)
-        if figures is not None:              # of the first rank
+        if figures is not None:              # only on the first rank
             print(json.dumps(figures), flush=True)
-        os._exit(0)                          # at its own end Python would abort with open groups
+        os._exit(0)                          # sys.exit would abort while groups are open
 
     found = {ROOT: []}
     if args.beside:

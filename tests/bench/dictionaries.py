@@ -1,16 +1,16 @@
-"""A larger real text, from two dictionaries that Debian has as packages.
+"""Writes a larger real text, from two dictionaries that are Debian packages.
 
     apt-get install --no-install-recommends dict-gcide wordnet-base
     python tests/bench/dictionaries.py --out text              # 4 seconds
     python data.py text --out shards/dictionaries
 
-Elsewhere, or without root: `apt-get download` both, `dpkg -x` each into one folder, and give that
-as --root.
+On other systems, or without root: `apt-get download` both, unpack them with `dpkg -x` into one
+folder, and pass that as --root.
 
-OUT/gcide.txt (GCIDE 0.48, of Webster's dictionary of 1913) has an entry a document: without its
-pronunciation, all that is in square brackets (sources, etymology) and accents. OUT/wordnet.txt
-(WordNet 3.0) has a document for all synsets that have the same first pointer (mostly the same
-hypernym), a synset a line: its words, a colon, its gloss. A blank line ends a document.
+OUT/gcide.txt (GCIDE 0.48, from Webster's dictionary of 1913) has a document for each entry, without
+pronunciation, accents or anything in square brackets (sources, etymology). OUT/wordnet.txt
+(WordNet 3.0) has one document for all synsets whose first pointers have the same target, mostly a
+hypernym. Each synset is a line: its words, a colon, its gloss. A blank line ends a document.
 """
 import argparse
 import gzip
@@ -19,8 +19,8 @@ from pathlib import Path
 
 
 def read_synset(line):
-    """Returns (what the first pointer points to, the text) of a line of one of WordNet's data
-    files, as wndb(5WN) describes it; without pointers, its own offset is the first.
+    """Returns (target of the first pointer, text) of a line in a data file of WordNet. A synset
+    without pointers has its own offset as the target. The format is that of wndb(5WN):
 
         offset file type w_cnt word lex_id [word lex_id ...] p_cnt [symbol offset pos numbers ...]
             [verb frames] | gloss
@@ -30,7 +30,7 @@ def read_synset(line):
     pointers = 4 + 2 * int(fields[3], 16)
     words = []
     for word in fields[4:pointers:2]:
-        word = re.sub(r"\((?:a|p|ip)\)$", "", word)          # an adjective's place in a sentence
+        word = re.sub(r"\((?:a|p|ip)\)$", "", word)          # the position of an adjective
         words.append(word.replace("_", " "))
     parent = fields[0]
     if int(fields[pointers]) > 0:
@@ -57,9 +57,9 @@ def wordnet_documents(root):
 
 
 def gcide_documents(root, without="\0"):
-    """Returns the documents (list of str) of GCIDE, a paragraph a line, but those entries that name
-    `without`."""
-    # .dz is gzip with an index
+    """Returns the documents (list of str) of GCIDE, with each paragraph on a line. Entries that
+    contain the string `without` are left out."""
+    # .dz is gzip with an index.
     with gzip.open(root / "usr/share/dictd/gcide.dict.dz") as file:
         dictionary = file.read().decode("utf-8", "replace")
     documents = []
@@ -76,11 +76,11 @@ def gcide_documents(root, without="\0"):
 
 def plain(entry):
     """Returns an entry of GCIDE without markup."""
-    # [ae] [=o] ['e] [a^]: letters with their accents
+    # Letters with accents: [ae] [=o] ['e] [a^]
     entry = re.sub(r"\[[^\w\s\[\]]{0,2}([A-Za-z]{1,2})[\^~]?\]", r"\1", entry)
-    for _ in range(3):                       # brackets in brackets
+    for _ in range(3):                       # nested brackets
         entry = re.sub(r"\[[^\[\]]*\]", "", entry)
-    # The first \...\ is the pronunciation, with another one in parentheses
+    # The first \...\ is the pronunciation; a second one may follow in parentheses.
     entry = re.sub(r" \\[^\\]*\\(\s\([^)]*\))?", "", entry, count=1)
     entry = re.sub(r"[{}\\]", "", entry)
     return re.sub(r"\s+(?=[,.;:])", "", entry)

@@ -1,12 +1,12 @@
-"""train.py with one fault in it, and runs of it that are watched from outside.
+"""train.py with one injected fault, and `Run`, which watches train.py from outside.
 
     export FAULT="raise 1 7 optim.learning_rate" FAULT_MARK=struck
     torchrun --nproc_per_node=2 tests/bench/faulty.py --data ...
 
-is train.py, but rank 1 raises an exception before its 7th call of that function ("*": all ranks).
-Acts are in ACTS; what follows the function's name is an act's argument. Calls of an evaluation,
-which has no gradients, do not count. Only torchrun's first attempt has the fault. `Run` finds all
-processes of a run by a mark in their environment, so it needs Linux.
+is train.py, except that rank 1 raises an exception before its 7th call of that function. The rank
+"*" means all ranks. Acts are in ACTS; words after the function's name are an act's argument. Calls
+in an evaluation, which has no gradients, do not count. Only torchrun's first attempt has the fault.
+`Run` finds all processes of a run by a mark in their environment, so it needs Linux.
 """
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def add_flags(flags):
 
 
 def limit_memory(megabytes):
-    """Lets this process have so many MB more than it has."""
+    """Lets this process have `megabytes` MB more memory than now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     room = pages * os.sysconf("SC_PAGE_SIZE") + int(megabytes) * 1000000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
@@ -57,7 +57,7 @@ ACTS = {"raise": raise_error, "kill": kill, "pause": pause, "flags": add_flags,
 
 
 def inject(text):
-    """Patches this process so that the fault happens in it, if it is of the fault's rank."""
+    """Patches this process if the fault is meant for its rank and attempt."""
     what, rank, number, target, *argument = text.split(maxsplit=4)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank not in ("*", os.environ.get("RANK", "0")) or attempt != "0":
@@ -78,7 +78,7 @@ def inject(text):
     setattr(owner, name, patched)
 
 
-# ----- Outside: a run, all its processes and what it has said -----
+# ----- Outside: a run, all its processes and its output -----
 
 Process = namedtuple("Process", "pid kind rank")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -86,10 +86,10 @@ TWO_RANKS = [[*TORCHRUN, "--standalone", "--nproc_per_node=2"]]
 
 
 class Run:
-    """A started train.py with everything that it starts.
+    """A run of train.py, with all of its processes.
 
-    out: the folder of results. flags: the others. launchers: for each node the words before the
-    program: python's, or torchrun's. gpus: how many cards the ranks need.
+    out: the folder of results. flags: all flags but --out. launchers: for each node, the words
+    before the program: python's or torchrun's. gpus: how many the ranks need. fault: as in FAULT.
     """
 
     def __init__(self, out, flags, launchers=TWO_RANKS, gpus=0, fault=""):
@@ -119,18 +119,18 @@ class Run:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True))
 
     def again(self):
-        """Starts the same without a fault."""
+        """Starts the same command without the fault, and returns its Run."""
         return Run(*self.made_of)
 
     def processes(self):
-        """Returns all that live, a list of Process; kinds: torchrun, rank and other."""
+        """Returns all live processes, a list of Process of the kinds torchrun, rank and other."""
         processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
             except OSError:
-                continue                                     # it has just ended
+                continue                                     # the process has just ended
             if self.mark not in words:
                 continue
             kind = "other"
@@ -143,10 +143,10 @@ class Run:
         return processes
 
     def send(self, signum, kind=None, rank=None):
-        """Sends a signal to the processes of a kind and a rank; None: to any."""
+        """Sends a signal to the processes of a kind and a rank. None means any."""
         for process in self.processes():
             if kind in (None, process.kind) and rank in (None, process.rank):
-                with contextlib.suppress(ProcessLookupError):        # it was faster
+                with contextlib.suppress(ProcessLookupError):        # it has ended meanwhile
                     os.kill(process.pid, signum)
 
     def text(self):
@@ -164,7 +164,7 @@ class Run:
         return [root.returncode for root in self.roots]
 
     def done(self):
-        """Returns whether it has ended, with its last step and well."""
+        """Returns whether it has reported its last step, and no process has failed."""
         return "Done after step" in self.text() and not any(self.codes())
 
     def wait(self, condition, seconds):
@@ -175,8 +175,8 @@ class Run:
         return condition()
 
     def wait_for_end(self, seconds):
-        """Waits until no process is left, at most so long. Then ends what is left, and returns what
-        is wrong, a list of texts: what was left, an abort."""
+        """Waits up to `seconds` until no process is left, then kills the rest. Returns what
+        was wrong, a list of texts: processes that were left, an abort."""
         try:
             self.wait(lambda: False, seconds)
             left = self.processes()
@@ -189,7 +189,7 @@ class Run:
         return wrong
 
     def has_traceback(self):
-        """Returns whether it has printed a traceback of one of the five files."""
+        """Returns whether the output has a traceback through one of the five files."""
         return bool(re.search(r'File ".*/(train|dist|data|bert|optim)\.py"', self.text()))
 
     def kill(self):

@@ -1,15 +1,15 @@
-"""Most of what RESULTS.md says of a GPU, measured by one command in eight minutes.
+"""Measures most of what RESULTS.md reports for a GPU, with one command in eight minutes.
 
     python tests/bench/gpu.py --out gpu.txt                  # first: pip install transformers
     CUDA_VISIBLE_DEVICES= python tests/bench/gpu.py --tiny   # a rehearsal on a CPU, two minutes
 
-Each line is printed, and added to the file --out, as soon as it is measured: so a run that is cut
-short leaves what it has, the most important parts first. --parts names those to run. After
---minutes no other part begins. Rates and milliseconds are medians.
+Each result is printed, and appended to the file --out, as soon as it is measured. The most
+important parts come first, so a run that is cut short has those. --parts chooses parts. After
+--minutes no further part begins. Rates and milliseconds are medians.
 
-A step of ours is that of train.py's loop, in this process, without evaluation and checkpoints.
-Hugging Face's is that of bench_step.py, without dropout; ours drops 0.1. On both sides a thread
-makes the batches ahead.
+A step of ours is one of train.py's loop, in this process, without evaluations and checkpoints, with
+dropout 0.1. Hugging Face's is that of bench_step.py, without dropout. On both sides a thread makes
+the batches ahead.
 """
 import argparse
 import statistics
@@ -31,19 +31,19 @@ import optim
 import train
 
 CUDA = beside.DEVICE.type == "cuda"
-# Hugging Face's attention shall not be cuDNN's: that prepares anew for each shape, and many come.
+# Keep Hugging Face's attention off cuDNN, which prepares again for each of its many shapes.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def say(args, text):
-    """Prints a line, and adds it to the file."""
+    """Prints a line and appends it to the file."""
     print(text, flush=True)
     with open(args.out, "a") as file:
         print(text, file=file)
 
 
 def steps(args, model, seq_len, examples, micro_tokens):
-    """Returns (examples a second, GiB at most on the GPU) of train.py's loop."""
+    """Returns (examples per second, peak GiB on the GPU) of train.py's loop."""
     recipe = optim.RECIPES["nvidia-64k"]
     phase = optim.Phase(seq_len, examples, 25, lr=1e-4, warmup=0.1)
     optim.RECIPES = optim.RECIPES | {"nvidia-64k": recipe | {"phases": [phase]}}
@@ -66,7 +66,7 @@ def steps(args, model, seq_len, examples, micro_tokens):
 # ----- Parts, the most important first -----
 
 def beside_huggingface(args):
-    """One micro-batch a step, 128 tokens, beside Hugging Face's model with fused AdamW."""
+    """Steps of one micro-batch, 128 tokens, beside Hugging Face's model with fused AdamW."""
     dataset = data.PretrainingData(args.shards, 128)
     tokens = bench_step.tokens_of(dataset)
     vocab_size = data.load_manifest(args.shards)["vocab_size"]
@@ -81,14 +81,14 @@ def beside_huggingface(args):
 
 
 def optimizers(args):
-    """ms of an update, and the most memory that it takes, as a part of the weights'."""
+    """ms of an update, and its peak memory as a fraction of the weights' memory."""
     for model in args.models:
         for name, number in bench_optim.once(SimpleNamespace(model=model, steps=20)).items():
             say(args, f"{model}, {name}: {number:.2f}")
 
 
 def loop(args):
-    """Steps of three micro-batches, of as many tokens as train.py takes here."""
+    """Steps of three micro-batches, each of train.py's default --micro-tokens on a GPU."""
     micro_tokens = 1024
     if CUDA:
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -103,14 +103,14 @@ def loop(args):
 
 
 def tests(args):
-    """pytest -m gpu: attention, ranks over NCCL, the bits of a resume in each precision."""
+    """pytest -m gpu: attention, ranks over NCCL, bit-identical resumes in each precision."""
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu"], cwd=beside.ROOT,
                           text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     say(args, f"pytest -m gpu: {done.stdout.strip().splitlines()[-1]}")
 
 
 def resume(args):
-    """A run that is stopped and resumed, beside one that is not: the same bits?"""
+    """Does a run that is stopped and resumed end with the bits of an uninterrupted one?"""
     with tempfile.TemporaryDirectory() as place:
         whole = Path(place, "whole")
         parts = Path(place, "parts")
@@ -124,7 +124,7 @@ def resume(args):
 
 
 def demo(args):
-    """python train.py: seconds, and its evaluations at the ends of the phases."""
+    """python train.py: its seconds, and the last evaluation of each phase."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as out:
         beside.program("train.py", "--out", out, "--steps", *args.demo_steps)
@@ -166,7 +166,7 @@ def main():
             continue
         try:
             PARTS[name](args)
-        except (RuntimeError, ImportError, SystemExit) as error:         # the other parts go on
+        except (RuntimeError, ImportError, SystemExit) as error:         # the other parts follow
             say(args, f"{name}: {error!r:.300}")
         if CUDA:
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Two hosts made of this machine: two network namespaces with a link between them (Linux, root)."""
+"""Makes two hosts of this machine: two linked network namespaces (Linux, root)."""
 import contextlib
 import os
 import signal
@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 NAMES = [f"bench{os.getpid()}{side}" for side in "ab"]
-# Before a command that runs there. Gloo shall use the link.
+# The words before a command that runs on a host. Gloo must use the link.
 INSIDE = [["ip", "netns", "exec", name, "env", "GLOO_SOCKET_IFNAME=link0"] for name in NAMES]
-ADDRESS = "10.86.75."            # .1 and .2 are the two hosts; nothing else sees them
+ADDRESS = "10.86.75."            # .1 and .2 are the hosts, visible only to each other
 LINK = ["dev", "link0"]
 
 
@@ -19,8 +19,8 @@ def run(*command):
 
 @contextlib.contextmanager
 def two_hosts():
-    """The two hosts exist inside of this block."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))    # so that they do not outlive it
+    """A context in which the two hosts exist."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))    # runs `finally` below
     try:
         for name in NAMES:
             run("ip", "netns", "add", name)
@@ -37,8 +37,8 @@ def two_hosts():
 
 
 def limit(rate, inside=()):
-    """Limits what leaves a host over the link to a rate as "100mbit"; "none" lifts the limit.
-    inside: the words of INSIDE, if this process is not there itself."""
+    """Limits the rate at which a host sends over the link, such as "100mbit"; "none" lifts the
+    limit. inside: the host's words in INSIDE, if this process does not run on it."""
     queue = [*inside, "tc", "qdisc"]
     subprocess.run([*queue, "del", *LINK, "root"], stderr=subprocess.DEVNULL)
     if rate != "none":

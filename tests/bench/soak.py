@@ -1,11 +1,12 @@
-"""The soak: one run disturbed at 20 random moments, started again until it is done.
+"""The soak: does a run that is disturbed at 20 random moments still end with the same bits?
 
     python tests/bench/bench_faults.py --soak SEED   # six minutes on two cores
 
-Two ranks take 200 steps of the demo's recipe on a small corpus. Moments (a step of the run, or a
-time while it starts) and disturbances are drawn from the seed; the same command follows each of
-them. In the end weights, moments, model folder and the losses of every step must be those of the
-undisturbed run, bit for bit, and no process and no temporary file may be left.
+Two ranks take 200 steps of the demo's recipe on a small corpus. The seed draws the disturbances and
+their moments: a step of the run, or a time while it starts. If one ends the run, the same command
+resumes it. At the end, weights, moments, model folder and the losses of every step must be those of
+the undisturbed run, bit for bit, and no process or temporary file may be left. Without
+root, no disk is filled.
 """
 import contextlib
 import os
@@ -40,7 +41,7 @@ SIGNALS = {                      # name: (signal, kind of process, rank)
 
 
 def fill_and_free(run):
-    """Leaves no byte free on the disk until a save has failed."""
+    """Fills the disk to the last byte, until a save has failed."""
     failures = run.text().count(FAILED)
     filler = run.out / "filler"
     with open(filler, "wb", buffering=0) as file:
@@ -53,11 +54,11 @@ def fill_and_free(run):
 
 
 def disturb(run, what, moment, rng):
-    """Waits for the moment, disturbs, waits for the end. Returns (what was seen, list of problems).
-    """
+    """Waits for the moment, disturbs the run and, except with a full disk, waits for its end.
+    Returns (what was seen, list of problems)."""
     before = run.last_step()
     starting = before >= moment
-    if starting:                                             # as long as a start takes, at most
+    if starting:                                             # at most as long as a start takes
         run.wait(lambda: run.last_step() != before, 8 * rng.random())
     else:
         run.wait(lambda: run.last_step() >= moment, 120)
@@ -71,11 +72,11 @@ def disturb(run, what, moment, rng):
 
     signum, kind, rank = SIGNALS[what]
     before = len(run.text())
-    # While it starts there may be no rank yet.
+    # While the run starts, it may not have ranks yet.
     run.wait(lambda: any(each.kind == kind for each in run.processes()), 60)
     began = time.monotonic()
     run.send(signum, kind, rank)
-    if signum == signal.SIGSTOP:                             # torchrun would wait 30 s for it
+    if signum == signal.SIGSTOP:                             # else torchrun waits 30 s for the rank
         run.wait(lambda: "in time" in run.text()[before:], 60)
         run.send(signal.SIGCONT, kind, rank)
     problems = run.wait_for_end(60)
@@ -95,12 +96,12 @@ def disturb(run, what, moment, rng):
 
 
 def compare(whole, out):
-    """Returns what differs between two finished runs, a list of texts."""
+    """Returns the differences of two finished runs, a list of texts."""
     wrong = beside.other_bits(whole, out)
     models = [(folder / "model/model.safetensors").read_bytes() for folder in (whole, out)]
     if models[0] != models[1]:
         wrong.append("another model.safetensors")
-    # Steps that were lost and done again stand in the log twice, and must be equal.
+    # A step that was lost and repeated has two lines in the log, which must agree.
     logs = []
     for folder in whole, out:
         logs.append({(line["step"], line["mlm_loss"], line["nsp_loss"])
@@ -111,7 +112,7 @@ def compare(whole, out):
 
 
 def main(seed, folder, shards):
-    """Prints a line a disturbance and a verdict; returns the exit status."""
+    """Prints a line for each disturbance, then the verdict. Returns the exit status."""
     rng = random.Random(seed)
     began = time.monotonic()
     whole = folder / "whole"
@@ -125,7 +126,7 @@ def main(seed, folder, shards):
             names.append(FULL)
             hosts.run("mount", "-t", "tmpfs", "-o", "size=60m", "none", out)
             stack.callback(hosts.run, "umount", "--lazy", out)
-        names = (names * 3)[:DISTURBANCES]                   # each of them twice
+        names = (names * 3)[:DISTURBANCES]                   # each at least twice
         rng.shuffle(names)
         moments = sorted(rng.sample(range(STEPS - 30), DISTURBANCES))
         run = Run(out, flags)

@@ -1,21 +1,22 @@
-"""What bench_useful.py reads: shards without WordNet, WordNet's glosses, sentences to agree in.
+"""Writes what bench_useful.py reads: shards without WordNet, glosses, and masked verbs.
 
     apt-get download dict-gcide wordnet-base && for p in *.deb; do dpkg -x $p root; done
     python tests/bench/useful_text.py --root root              # writes shards/useful, 40 seconds
 
-OUT/shards holds GCIDE and this machine's documentation; with --tokenizer runs/demo/model's, for
---init, GCIDE alone. GCIDE has taken thousands of its entries from WordNet: they are left out.
+OUT/shards holds GCIDE, without its thousands of entries from WordNet, and this machine's
+documentation. With --tokenizer runs/demo/model/tokenizer.model, for --init, it holds GCIDE alone.
 
-OUT/train.tsv and test.tsv have a line for each synset of WordNet: its definition, without its words
-and without the quoted examples, which contain them; and one of 45 labels, the lexicographer's file
-that it stands in, as noun.05, animals. No definition comes twice. Synsets with the same first
-hypernym (of adjectives: the same first similar one) are all in one of the files; a tenth is test.
+OUT/train.tsv and test.tsv have a line for each synset of WordNet: its definition, and as label its
+lexicographer file, one of 45, such as noun.05, animals. The words of the synset are left out, and
+so are the quoted examples, which contain them. No definition occurs twice. Synsets with the same
+first hypernym, or for adjectives the same first similar one, are in the same file; a tenth of these
+groups are in test.tsv.
 
-OUT/agreement.tsv has a line for each place in WordNet's glosses and examples where the number of a
-subject decides between two verbs: the sentence with [MASK]; the verb that stood there, the other
-one, and "same" or "other" as the number of the noun that is nearest to the verb. There is no
-parser: the subject is X in "the X is" and in "the X of the Y is". Where its number is not that of
-the verb, the guess was wrong, and the place is left out.
+OUT/agreement.tsv has a line for each sentence in WordNet's glosses and examples where the number of
+the subject, singular or plural, decides between two verbs: the sentence with [MASK], the original
+verb, the alternative, and "same" or "other" for the number of the noun nearest to the verb. There
+is no parser: the subject is X in "the X is" and in "the X of the Y is". If X and the verb differ in
+number, X is not the subject, and the sentence is left out.
 """
 import argparse
 import itertools
@@ -28,26 +29,26 @@ import dictionaries
 
 import data
 
-VERBS = ["is", "are", "was", "were", "has", "have"]      # singular and plural in turns
-# One word may stand before each noun.
+VERBS = ["is", "are", "was", "were", "has", "have"]      # singular and plural alternate
+# A word may precede each noun.
 SUBJECT = re.compile(
     r"\b(?:the|an?)( [a-z]+)?? (?P<subject>[a-z]+)"
     r"( (?:of|in|on|for|with|to|from|by|at|between)( the| an?)?( [a-z]+)?? (?P<nearest>[a-z]+))?"
     r" (?P<verb>is|are|was|were|has|have)\b")
-QUOTE = r'[;:,]?\s*"'        # begins an example in a gloss, or ends it
+QUOTE = r'[;:,]?\s*"'        # the beginning or end of an example in a gloss
 
 
 def read_synset(part, line):
-    """Returns (what its synsets share, the gloss, the label) of a synset of WordNet."""
+    """Returns (group, gloss, label) of a line of WordNet. A group is in one file, train or test."""
     head, gloss = line.split(" | ", 1)
     offset, number = head.split()[:2]
-    # A hypernym, or of an adjective a similar one; else the synset itself
+    # The first hypernym or similar adjective; without one, the synset itself.
     pointer = re.search(r" [@&]i? (\d{8}) ", f"{head} & {offset} ")
     return part + pointer[1], gloss.strip(), f"{part}.{number}"
 
 
 def is_plural(word, nouns):
-    """Returns whether a word is a plural, None for what is no noun."""
+    """Returns whether a noun is a plural; None if the word is not a noun."""
     if word in nouns:
         return False
     if word.endswith("s") and word[:-1] in nouns:
@@ -56,7 +57,7 @@ def is_plural(word, nouns):
 
 
 def place_in(sentence, nouns):
-    """Returns the line of agreement.tsv of a sentence, None if it has none."""
+    """Returns the line of a sentence in agreement.tsv, or None."""
     found = SUBJECT.search(sentence)
     if not found or len(sentence) > 150:
         return None
@@ -71,7 +72,7 @@ def place_in(sentence, nouns):
 
 
 def write_tables(root, out):
-    """Writes train.tsv, test.tsv and agreement.tsv; prints how many lines they have."""
+    """Writes train.tsv, test.tsv and agreement.tsv, and prints the number of lines in each."""
     index = (root / "usr/share/wordnet/index.noun").read_text()
     nouns = {line.split()[0] for line in index.splitlines()}
     tables = {"train": [], "test": [], "agreement": []}
