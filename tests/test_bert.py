@@ -1,7 +1,7 @@
-"""bert.py: its logits and gradients beside torch's own encoder, its model folder, fill_mask.
+"""Tests bert.py: logits and gradients, against torch's own encoder; the model folder; fill_mask.
 
-With transformers, and the tokenizer of the folder: test_huggingface.py. Attention by itself:
-course/test_graders.py.
+test_huggingface.py tests the folder in transformers, and its tokenizer; course/test_graders.py
+tests attention by itself.
 """
 import io
 import json
@@ -28,7 +28,7 @@ CONFIG = bert.BertConfig(
 
 
 def make_model(seed=0, **changes):
-    """Returns a model in fp64 whose weights are all different from their initial zeros and ones."""
+    """Returns a model in fp64, with noise on all weights, so that none is an initial 0 or 1."""
     torch.manual_seed(seed)
     model = bert.BertForPreTraining(replace(CONFIG, **changes)).double()
     for p in model.parameters():
@@ -49,7 +49,7 @@ THEIRS = {"self_attn.in_proj_": "qkv.", "self_attn.out_proj.": "attention_out.",
 
 
 def torchs_block(block, x):
-    """Returns what torch's layer makes of one example (T, D) with the weights of a Block."""
+    """Returns the output (T, D) of torch's layer with the weights of a Block, for one example."""
     layer = nn.TransformerEncoderLayer(CONFIG.width, CONFIG.heads, CONFIG.feed_forward, 0.0, "gelu",
                                        CONFIG.layer_norm_eps, dtype=torch.float64)
     weights = {theirs + kind: block.get_parameter(ours + kind)
@@ -58,8 +58,8 @@ def torchs_block(block, x):
 
 
 def torchs_stages(model, batch):
-    """Returns what the parts of a BERT made of torch's layers give, {part: tensor}: hidden states
-    of the rows that ours computes, then logits."""
+    """Returns the outputs of the parts of a BERT made of torch's layers, {part: tensor}: hidden
+    states of the rows that our model computes, then logits."""
     embeddings = model.embeddings
     examples = defaultdict(list)
     for rows in torch.arange(batch.bounds[-2]).split(batch.lengths[:-1].tolist()):
@@ -80,7 +80,7 @@ def torchs_stages(model, batch):
 
 
 def our_stages(model, batch):
-    """Returns what `torchs_stages` does, of our model, and what each other module gives."""
+    """Returns the outputs of the same parts of our model, and of all its other modules."""
     stages = {}
     for name, module in model.named_modules():
         def keep(module, inputs, output, name=name):
@@ -95,8 +95,8 @@ def on_gpu(*values):
 
 
 def device_of(name, monkeypatch):
-    """Returns the device of this name. "padded" is the CPU, where attention is then that of a GPU
-    without FlashAttention."""
+    """Returns the device of this name. "padded" is the CPU with the attention of a GPU that lacks
+    FlashAttention."""
     if name != "padded":
         return name
 
@@ -121,13 +121,13 @@ def device_of(name, monkeypatch):
 def test_logits_and_gradients_are_those_of_torchs_layers(
         shards, monkeypatch, seq_len, examples, mask_fraction, device, dtype, tolerance):
     device = device_of(device, monkeypatch)
-    # fp16 as on an older GPU
+    # fp16 takes the path of an older GPU, without FlashAttention.
     capability = (7, 5) if dtype == torch.float16 else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     batch = make_batch(shards, seq_len, examples, mask_fraction)
     exact_model = make_model()
     model = make_model().to(device, dtype)
-    exact_model.load_state_dict(model.state_dict())              # rounded
+    exact_model.load_state_dict(model.state_dict())              # rounded to dtype
     exact = torchs_stages(exact_model, batch)
     found = our_stages(model, make_batch(shards, seq_len, examples, mask_fraction, device))
     for stages in exact, found:
@@ -137,19 +137,20 @@ def test_logits_and_gradients_are_those_of_torchs_layers(
         ours = found[name][:len(right)].cpu()                    # without the rows of padding
         error = (ours - right).norm() / right.norm().clamp(min=1e-9)
         assert error < tolerance, (
-            f"{name}: {error:.2g} away from what torch's layers give; what comes before it is "
-            f"right, in the order {', '.join(exact)}")
+            f"the output of {name} differs from that of torch's layers by {error:.2g} of its norm; "
+            f"the parts before it, in the order {', '.join(exact)}, are right")
     total = nn.utils.get_total_norm([p.grad for p in exact_model.parameters()])
     for name, p in exact_model.named_parameters():
         error = (model.get_parameter(name).grad.cpu() - p.grad).norm() / total
-        assert error < tolerance, f"the gradient of {name} is {error:.2g} of all gradients away"
+        assert error < tolerance, (
+            f"the gradient of {name} is off by {error:.2g} of the norm of all gradients")
     rows, wanted = len(found["blocks.1.up"]), examples + len(batch.masked_rows)
-    assert rows == wanted, f"the last block computes {rows} rows, and {wanted} are read"
+    assert rows == wanted, f"the last block computes {rows} rows, but the heads read {wanted}"
 
 
 @pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 def test_gradients_in_16_bits_are_sums_in_more(shards, device):
-    """Of so many rows that sums in bf16 would be a tenth off."""
+    """There are so many rows that sums in bf16 would be off by a tenth."""
     model = make_model(layers=1, width=64, heads=1).to(device, torch.bfloat16)
     exact = make_model(layers=1, width=64, heads=1)
     exact.load_state_dict(model.state_dict())
@@ -158,30 +159,30 @@ def test_gradients_in_16_bits_are_sums_in_more(shards, device):
         (logits["mlm"].mean() + logits["nsp"].mean()).backward()
     for name, p in exact.named_parameters():
         error = (model.get_parameter(name).grad.cpu() - p.grad).norm() / p.grad.norm()
-        assert error < 0.05, f"the gradient of {name} is {error:.1%} off"
+        assert error < 0.05, f"the gradient of {name} is off by {error:.1%}"
 
 
 def test_dropout_is_of_embeddings_weights_and_both_branches_in_training_alone(shards):
-    batch, model = make_batch(shards), make_model(dropout=1.0)               # nothing is left
+    batch, model = make_batch(shards), make_model(dropout=1.0)               # drops everything
     x = model.embeddings(batch.tokens, batch.segments, batch.positions)
-    assert not x.any(), "embeddings are not dropped"
+    assert not x.any(), "dropout does not act on embeddings"
     x, rows = torch.randn_like(x), (batch.bounds, batch.lengths)
     block = model.blocks[0]
     norms = block.norm(block.attention_norm(x))
-    assert torch.equal(block(x, *rows), norms), "a branch is not dropped"
+    assert torch.equal(block(x, *rows), norms), "dropout does not act on a branch of a block"
     evaluated, undropped = model.eval()(batch)["mlm"], make_model()(batch)["mlm"]
-    assert torch.equal(evaluated, undropped), "something is dropped in evaluation"
+    assert torch.equal(evaluated, undropped), "dropout acts in evaluation mode"
     block.train().dropout.p = 0.5
     block.dropout.eval()
     same = torch.equal(block(x, *rows), block(x, *rows))
-    assert not same, "attention weights are not dropped"
+    assert not same, "dropout does not act on attention weights"
 
 
 @pytest.mark.parametrize("device, dtype", [
     ("cpu", torch.float32), ("padded", torch.float32),
     on_gpu("cuda", torch.float32), on_gpu("cuda", torch.bfloat16)])
 def test_gradients_are_those_of_the_weights_that_dropout_has_left(monkeypatch, device, dtype):
-    """Of many short examples, as in fine-tuning."""
+    """The batch has many short examples, as in fine-tuning."""
     device = device_of(device, monkeypatch)
     lengths = torch.tensor([5] * 100 + [17] * 100 + [60] * 56 + [0])
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
@@ -191,24 +192,25 @@ def test_gradients_are_those_of_the_weights_that_dropout_has_left(monkeypatch, d
     qkv = qkv.to(device, dtype).requires_grad_()
 
     def attended(qkv):
-        torch.manual_seed(1)             # the same weights are dropped
+        torch.manual_seed(1)             # always drops the same weights
         return bert.attention(qkv, bounds, lengths, 0.5).double()
 
     found = attended(qkv)
     fixed = found.detach()
-    assert (fixed - bert.attention(qkv, bounds, lengths, 0.0)).std() > 0.05, "none is dropped"
-    assert 0.95 < fixed.mean() < 1.05, "those that are left are not scaled"
+    assert (fixed - bert.attention(qkv, bounds, lengths, 0.0)).std() > 0.05, "no weight is dropped"
+    assert 0.95 < fixed.mean() < 1.05, "the weights that are not dropped are not scaled up"
     (found * fixed).sum().backward()
     gradient = qkv.grad.double()
     along_v = (gradient * qkv)[:, 2].sum().item()                # the output is linear in V
-    assert along_v == pytest.approx(fixed.square().sum().item(), 0.01), "the gradient of V"
+    assert along_v == pytest.approx(fixed.square().sum().item(), 0.01), "the gradient of V is wrong"
     if dtype == torch.float32:
         for part, name in enumerate("QK"):
             step = torch.zeros_like(qkv)
             step[:, part] = 0.01 * qkv.grad[:, part] / qkv.grad[:, part].std()
             change = ((attended(qkv + step) - attended(qkv - step)) * fixed).sum()
             expected = 2 * (gradient * step).sum()
-            assert change.item() == pytest.approx(expected.item(), 0.02), f"the gradient of {name}"
+            assert change.item() == pytest.approx(expected.item(), 0.02), (
+                f"the gradient of {name} is wrong")
 
 
 def test_presets_and_initial_weights():
@@ -217,7 +219,7 @@ def test_presets_and_initial_weights():
     for name, p in model.named_parameters():
         expected = 0.02 if "embeddings" in name else 0.55 / 128 ** 0.5
         assert p.dim() < 2 or p.std().item() == pytest.approx(expected, rel=0.1), name
-        assert "bias" not in name or not p.any(), f"{name} does not begin at 0"
+        assert "bias" not in name or not p.any(), f"{name} is not 0 initially"
     assert bert.BertConfig.preset("large", 30522) == bert.BertConfig(24, 1024, 16, 4096, 30528)
 
 
@@ -225,7 +227,8 @@ def test_presets_and_initial_weights():
 
 @pytest.fixture
 def saved(tmp_path, shards):
-    """Returns (a model, in fp32 since it is saved, its folder, the tokenizer's path)."""
+    """Returns a model, its folder and the tokenizer's path; the model is in fp32, as the folder is.
+    """
     model, folder = make_model(dropout=0.25, init_std=0.03), tmp_path / "folder"
     bert.save_huggingface(model, shards / "tokenizer.model", folder, 64)
     return model.float(), folder, shards / "tokenizer.model"
@@ -238,14 +241,15 @@ def weights_in(folder):
 
 def assert_same_weights(ours, theirs):
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(p, q) and q.requires_grad, f"{name} has changed"
+        assert torch.equal(p, q) and q.requires_grad, f"{name} has changed, or is frozen"
 
 
 def assert_refused(folder, what):
-    """Loads a wrong folder, which says so in one line; what: what is wrong."""
-    with pytest.raises(bert.ModelError, match=f"^{folder} holds no model that this program can load.*$"):
+    """Checks that a wrong folder is refused in one line. what: its fault, for the message."""
+    with pytest.raises(bert.ModelError,
+                       match=f"^{folder} holds no model that this program can load.*$"):
         bert.load_huggingface(folder)
-        pytest.fail(f"{what} is loaded")
+        pytest.fail(f"{what} is loaded without an error")
 
 
 def test_a_folder_comes_back_bit_for_bit(saved):
@@ -258,13 +262,13 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     config = json.loads((folder / "config.json").read_text())
     assert config["attention_probs_dropout_prob"] == config["hidden_dropout_prob"] == 0.25
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert config["model_max_length"] == 64, "this is not the longest example of training"
+    assert config["model_max_length"] == 64, "this is not 64, the longest training example"
 
     stored = weights_in(folder)
     thirds = model.blocks[1].qkv.weight.chunk(3)
     for name, third in zip(["query", "key", "value"], thirds):
         weight = stored[f"bert.encoder.layer.1.attention.self.{name}.weight"]
-        assert torch.equal(weight, third), f"transformers would find something else for {name}"
+        assert torch.equal(weight, third), f"the stored {name} matrix is not its third of `qkv`"
 
 
 def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
@@ -275,36 +279,37 @@ def test_a_tensor_that_transformers_do_not_know_is_kept_and_said(saved):
     names = {"not_of_bert.weight", "not_of_bert.bias", "blocks.0.up.scale"}
     assert names <= {*bert.unlike_huggingface(model)}
     del model.embeddings.positions
-    assert "embeddings.positions.weight" in bert.unlike_huggingface(model), "one that is gone"
+    assert "embeddings.positions.weight" in bert.unlike_huggingface(model), (
+        "a removed tensor is not reported")
     assert torch.equal(weights_in(folder)["not_of_bert.bias"], model.not_of_bert.bias)
     with pytest.raises(bert.ModelError, match=f"it has {', '.join(sorted(names))}, too"):
-        bert.load_huggingface(folder)                                # a model without it
+        bert.load_huggingface(folder)                                # a model without them
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    assert kind != "bert", "transformers would load it as a BERT, and compute something else"
+    assert kind != "bert", "transformers would load it as BERT and compute something else"
 
 
 @pytest.mark.parametrize("content", [
     b"", b"{}", b"[]", b"[" * 10 ** 5, {"num_hidden_layers": 3}, {"hidden_size": 65},
     {"vocab_size": 191}, {"max_position_embeddings": 513}, {"hidden_act": "relu"},
     {"tie_word_embeddings": False}, {"is_decoder": True}, {"model_type": "roberta"},
-    {"intermediate_size": 10 ** 12}])                            # which would fill the memory
+    {"intermediate_size": 10 ** 12}])                            # more than fits in memory
 def test_a_wrong_config_is_one_line(saved, content):
     _, folder, _ = saved
     path = folder / "config.json"
     if isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(content)
-    assert_refused(folder, "it")
+    assert_refused(folder, "a wrong config.json")
 
 
 def test_weights_that_another_program_has_written_are_read(saved):
-    """In another order, without metadata, and with what old transformers add."""
+    """The file has a different order, no metadata, and a tensor that old transformers add."""
     model, folder, _ = saved
     path = folder / "model.safetensors"
     ids = {"bert.embeddings.position_ids": torch.zeros(512)}
     content = bert.pack(weights_in(folder) | ids)
     size = int.from_bytes(content[:8], "little")
-    assert size % 8 == 0, "the format has its tensors at multiples of 8 bytes"
+    assert size % 8 == 0, "in this format the tensors begin at a multiple of 8 bytes"
     header = json.loads(content[8:8 + size])
     del header["__metadata__"]
     text = json.dumps(dict(reversed(header.items()))).encode()
@@ -312,7 +317,7 @@ def test_weights_that_another_program_has_written_are_read(saved):
     assert_same_weights(model, bert.load_huggingface(folder))
 
 
-WRONG_ENTRIES = {                    # of a matrix (2, 128)
+WRONG_ENTRIES = {                    # for a matrix (2, 128)
     "dtype": ["F64", "F8_E4M3", None],
     "shape": [[2 ** 62, 2 ** 62], [-1], [0], [1e9], ["a"], None, [128, 2]],
     "data_offsets": [[4, 1024], [4, 1028], [-8, 1016], [2 ** 62, 2 ** 62 + 1024], [0], None]}
@@ -322,7 +327,7 @@ def test_damaged_weights_are_one_line(saved):
     _, folder, _ = saved
     path = folder / "model.safetensors"
     content = path.read_bytes()
-    # With spaces at the header's end, since one without its last byte is wrong even so
+    # The header ends with spaces, so that without its last byte it is JSON with a wrong length.
     size = int.from_bytes(content[:8], "little") + 8
     content = b"".join([size.to_bytes(8, "little"), content[8:size], b" " * 8, content[size:]])
     header = json.loads(content[8:8 + size])
@@ -330,9 +335,9 @@ def test_damaged_weights_are_one_line(saved):
     headers = [[1, 2], {"a": 1}, {}, None, "x", 3]
     for key, values in WRONG_ENTRIES.items():
         headers += [header | {name: header[name] | {key: value}} for value in values]
-    wrong = {f"a file cut to {length}": content[:length] for length in (0, 4, 8, 100, 5000, -4)}
+    wrong = {f"a file cut to [:{length}]": content[:length] for length in (0, 4, 8, 100, 5000, -4)}
     for length in 0, size // 2, size - 1, 2 ** 64 - 1:
-        wrong[f"a header of {length} bytes"] = length.to_bytes(8, "little") + content[8:]
+        wrong[f"a header length of {length} bytes"] = length.to_bytes(8, "little") + content[8:]
     for damaged in headers:
         text = json.dumps(damaged).encode()
         entry = damaged.get(name) if isinstance(damaged, dict) else damaged
@@ -345,7 +350,7 @@ def test_damaged_weights_are_one_line(saved):
 
 def test_a_model_begins_with_a_folder_of_its_shape_and_tokenizer(saved):
     model, folder, tokenizer = saved
-    other = make_model(seed=1, dropout=0.1, init_std=0.1).float()            # which are no shapes
+    other = make_model(seed=1, dropout=0.1, init_std=0.1).float()            # not part of the shape
     bert.init_from(folder, other, tokenizer)
     assert_same_weights(model, other)
     for change in ({"vocab_size": 256}, {"max_positions": 128}, {"layers": 3}, {"heads": 1},
@@ -382,7 +387,7 @@ def test_the_program_prints_a_line_for_each_mask_or_one_line_that_says_why_not(
     runpy.run_path(str(ROOT / "bert.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert [len(re.findall(r"\d%", line)) for line in printed.splitlines()] == [5, 5], (
-        f"not five words for each: {printed}")
+        f"two masks do not have five words each: {printed}")
 
     def assert_ends(message):
         with pytest.raises(SystemExit, match=f"^bert.py: .*{message}"):
@@ -404,7 +409,7 @@ def test_the_program_prints_a_line_for_each_mask_or_one_line_that_says_why_not(
 def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer):
     text = "The school [MASK]."
     length = len(bert.encode_with_masks(tokenizer, text))
-    config = bert.BertConfig.preset("tiny", 384, max_positions=length)       # of 320 pieces
+    config = bert.BertConfig.preset("tiny", 384, max_positions=length)       # for 320 pieces
     model = bert.BertForPreTraining(config)
     model.embeddings.tokens.weight.data.zero_()                  # the logits are the biases
     ids = [tokenizer.encode("school")[0], 7]
@@ -413,8 +418,8 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     words = [tokenizer.id_to_piece(id).strip("▁") for id in ids]
     found = bert.fill_mask(model, tokenizer, text, 2)
     assert found == ["{} 75%, {} 25%".format(*words)], (
-        f"{found}: of each [MASK] all pieces together have 100 %, by a softmax over the vocabulary "
-        "(without the columns of padding)")
+        f"{found}: the probabilities of all pieces at a [MASK] must add up to 100 %, by a softmax "
+        "over the vocabulary without the columns of padding")
     assert not model.training, "the model is not in evaluation mode"
     for refused in text + ".", "The":
         with pytest.raises(bert.ModelError, match=rf"one \[MASK\] and at most {length} tokens"):
@@ -432,10 +437,10 @@ def test_masks_stand_where_the_words_would(tokenizer):
         "[MASK]": [data.MASK],
         "[MASK] [MASK]": [data.MASK, data.MASK],
         "[MASK]漢\ue000": [data.MASK, data.UNK],
-        "school～": tokenizer.encode("school~")}       # by NFKC; SentencePiece itself leaves it
+        "school～": tokenizer.encode("school~")}       # by NFKC, not by SentencePiece
     for text, tokens in expected.items():
         found = bert.encode_with_masks(tokenizer, text)
-        assert found == [data.CLS, *tokens, data.SEP], f"the tokens of {text!r} are {found}"
+        assert found == [data.CLS, *tokens, data.SEP], f"{text!r} has the wrong tokens {found}"
 
 
 def test_special_tokens_and_invisible_characters_are_those_of_data(tokenizer):

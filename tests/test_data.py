@@ -1,6 +1,7 @@
-"""data.py: batches beside ones made example by example; sentences; files; the tokenizer; shards.
+"""Tests data.py: batches, against ones made example by example; sentences; text files; the
+tokenizer; shards on disk.
 
-Masks, pairs and dealing: course/test_graders.py.
+For masks, pairs and dealing see course/test_graders.py.
 """
 import bz2
 import contextlib
@@ -32,21 +33,21 @@ from tests.ranks import CONTEXT
 
 # ----- Batches -----
 
-# The fields of a batch that are padded: to a multiple of what, and with what.
+# The padded fields of a batch: (the multiple to which they are padded, the value of the padding)
 PADDING = {"tokens": (64, 0), "segments": (64, 0), "positions": (64, 0),
            "masked_rows": (16, 0), "mlm": (16, data.IGNORED)}
 
 
 def arrays_of(batch):
-    """Returns {name: array or tensor} of all that is in a batch; a task's name is that of its
-    labels."""
+    """Returns all arrays or tensors of a batch, {name: value}; labels have the name of their task.
+    """
     fields = vars(batch) | batch.labels
     del fields["labels"]
     return fields
 
 
 def plain_batch(dataset, indices):
-    """Returns what a Batch must hold, {name: list}, made example by example."""
+    """Returns the expected contents of a Batch, {name: list}, made example by example."""
     fields = {name: [] for name in [*PADDING, "nsp", "lengths"]}
     examples = [dataset.spans([i])[0] for i in indices]
     for spans in sorted(examples, key=dataset.length):
@@ -61,7 +62,7 @@ def plain_batch(dataset, indices):
         rows, _ = dataset.mask(tokens, spans.index * dataset.seq_len + positions)
         first = len(fields["tokens"])
         chosen = before[rows].tolist()
-        assert {data.CLS, data.SEP}.isdisjoint(chosen), "mask: [CLS] or [SEP] is chosen"
+        assert {data.CLS, data.SEP}.isdisjoint(chosen), "`mask` has chosen [CLS] or [SEP]"
         fields["tokens"] += tokens.tolist()
         fields["segments"] += [0] * len(a) + [1] * len(b)
         fields["positions"] += positions.tolist()
@@ -88,10 +89,11 @@ def test_a_batch_is_its_examples_one_after_another(shards, options):
     for indices in [7], range(500), far:
         found = arrays_of(dataset.batch(indices))
         expected = plain_batch(dataset, indices)
-        assert found.keys() == expected.keys(), "there are other fields, or tasks"
+        assert found.keys() == expected.keys(), "fields or tasks are missing or added"
         for name, values in expected.items():
-            what = f"{name} of {len(indices)} examples"
-            assert found[name].tolist() == values, f"{what}: see the first index that differs"
+            what = f"the field {name} of {len(indices)} examples"
+            assert found[name].tolist() == values, (
+                f"{what} has wrong values: see the first index that differs")
             kind = "int32" if name == "bounds" else "int64"
             assert found[name].dtype == kind, f"{what} is {found[name].dtype}, not {kind}"
 
@@ -102,13 +104,13 @@ def test_seeds_phases_and_uses_have_random_numbers_of_their_own(shards, monkeypa
 
     def noted(counters, key):
         keys.append(int(key))
-        assert len(np.unique(counters)) == np.size(counters), "a random number is used twice"
+        assert len(np.unique(counters)) == np.size(counters), "a random number is drawn twice"
         return uniform(counters, key)
 
     monkeypatch.setattr(data, "uniform", noted)
     for phase, seed in (0, 1), (0, 2), (1, 1), (1, 0):
         data.PretrainingData(shards, 32, phase, seed).batch(range(100))
-    assert len(keys) == len(set(keys)), "two uses, phases or seeds have the same random numbers"
+    assert len(keys) == len(set(keys)), "two uses, phases or seeds share their random numbers"
 
 
 def test_uniform_numbers_are_spread_evenly_and_do_not_depend_on_their_neighbours():
@@ -122,29 +124,31 @@ def test_uniform_numbers_are_spread_evenly_and_do_not_depend_on_their_neighbours
 def test_ten_percent_are_short(shards, pairs):
     dataset = data.PretrainingData(shards, 16, pairs=pairs)
     lengths = np.array([*map(dataset.length, dataset.spans(range(8000)))])
-    assert 0.80 < (lengths == 16).mean() < 0.93       # others end with their document
-    assert lengths.min() == 2 + dataset.specials, "the shortest text has not two tokens"
-    assert lengths.max() == 16, "an example is longer than seq_len"
+    assert 0.80 < (lengths == 16).mean() < 0.93       # some documents are shorter
+    assert lengths.min() == 2 + dataset.specials, "the shortest text does not have two tokens"
+    assert lengths.max() == 16, "the longest example does not have seq_len, 16 tokens"
     middle = (2 + dataset.specials + 15) / 2
-    assert lengths[lengths < 16].mean() == pytest.approx(middle, rel=0.06), "not of all lengths"
+    assert lengths[lengths < 16].mean() == pytest.approx(middle, rel=0.06), (
+        "the mean length of short examples is wrong: they must have all lengths equally often")
 
 
 def test_a_text_lies_around_its_place_within_its_document(shards):
     shard = data.Shard(np.full(1200, 7), np.array([0, 1000, 1200]))
     for place, expected in (500, (450, 550)), (10, (0, 100)), (990, (900, 1000)):
         text = data.PretrainingData(shards, 64).text(shard, place, 100, 0.5)
-        assert (text.start, text.end) == expected, f"around {place}"
+        assert (text.start, text.end) == expected, f"the text around token {place} is misplaced"
 
 
 def test_texts_are_cut_at_any_place(shards):
     spans = data.Spans(*np.array(data.PretrainingData(shards, 128).spans(range(2000))).T)
     places = (spans.a_end - spans.a) / (spans.b_end - spans.b + spans.a_end - spans.a)
     places = places[spans.pair_label == 0]
-    assert 0.45 < places.mean() < 0.55 and 0.2 < places.std() < 0.35, "not of all places"
+    assert 0.45 < places.mean() < 0.55 and 0.2 < places.std() < 0.35, (
+        "the cuts are not spread over the whole text")
 
 
 def test_files_are_closed_with_the_examples_that_were_read_from_them(shards):
-    gc.disable()                                     # it would close them some day
+    gc.disable()                                     # it would close the files at some point
     before = set(os.listdir("/proc/self/fd"))
     batches = data.loader(data.PretrainingData(shards, 64), 0, 16, 8, 0, 1)
     next(batches)
@@ -153,30 +157,32 @@ def test_files_are_closed_with_the_examples_that_were_read_from_them(shards):
     del batches
     left = set(os.listdir("/proc/self/fd")) - before
     gc.enable()
-    assert len(opened) >= 4, "the files are not open, or are not seen"
-    assert not left, "each phase would keep the files of the one before"
+    assert len(opened) >= 4, "the files are not open, or not seen here"
+    assert not left, "files stay open: each phase would keep those of the previous one"
 
 
 def test_every_token_is_read_about_equally_often(tmp_path, prepared, monkeypatch):
-    """Of long documents as many tokens as there are in a shard, read 1, 2 and 4 times over."""
+    """Reads long documents for four epochs, each with as many tokens as the shard has."""
     monkeypatch.setattr(data, "SHORT_FRACTION", 0)
     documents = make_documents(2400)
     prepared(["\n".join(documents[k:k + 60]) for k in range(0, 2400, 60)])
     dataset = data.PretrainingData(tmp_path / "out", 128, seed=SEED, pairs="none")
     shard = dataset.shard(0)
-    dataset.paths, dataset.shard = 8 * dataset.paths, lambda s: shard        # the first one of 8
+    dataset.paths, dataset.shard = 8 * dataset.paths, lambda s: shard        # as the first of 8
     size = len(shard.tokens)
     epoch = size // 126
-    for first in 0, 10 ** 11:                        # a walk goes on evenly, however far it is
+    for first in 0, 10 ** 11:                        # a walk stays even, however long it is
         seen = np.zeros(size, int)
-        for k, unread in enumerate([0.2, 0.03, 0.01, 0.01]):    # 0.38, 0.15, 0.06, 0.02 by chance
+        # With texts at random places, 0.38, 0.15, 0.06 and 0.02 would be unread.
+        for k, unread in enumerate([0.2, 0.03, 0.01, 0.01]):
             ks = range(first + k * epoch, first + (k + 1) * epoch)
             for span in dataset.spans([8 * k for k in ks]):
-                assert span.a_end - span.a == 126, "a text is short, and its document long"
+                assert span.a_end - span.a == 126, "a text of a long document is short"
                 seen[span.a:span.a_end] += 1
             share = (seen == 0).mean()
             assert share < unread, f"{share:.1%} of the tokens are unread after {k + 1} epochs"
-        assert np.quantile(seen, 0.99) <= 7, "some tokens are read too often"
+        assert np.quantile(seen, 0.99) <= 7, (
+            "1 % of the tokens are read more than 7 times in 4 epochs")
 
 
 def test_a_batch_becomes_tensors_and_lengths_stay_on_the_cpu(shards):
@@ -184,7 +190,7 @@ def test_a_batch_becomes_tensors_and_lengths_stay_on_the_cpu(shards):
     tensors = arrays_of(batch.to("cpu"))
     moved = arrays_of(batch.to("meta"))
     for name, array in arrays_of(batch).items():
-        assert torch.equal(tensors[name], torch.from_numpy(array)), f"{name} has changed"
+        assert torch.equal(tensors[name], torch.from_numpy(array)), f"the tensor {name} differs"
         device = "cpu" if name == "lengths" else "meta"
         assert moved[name].device.type == device, f"{name} is not on {device}"
 
@@ -197,12 +203,12 @@ def test_the_thread_of_a_loader_ends_with_it():
     abandoned = data.loader(SimpleNamespace(batch=list), 0, 4, 4, 0, 1)
     next(abandoned)
     abandoned.close()
-    assert set(threading.enumerate()) <= before, "a thread goes on"
+    assert set(threading.enumerate()) <= before, "the thread of a loader is still running"
 
 
 # ----- Sentences -----
 
-# Three sentences of each, as one text; "|" is where one ends.
+# Three sentences in each language, as one text; "|" marks the end of a sentence.
 LANGUAGES = {
     "English": "He said it was late.| “Why not?”| She had no answer.",
     "Polish": "To jest Łódź!| Świat jest duży.| Żaden z nich nie wie.",
@@ -229,8 +235,7 @@ LANGUAGES = {
 
 @pytest.fixture(scope="module")
 def babel(tmp_path_factory):
-    """Returns the data set and the tokenizer of these texts and of one or two of their sentences.
-    """
+    """Returns the dataset and tokenizer of these texts and of one or two of their sentences."""
     corpus = []
     for text in LANGUAGES.values():
         sentences = text.split("|")
@@ -242,7 +247,7 @@ def babel(tmp_path_factory):
 
 
 def encoded(tokenizer, text):
-    """Returns the tokens of a text, which is cleaned before as `prepare` does it."""
+    """Returns the tokens of a text, cleaned as `prepare` does it."""
     [[clean]] = data.blocks([text])
     return tokenizer.encode(clean)
 
@@ -258,12 +263,12 @@ def test_sentences_are_found(language, babel):
     parts = itertools.pairwise([0, *sorted(cuts), len(tokens)])
     found = [tokenizer.decode(tokens[a:b]).strip() for a, b in parts]
     alone = [tokenizer.decode(encoded(tokenizer, sentence)).strip() for sentence in sentences]
-    assert found == alone, "the text is cut elsewhere"
+    assert found == alone, "the text is not cut exactly between its sentences"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_text_of_all_forms_has_the_same_tokens(language, babel):
-    """Decomposed letters, soft hyphens, marks of direction."""
+    """Decomposed letters, soft hyphens and direction marks do not change the tokens."""
     _, tokenizer = babel
     text = LANGUAGES[language]
     forms = {"decomposed": unicodedata.normalize("NFD", text)}
@@ -271,15 +276,15 @@ def test_text_of_all_forms_has_the_same_tokens(language, babel):
         forms[f"U+{ord(mark):04X}"] = mark.join(text)
     wanted = encoded(tokenizer, text)
     for form, changed in forms.items():
-        assert encoded(tokenizer, changed) == wanted, f"{form} changes tokens"
+        assert encoded(tokenizer, changed) == wanted, f"{form} changes the tokens"
 
 
 # ----- Text files -----
 
 @pytest.fixture
 def program(documents, monkeypatch, capsys, tmp_path):
-    """Runs data.py in this process and tmp_path, where there is a file a.txt; returns what it
-    prints, or an error's only line."""
+    """Returns a function that runs data.py in this process, in tmp_path with a file a.txt, and
+    returns the output, or an error's only line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("\n\n".join(documents))
 
@@ -290,8 +295,8 @@ def program(documents, monkeypatch, capsys, tmp_path):
             data.main()
         except SystemExit as end:
             line = capsys.readouterr().err or f"{end}\n"
-            assert re.fullmatch("data.py: .*\n", line), f"no error in one line: {line}"
-            assert os.listdir() == before, f"something is left after {line}"
+            assert re.fullmatch("data.py: .*\n", line), f"the error is not one line: {line}"
+            assert os.listdir() == before, f"files are left, or gone, after the error {line}"
             return line
         return capsys.readouterr().out
 
@@ -299,7 +304,7 @@ def program(documents, monkeypatch, capsys, tmp_path):
 
 
 PLAIN = "One.\nTwo.\n\nThree / é.\n".encode()
-# A line as wikiextractor 3.1.0 writes it, and one of the library datasets (see below)
+# A line as wikiextractor 3.1.0 writes it, and a line of the datasets library; see the tests below.
 JSON = (b'{"id": "1", "revid": "1", "url": "x", "title": "One", "text": "One.\\nTwo."}\n'
         b'{"id":"2","text":"Three \\/ \\u00e9."}\n')
 DOCUMENTS = ["One.\nTwo.", "Three / é."]
@@ -318,7 +323,7 @@ READ = {
     "null": (b"[1] A t\0ext.\n", ["[1] A text."]),
     "surrogate": (b'{"text": "One \\ud800 two."}\n', ["One ? two."]),
     "chat": (b"<tf> Hi.\n\n\n<tf> You.", ["<tf> Hi.", "<tf> You."]),
-    # NFKC. SentencePiece would leave the first word as it is.
+    # NFKC. SentencePiece alone would keep the dot of the first word a separate character.
     "forms": ("Vie\u0302\u0323t ﬁ ½ Ｗ".encode(), ["Việt fi 1⁄2 W"])}
 
 
@@ -387,7 +392,7 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "loop").symlink_to(".")
-    os.mknod(tmp_path / "socket", stat.S_IFSOCK)             # to open it is an error, at once
+    os.mknod(tmp_path / "socket", stat.S_IFSOCK)             # opening it fails at once
     (tmp_path / "empty.txt").touch()
     assert list(data.TextFiles([tmp_path])) == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"]
     (tmp_path / "nowhere").symlink_to("gone")
@@ -399,7 +404,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(f"{path} is locked")
 
-    for name in "listdir", "scandir":                        # root may read everything
+    for name in "listdir", "scandir":                        # chmod would not stop root
         monkeypatch.setattr(os, name, refuse)
     with pytest.raises(PermissionError):
         data.TextFiles([tmp_path])
@@ -438,7 +443,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
     content, message = REFUSED[name]
     (tmp_path / name).write_bytes(content)
     said = program(f"{name} --out out --vocab-size 320")
-    assert re.search(message, said), f"of {name} is said: {said}"
+    assert re.search(message, said), f"the message for {name} is wrong: {said}"
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -454,7 +459,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
     ("a.txt /dev/null", "/dev/null is not a file .*pipe")])
 def test_flags_that_cannot_be_used_are_one_line(flags, message, program):
     said = program(f"--out out {flags}")
-    assert re.search(message, said), f"of {flags} is said: {said}"
+    assert re.search(message, said), f"the message for {flags} is wrong: {said}"
 
 
 def test_what_is_stopped_leaves_nothing(monkeypatch, program):
@@ -473,7 +478,7 @@ def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path, suffix,
         content = bytearray(good)
         content[at] ^= 0x55
         (tmp_path / f"a{suffix}").write_bytes(content)
-        with contextlib.suppress(data.DataError):             # nothing else may come out
+        with contextlib.suppress(data.DataError):             # any other error fails the test
             assert [text.strip() for text in data.TextFiles([tmp_path])] == documents
 
 
@@ -489,13 +494,14 @@ def test_an_endless_document_is_cut_between_words_and_leaves_no_scraps(name, tmp
     (tmp_path / "a").write_text(f"One two.\n\n{text}\n\nThree four.")
     [block] = data.blocks(data.TextFiles([tmp_path / "a"]))
     first, *parts, last = block
-    assert [first, last] == ["One two.\n", "Three four.\n"], "other documents are cut"
-    assert "".join(parts).strip() == text, "text is lost or moved"
+    assert [first, last] == ["One two.\n", "Three four.\n"], "the other documents have changed"
+    assert "".join(parts).strip() == text, "text is lost or out of order"
     *sizes, _ = map(len, parts)
-    assert data.LONGEST // 2 <= min(sizes), f"cuts leave scraps: {sizes}"
-    assert max(sizes) <= data.LONGEST, f"a part is too long: {sizes}"
+    assert data.LONGEST // 2 <= min(sizes), (
+        f"a part, not the last, has fewer than {data.LONGEST // 2} characters: {sizes}")
+    assert max(sizes) <= data.LONGEST, f"a part has over {data.LONGEST} characters: {sizes}"
     for before, after in itertools.pairwise(parts):
-        assert re.search(r"\s", before[-1] + after[0]) or name == "no spaces", "words are cut"
+        assert re.search(r"\s", before[-1] + after[0]) or name == "no spaces", "a word is cut"
 
 
 # ----- What the program says -----
@@ -506,20 +512,21 @@ def test_the_program_says_what_it_has_prepared(documents, tmp_path, program):
     assert said.endswith("\nshards/ü is ready\n"), said
     folder = tmp_path / "shards/ü"
     encode = data.load_tokenizer(folder / "tokenizer.model").encode
-    assert encode("School") != encode("school"), "--cased makes no difference"
+    assert encode("School") != encode("school"), "--cased has no effect"
 
     sizes = [len(tokens) for tokens in texts_of(folder, "train-00000")]
     told = re.search(r"\n(\d+%) of the text is .* 128 tokens, (\d+%) for .* 512\n", said)
     for length, part in zip([128, 512], told.groups()):
         full = [size for size in sizes if size >= length - 3]
-        assert part == f"{sum(full) / sum(sizes):.0%}", f"of {length}: {said}"
+        assert part == f"{sum(full) / sum(sizes):.0%}", (
+            f"the part of the text for examples of {length} tokens is wrong: {said}")
 
     begins = re.findall(r"\n    (.+)", said)
     texts = "\n" + "\n".join(document.replace("\n", " ") for document in documents)
     assert len(begins) == 3 and all(f"\n{begin}" in texts for begin in begins), said
 
 
-WARNED = {                                                      # what is said: of which text
+WARNED = {                                                      # a warning: the text that causes it
     "put a blank line between them": "\n".join(8 * make_documents()),
     "if blank lines separate sentences": "\n\n".join(text[:30] for text in make_documents()),
     " of the text is [UNK], letters unknown to the tokenizer: train ":
@@ -531,17 +538,18 @@ def test_odd_documents_are_said(warning, tmp_path, program, shards):
     (tmp_path / "a.txt").write_text(WARNED[warning])
     said = program(f"a.txt --out out --shards 1 --tokenizer {shards}/tokenizer.model")
     for other in WARNED:
-        assert (other in said) == (other == warning), f"{other!r} is, or is not, in {said}"
+        assert (other in said) == (other == warning), (
+            f"the only warning must be {warning!r}; {other!r} is missing or extra: {said}")
 
 
 def test_the_default_corpus_is_english_prose(monkeypatch):
-    monkeypatch.setattr(data, "torch", json)                 # which takes less time to read
+    monkeypatch.setattr(data, "torch", json)                 # json is a smaller package
     documents = data.machine_documentation()
     sentences = "\n".join(documents).split("\n")
     assert len(documents) > 2000
     assert len(set(sentences)) == len(sentences), "a sentence occurs twice"
     code = [sentence for sentence in sentences if re.search(r">>>|::|\|", sentence)]
-    assert not code, f"code is no prose: {code[:3]}"
+    assert not code, f"these are code, not prose: {code[:3]}"
     assert sum(" the " in s.lower() for s in sentences) > 0.4 * len(sentences)
 
 
@@ -551,7 +559,8 @@ GEORGIAN = "თბილისი საქართველოს დედა
 
 
 def trained(sample):
-    """Returns the model of a text of which 2 %, at one place, are of another language."""
+    """Returns a tokenizer's model, trained on `sample` chunks of a text in which one passage, 1.3 %
+    of the characters, is in another language."""
     data.SAMPLE = sample
     corpus = make_documents(3000)
     corpus[2000:2000] = 25 * [GEORGIAN]
@@ -559,15 +568,15 @@ def trained(sample):
 
 
 def test_the_tokenizer_knows_a_language_that_stands_together(tmp_path, monkeypatch):
-    """Of a sample of an eighth of the text; which is the same in another process."""
-    monkeypatch.setattr(data, "SAMPLE", data.SAMPLE)                     # is put back afterwards
+    """The sample is an eighth of the text, and the same in another process."""
+    monkeypatch.setattr(data, "SAMPLE", data.SAMPLE)                     # restored after the test
     with CONTEXT.Pool(1) as pool:
         other = pool.apply_async(trained, [243])
         model = trained(243)
-        assert model == other.get(), "another process has made another model"
+        assert model == other.get(), "another process made another model"
     (tmp_path / "model").write_bytes(model)
     tokens = data.load_tokenizer(tmp_path / "model").encode(GEORGIAN)
-    assert tokens.count(data.UNK) < 0.2 * len(tokens)                    # its rarest letters
+    assert tokens.count(data.UNK) < 0.2 * len(tokens)                    # only its rarest letters
 
 
 def test_the_tokenizer_has_all_marks_and_fewer_pieces_for_a_small_text():
@@ -575,7 +584,7 @@ def test_the_tokenizer_has_all_marks_and_fewer_pieces_for_a_small_text():
     assert 300 < len(tokenizer) < 8192
     assert tokenizer.id_to_piece(list(range(5))) == data.SPECIALS
     tokens = tokenizer.encode('? ! % & = @ # " (,) [;] {:} ~ a [MASK] and [CLS][SEP] [PAD]')
-    assert min(tokens) >= 5, "a mark is [UNK], or a text spells a special symbol"
+    assert min(tokens) >= 5, "a mark is [UNK], or text spells a special token"
 
 
 @pytest.mark.parametrize("options", [
@@ -609,8 +618,8 @@ def texts_of(folder, name):
 
 @pytest.fixture
 def prepared(shards, tmp_path):
-    """Makes one shard in tmp_path/out; returns the manifest, the documents that are held out and
-    those to train on."""
+    """Returns a function that makes one shard in tmp_path/out and returns the manifest, the
+    held-out documents and the training documents."""
     def prepare(corpus):
         folder = tmp_path / "out"
         manifest = data.prepare(corpus, folder, shards=1, tokenizer=shards / "tokenizer.model")
@@ -625,8 +634,8 @@ def test_shards_hold_every_document_once(documents, shards):
     held_out, *rest = (texts_of(shards, name) for name in ["heldout", *data.shard_names(4)])
     trained = sum(rest, [])
     everything = sorted(held_out + trained)
-    assert everything == sorted(map(tuple, tokenizer.encode(documents))), "texts are lost or new"
-    assert 60 < len(held_out) == manifest["held_out"] <= 80             # of 400 a fifth
+    assert everything == sorted(map(tuple, tokenizer.encode(documents))), "texts are lost or added"
+    assert 60 < len(held_out) == manifest["held_out"] <= 80             # a fifth of 400
     assert (manifest["tokens"], manifest["documents"]) == (sum(map(len, everything)), 400)
     counts = np.bincount(sum(trained, ()), minlength=320)
     assert np.array_equal(np.fromfile(shards / "unigrams"), counts), "unigrams are miscounted"
@@ -642,29 +651,29 @@ def test_the_part_of_unknown_tokens_is_that_of_all_shards(shards, tmp_path):
 
 
 def test_a_text_is_held_out_once_and_never_trained_on(prepared):
-    """1,220 copies of a notice, and 5,000 replies of which 200 differ."""
+    """The corpus has 1,220 copies of a notice, and 5,000 replies, only 200 of them different."""
     replies = make_documents(200)
     corpus = 24 * replies + [f"{reply}\n" for reply in replies] + 1220 * make_documents(1, seed=1)
     manifest, held_out, trained = prepared(corpus)
     assert 2 <= len(held_out) == len(set(held_out)) == manifest["held_out"] < 20
-    assert not set(held_out) & set(trained), "a text is held out and trained on"
+    assert not set(held_out) & set(trained), "a text is both held out and trained on"
     assert len({*held_out, *trained}) == 201
 
 
 def test_no_document_is_lost_and_a_fifth_at_most_is_held_out(prepared, tmp_path):
-    """Of folders that are made one after another, as in a notebook: none is that of before."""
-    for count in range(5, 10):                               # one at most would be held out
+    """Folders of the same name are made one after another, as in a notebook, and must not mix."""
+    for count in range(5, 10):                               # at most one would be held out
         with pytest.raises(data.DataError, match="too few"):
             prepared(make_documents(count))
     for count in range(40, 46):
         _, held_out, trained = prepared(make_documents(count, seed=count))
-        assert len(held_out) + len(trained) == count, "documents are lost, or of the folder before"
+        assert len(held_out) + len(trained) == count, "documents are lost, or an old one is left"
         assert 2 <= len(held_out) <= count / 5
         shutil.rmtree(tmp_path / "out")
 
 
 class Letters:
-    """A tokenizer of 65,536 tokens; each letter is the last one."""
+    """A tokenizer of 65,536 tokens; each letter becomes the last token."""
 
     def get_piece_size(self):
         return 65_536
@@ -689,11 +698,12 @@ def test_large_vocabularies_fit_short_documents_are_left_out_and_memory_does_not
         tracemalloc.stop()
         assert manifest["documents"] == count, "documents of one token are kept"
         assert set(np.fromfile(folder / "train-00000.tokens", np.uint16)) == {65_535}
-    assert peaks[1] < 1.1 * peaks[0], f"four times the text takes {peaks} bytes"
+    assert peaks[1] < 1.1 * peaks[0], (
+        f"memory grows with the text: the peaks for 1 and 4 times as much are {peaks} bytes")
 
 
 class Passes(list):
-    """A corpus that is read more than once: in each pass it is the next of these documents."""
+    """A corpus that changes between passes: each pass reads the next item of this list."""
 
     def __iter__(self):
         return iter(self.pop(0))
@@ -705,7 +715,7 @@ class Passes(list):
 def test_a_text_that_changes_while_it_is_read_is_refused(documents, tmp_path, prepared, change):
     with pytest.raises(data.DataError, match="changed while it was read"):
         prepared(Passes([documents, change(documents)]))
-    assert not (tmp_path / "out").exists(), "shards of a text that changed stay"
+    assert not (tmp_path / "out").exists(), "the shards of a changed text are kept"
 
 
 def test_files_that_a_desktop_adds_are_no_part_of_the_shards(documents, tmp_path, prepared):
@@ -720,23 +730,23 @@ def test_files_that_a_desktop_adds_are_no_part_of_the_shards(documents, tmp_path
 
 
 def test_a_folder_of_something_else_is_refused_and_kept(documents, shards, tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()                      # an empty one is filled, by a link, too
+    (tmp_path / "disk").mkdir()                      # an empty folder is used, also by a link
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     tokenizer = shards / "tokenizer.model"
     manifest = data.prepare(documents, tmp_path / "link", tokenizer=tokenizer, shards=4)
     assert manifest == data.load_manifest(shards) and (tmp_path / "link").is_symlink()
     with pytest.raises(data.DataError, match="disk is not empty: wait if .* remove it"):
         data.prepare(documents, tmp_path / "link", tokenizer=tokenizer)
-    monkeypatch.setattr(data.Path, "glob", lambda *_: [])        # as if all of it came after a look
+    monkeypatch.setattr(data.Path, "glob", lambda *_: [])        # as if files came after the check
     with pytest.raises(data.DataError, match="another program has begun to write"):
-        data.prepare(None, tmp_path / "disk")                    # before it reads any text
+        data.prepare(None, tmp_path / "disk")                    # before any text is read
     monkeypatch.undo()
-    assert data.verify(tmp_path / "disk") == manifest, "what was refused has changed"
+    assert data.verify(tmp_path / "disk") == manifest, "the refused folder has changed"
 
 
 @pytest.fixture
 def copy(shards, tmp_path):
-    """A copy of the folder of shards, to be damaged."""
+    """Returns a copy of the folder of shards, to be damaged by a test."""
     return shutil.copytree(shards, tmp_path / "copy")
 
 
@@ -753,12 +763,13 @@ def test_a_damaged_shard_is_named_to_the_ranks_that_read_it(copy):
             except data.DataError as error:
                 said = str(error)
             told = f"{path} is missing or damaged on {host}, where rank {rank} of {size} " in said
-            assert told == (2 in read), f"rank {rank} of {size} reads {read}, and is told: {said}"
+            assert told == (2 in read), (
+                f"shard 2 is damaged, rank {rank} of {size} reads {read}, and its error is: {said}")
     path.unlink()
     with pytest.raises(data.DataError, match=f"{path.name} is missing"):
         data.verify(copy)
     data.verify(copy, 1, 2)
-    data.PretrainingData(copy, 32).batch(range(1, 50, 2))            # of 1 and 3 alone
+    data.PretrainingData(copy, 32).batch(range(1, 50, 2))            # from shards 1 and 3 only
 
 
 def test_a_damaged_held_out_shard_is_named_to_every_rank(copy):
@@ -769,7 +780,7 @@ def test_a_damaged_held_out_shard_is_named_to_every_rank(copy):
 
 
 def test_what_is_no_file_is_not_opened(copy):
-    """A pipe could be read for ever. To open a socket is an error, at once."""
+    """Reading a pipe might never end. The test uses a socket, which fails at once when opened."""
     (copy / "unigrams").unlink()
     os.mknod(copy / "unigrams", stat.S_IFSOCK)
     with pytest.raises(data.DataError, match="unigrams is missing"):
@@ -795,9 +806,9 @@ def test_a_manifest_is_as_it_was_written_or_refused(copy, monkeypatch):
         changed.append(flipped)
     for wrong in changed:
         path.write_bytes(wrong)
-        with contextlib.suppress(data.DataError):              # nothing else may come out
+        with contextlib.suppress(data.DataError):              # any other error fails the test
             found = data.load_manifest(copy)
-            assert found == json.loads(content), "a damaged manifest is taken"
+            assert found == json.loads(content), "a damaged manifest is accepted"
     path.write_bytes(content)
     monkeypatch.setattr(data, "FORMAT", 0)
     with pytest.raises(data.DataError, match="from an older program; .*; else remove it"):

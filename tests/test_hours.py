@@ -1,17 +1,18 @@
-"""--hours: the rate and the phases follow the clock. Here a clock that the test turns on."""
+"""Tests --hours: the learning rate and the phases follow the clock, here one that the test sets."""
 import pytest
 
 import dist
 import optim
 from tests.training import assert_same, column, fake_clock, last_state, metrics, run
 
-# Of the 3600 s, 3564 are for steps, and two thirds of them for phase 1, as of the tokens.
+# Of 3600 s, 3564 are for steps; phase 1 gets two thirds of them, as it does of the tokens.
 PARTS = {1: (0, 2376), 2: (2376, 3564)}
 ARGV = "--hours 1 --steps 600 150 --batch 4 --precision fp32 --save-every 20".split()
 
 
 def slower(step, rank):
-    """Returns the seconds of a step: another program takes a core halfway."""
+    """Returns the seconds of a step; about halfway they double, as if another program took a core.
+    """
     return 80.0 if step < 20 else 160.0
 
 
@@ -26,20 +27,24 @@ def test_phases_share_the_time_and_a_resume_goes_on(train_here, monkeypatch, tmp
             return train_here(out, *ARGV, *argv)
 
     args = train_by_clock(tmp_path / "whole")
-    before = 0.0                                 # the seconds when a step begins
+    before = 0.0                                 # seconds at the beginning of a step
     for line in metrics(tmp_path / "whole"):
         begin, end = PARTS[line["phase"]]
-        assert begin <= before < end, f"after {before} s a step is in phase {line['phase']}"
+        assert begin <= before < end, (
+            f"a step that begins after {before} s is in phase {line['phase']}, from {begin} to "
+            f"{end} s")
         done = (before - begin) / (end - begin)
         rate = optim.learning_rate(done, args.phases[line["phase"] - 1])
         assert line["lr"] == pytest.approx(rate, abs=1e-6), line
         before = line["seconds"]
         left = 60 * line["minutes_left"]
         assert left == pytest.approx(max(0, 3564 - before), rel=1e-6), line
-    assert 3564 <= before < 3564 + 160, f"the last step ends after {before} s"
+    assert 3564 <= before < 3564 + 160, (
+        f"the last step ends after {before} s, not in the step of 160 s that reaches 3564 s")
     last_steps = {line["phase"]: line["step"] for line in metrics(tmp_path / "whole")}
     evaluated = {line["step"] for line in metrics(tmp_path / "whole", "eval")}
-    assert {*last_steps.values()} <= evaluated, f"a phase ends without an evaluation: {evaluated}"
+    assert {*last_steps.values()} <= evaluated, (
+        f"a phase ends without an evaluation: only steps {evaluated} have one")
 
     for more in ("--max-steps", 15), ("--max-steps", 30), (), ():
         train_by_clock(tmp_path / "parts", *more)

@@ -1,6 +1,6 @@
-"""The model folder in transformers: tokens, offsets, weights, logits, fill-mask.
+"""Tests the model folder in transformers: tokens, offsets, weights, logits, fill-mask, training.
 
-Needs transformers, which is not in requirements.txt (.ci/run installs it); skips without.
+Skipped without transformers, which .ci/run installs; it is not in requirements.txt.
 """
 import re
 import unicodedata
@@ -38,8 +38,8 @@ MASKED = ["[MASK]", "The [MASK] of", "[MASK] [MASK]", "a[MASK]b", "end [MASK].",
 
 @pytest.fixture(scope="module", params=["uncased", "cased"])
 def tokenizers(request, documents, tmp_path_factory):
-    """(sentencepiece's tokenizer, transformers' of the model folder, the folder); its pieces are no
-    multiple of 64."""
+    """Returns SentencePiece's tokenizer, transformers' tokenizer of the model folder, and the
+    folder. The number of pieces is not a multiple of 64."""
     folder = tmp_path_factory.mktemp(request.param)
     corpus = documents + HARD[8:12] + [unicodedata.normalize("NFD", text) for text in SCRIPTS]
     data.prepare(corpus, folder / "shards", 500, shards=1, cased=request.param == "cased")
@@ -47,10 +47,10 @@ def tokenizers(request, documents, tmp_path_factory):
     ours = sentencepiece.SentencePieceProcessor(model_file=str(path))
     torch.manual_seed(0)
     model = bert.BertForPreTraining(bert.BertConfig(2, 128, 2, 256, 512))
-    for p in model.parameters():                   # so that no two are alike
+    for p in model.parameters():                   # so that no two are equal
         p.data += 0.1 * torch.randn_like(p)
     torch.nn.init.normal_(model.mlm_bias)          # so that some words are likelier than others
-    model.mlm_bias.data[len(ours):] = -10          # as training leaves the rows that only pad
+    model.mlm_bias.data[len(ours):] = -10          # rows that only pad are rare, as after training
     bert.save_huggingface(model, path, folder / "model", 64)
     return ours, transformers.AutoTokenizer.from_pretrained(folder / "model"), folder / "model"
 
@@ -72,7 +72,7 @@ def test_token_ids_are_sentencepieces(tokenizers, documents):
 def test_token_ids_are_those_of_training(tokenizers, documents):
     _, theirs, folder = tokenizers
     stored = b"".join(path.read_bytes() for path in folder.parent.glob("shards/*.tokens"))
-    for text in documents + SCRIPTS:                       # two bytes a token
+    for text in documents + SCRIPTS:                       # a token has two bytes
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert np.uint16(ids).tobytes() in stored, ascii(text)
 
@@ -92,7 +92,7 @@ def test_pairs_have_types_and_offsets_of_words_without_spaces(tokenizers):
     a, b = (ours.encode(unicodedata.normalize("NFKC", text)) for text in texts)
     assert both["input_ids"] == [data.CLS, *a, data.SEP, *b, data.SEP]
     assert both["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
-    covered = set()                                        # (text, character)
+    covered = set()                                        # (number of text, index of character)
     for (begin, end), text in zip(both["offset_mapping"], both.sequence_ids()):
         covered.update((text, i) for i in range(begin, end))
     assert covered == {(number, i) for number, text in enumerate(texts)
@@ -105,7 +105,7 @@ def test_the_logits_are_those_of_transformers(tokenizers, shards):
     logits = bert.load_huggingface(folder).eval()(batch)
     theirs, info = transformers.AutoModelForPreTraining.from_pretrained(
         folder, output_loading_info=True)
-    assert not info["missing_keys"], "these have other names"
+    assert not info["missing_keys"], "transformers does not find these tensors"
     arguments = padded(batch)
     found = theirs.eval()(**arguments)
     mlm_logits = found.prediction_logits[arguments["attention_mask"].bool()]
@@ -120,8 +120,8 @@ def test_a_folder_of_save_pretrained_comes_back(tokenizers, tmp_path, dtype):
     theirs.save_pretrained(tmp_path)
     found = bert.load_huggingface(tmp_path).state_dict()
     for name, tensor in bert.load_huggingface(folder).state_dict().items():
-        assert found[name].dtype == torch.float32, f"{name} is {found[name].dtype}"
-        assert torch.equal(found[name], tensor.to(dtype).float()), f"{name} differs"
+        assert found[name].dtype == torch.float32, f"{name} is {found[name].dtype}, not fp32"
+        assert torch.equal(found[name], tensor.to(dtype).float()), f"{name} has other values"
 
 
 def test_fill_mask_is_the_pipelines(tokenizers):
@@ -136,7 +136,7 @@ def test_fill_mask_is_the_pipelines(tokenizers):
 
 
 def test_training_has_the_losses_of_transformers(train_here, shards, tmp_path):
-    # The same start, batches, rates and AdamW
+    # Both have the same initial weights, batches, learning rates and AdamW.
     args = train_here(tmp_path / "ours", *"--optimizer adamw --precision fp32 --batch 8".split(),
                       *"--lr-scale 0.1 --steps 100 0".split())
     bert.save_huggingface(train.build_model(args, dist.World()), shards / "tokenizer.model",
@@ -153,7 +153,7 @@ def test_training_has_the_losses_of_transformers(train_here, shards, tmp_path):
     for line, [batch] in zip(lines, data.loader(examples, 0, 8, 8, 0, 1)):
         loss = theirs(**padded(batch.to("cpu"))).loss
         assert line["mlm_loss"] + line["nsp_loss"] == pytest.approx(loss.item(), abs=5e-5), (
-            f"step {line['step']}: train.py does not learn what transformers' model learns")
+            f"step {line['step']}: the loss of train.py is not that of transformers' model")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         for group in optimizer.param_groups:

@@ -1,5 +1,7 @@
-"""The updates of optim.py, and what they ask of a GPU. Rates, masters, loss scale and clipping:
-course/test_graders.py."""
+"""Tests the updates of optim.py, the number of their calls, and that they wait for no GPU.
+
+Rates, masters, loss scale and clipping are tested in course/test_graders.py.
+"""
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +20,8 @@ SHAPES = {"matrix": (4, 5), "small matrix": (5, 7), "matrix of zeros": (3, 4),
 
 
 def by_torch(name, w, gradients, decay):
-    """Returns w after the steps of torch's AdamW, or after LAMB's equations (see optim.LAMB). Their
-    u is what torch's AdamW subtracts at a rate of 1."""
+    """Returns w after steps of torch's AdamW, or of LAMB's equations, see optim.LAMB. The u of both
+    is what torch's AdamW subtracts at a rate of 1."""
     moved = w.clone()
     adamw = torch.optim.AdamW([moved], lr=1.0, betas=BETAS, eps=EPS, weight_decay=decay)
     for g in gradients:
@@ -64,20 +66,21 @@ def test_an_update_is_its_equations(name, decay):
         if not error < 1e-10:
             away[kind] = f"{error:.2g}"
     assert not away, (
-        f"{name} and adam_update: away, in parts of the norm, are {away}; exact are "
-        f"{sorted(exact.keys() - away)} (vectors alone: they do not decay)")
+        f"{name} or adam_update is wrong: the relative errors are {away}; right are "
+        f"{sorted(exact.keys() - away)} (if only the vector is: vectors do not decay)")
 
 
 def test_what_is_no_matrix_and_does_not_decay_are_biases_and_layer_norms():
     model = bert.BertForPreTraining(bert.BertConfig.preset("tiny", 64))
     for name, p in model.named_parameters():
-        assert (p.dim() <= 1) == (name.endswith("bias") or "norm" in name), f"{name}: {p.shape}"
+        assert (p.dim() <= 1) == (name.endswith("bias") or "norm" in name), (
+            f"{name} has shape {p.shape}: only biases and LayerNorm weights are vectors")
 
 
 # ----- What a step asks of a GPU -----
 
 class Calls(TorchDispatchMode):
-    """Counts what torch is asked to compute."""
+    """Counts the calls of torch's operations."""
     count = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -86,8 +89,11 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of_an_update(name, layers):
-    """Meta tensors have no values: whoever asks for one, as for a GPU's, gets an error. train.py
-    asks twice in a step, for the norm before these updates and for the losses after them."""
+    """Returns the number of torch calls in an update of a model with `layers` blocks.
+
+    Meta tensors have no values: code that reads one, and would wait for a GPU, raises an error. In
+    a step, train.py reads values twice: the norm before this update, and the losses after it.
+    """
     with torch.device("meta"):
         model = bert.BertForPreTraining(bert.BertConfig(layers, 128, 2, 512, vocab_size=192))
     masters = optim.cast_with_masters(model, torch.bfloat16)
@@ -106,15 +112,17 @@ def calls_of_an_update(name, layers):
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_an_update_waits_for_no_gpu_and_has_no_more_calls_for_more_tensors(name):
     few, many = calls_of_an_update(name, 2), calls_of_an_update(name, 12)
-    # A ratio of LAMB's is a tensor of its own, but a view: a GPU has nothing to do for it.
-    assert many - few <= 1 and many < 40, f"{few} calls for 2 layers, {many} for 12"
+    # Each ratio of LAMB is a separate tensor, but a view, which is no work for a GPU.
+    assert many - few <= 1 and many < 40, (
+        f"an update makes {few} calls for 2 layers and {many} for 12")
 
 
 @pytest.mark.parametrize("device, factor", [("cpu", 1), ("meta", 8)])
 def test_lists_are_large_but_not_too_large(device, factor):
-    """At most 8 MB on a CPU, 64 MB elsewhere."""
+    """Lists have at most 8 MB on a CPU and 64 MB elsewhere, or a single larger tensor."""
     tensors = [torch.empty(250_000 * factor * size, device=device)
                for size in (3, 4, 3, 9, 1, 7, 1)]
     sizes = [[len(tensor) // factor // 250_000 for tensor in each]
              for each in optim.lists_of(tensors)]
-    assert sizes == [[3, 4], [3], [9], [1, 7], [1]], f"{factor} MB times {sizes} on {device}"
+    assert sizes == [[3, 4], [3], [9], [1, 7], [1]], (
+        f"on {device} the lists have these sizes, in units of {factor} MB: {sizes}")
