@@ -1,8 +1,9 @@
-"""What the exercises are graded by: for each idea a test, which says in a sentence what is wrong.
+"""Grades the exercises: each idea has a test, which says in one sentence what is wrong.
 
-Its name begins with that of the exercise, its docstring with the points: 10 for an exercise. An
-idea of 1 point is a slip, what a right solution may lack: so no other test may fail by it. What is
-drawn at random depends on SEED, and so do numbers that a solution could know by heart.
+The name of a test begins with the name of its exercise, its docstring with its points, 10 for each
+exercise. An idea of 1 point is a slip, something that an otherwise right solution may lack, so a
+slip must make no other test fail. Random draws depend on SEED, and so do numbers that a solution
+could otherwise hard-code.
 """
 import copy
 import math
@@ -41,26 +42,26 @@ from tests.variants.equations import (POWERSGD_BYTES, POWERSGD_SHAPES, gradient,
                                       powersgd_in_float64)
 
 
-# Draws, when this file is imported, numbers that are the same in all tests and on all ranks
+# Draws numbers when this file is imported, so they are the same in all tests and on all ranks.
 DRAW = random.Random(SEED)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Whatever torch draws depends on SEED."""
+    """Makes the random numbers of torch depend on SEED."""
     torch.manual_seed(SEED)
 
 
-SECONDS = float(os.environ.get("THRIFTBERT_SECONDS", 48))               # for a test
-TOO_SLOW = set()                             # tests of which a case took longer
+SECONDS = float(os.environ.get("THRIFTBERT_SECONDS", 48))               # for one test
+TOO_SLOW = set()                             # tests with a case that took longer
 
 
 @pytest.fixture(autouse=True)
 def limited(request):
-    """Ends a test after SECONDS, and says where each thread stands; its other cases do not run."""
+    """Ends a test after SECONDS and reports where its threads are. Its other cases do not run."""
     name = request.node.originalname
     if name in TOO_SLOW:
-        pytest.fail("not tested, since another case took too long", pytrace=False)
+        pytest.fail("not tested because another case took too long", pytrace=False)
 
     def stop(*_):
         TOO_SLOW.add(name)
@@ -77,39 +78,39 @@ def limited(request):
 
 @pytest.fixture
 def rng():
-    """Draws the numbers of a test."""
+    """Returns the generator of a test's random numbers."""
     return random.Random(SEED)
 
 
 def error_of(ours, exact):
-    """Returns the largest error of a tensor, as a part of the largest element."""
+    """Returns the largest error of a tensor, as a fraction of the largest exact element."""
     error = (ours.double() - exact.double()).abs().max()
     return error / exact.abs().max().clamp(min=1e-30)
 
 
 def assert_near(ours, exact, what, tolerance=1e-6, slips={}):
-    """Compares a tensor with what it should be. slips: {a usual mistake: what comes of
-    it}; the message names it."""
-    assert ours.shape == exact.shape, f"{what} has the shape {[*ours.shape]}, not {[*exact.shape]}"
+    """Asserts that a tensor is near `exact`; `what` is the subject of the message. slips: {a
+    typical mistake: the tensor that it gives}; the message names it if it fits."""
+    assert ours.shape == exact.shape, f"{what} has shape {[*ours.shape]}, not {[*exact.shape]}"
     error = error_of(ours, exact)
     causes = [slip for slip, wrong in slips.items() if error_of(ours, wrong) <= tolerance]
     if error.isnan():
-        causes = ["there is a NaN; was something divided by 0?"]
+        causes = ["it has a NaN; is something divided by 0?"]
     assert error <= tolerance, ": ".join([
-        f"{what} is wrong: the largest error is {error:.2g} of the largest element", *causes])
+        f"{what} is wrong: the largest error is {error:.2g} times the largest element", *causes])
 
 
 # ----- masking -----
 
-N = 300_000                  # so many that among the random tokens none is missing
+N = 300_000                  # enough for each random token to occur
 FRACTION = DRAW.uniform(0.2, 0.3)
 
 
 @pytest.fixture
 def masked(shards):
-    """Random tokens, special ones among them, as `before`, and what `mask` makes of them."""
+    """Returns random tokens, some of them special, as `before`, and the results of `mask`."""
     rng = np.random.default_rng(SEED)
-    before = rng.integers(5, 300, N)             # the last 20 of the vocabulary are not there
+    before = rng.integers(5, 300, N)             # without the last 20 of the vocabulary
     before[::25] = data.CLS
     before[7::25] = data.SEP
     before[11::1000] = data.UNK
@@ -122,7 +123,7 @@ def masked(shards):
 
 
 def assert_part(chosen, part, what):
-    """Whether about this part of some booleans is true: within four standard errors."""
+    """Asserts that this fraction of some booleans is true, within four standard errors."""
     error = 4 * (part * (1 - part) / len(chosen)) ** 0.5
     assert abs(chosen.mean() - part) < error, f"{chosen.mean():.1%} {what}, not {part:.1%}"
 
@@ -130,40 +131,42 @@ def assert_part(chosen, part, what):
 def test_masking_chooses(masked):
     """4 points: tokens are chosen and labelled."""
     rows, before = masked.rows, masked.before
-    assert (np.diff(rows) > 0).all(), "the rows that were chosen are not in ascending order"
+    assert (np.diff(rows) > 0).all(), "the chosen rows are not in ascending order"
     assert before[rows].tobytes() == masked.labels.tobytes(), (
-        "labels are not the tokens that stood there, or not int64, as these are")
-    assert {data.CLS, data.SEP}.isdisjoint(masked.labels), "[CLS] or [SEP] was chosen, no text"
-    assert data.UNK in masked.labels, "[UNK] is text: it can be chosen"
+        "the labels are not the original tokens of the chosen rows, or not int64 like these tokens")
+    assert {data.CLS, data.SEP}.isdisjoint(masked.labels), (
+        "[CLS] or [SEP] was chosen, but they are not text")
+    assert data.UNK in masked.labels, "no [UNK] was chosen, but [UNK] is text, too"
     is_chosen = np.isin(np.flatnonzero(before > data.SEP), rows)
-    assert_part(is_chosen, FRACTION, "of the text are chosen")
+    assert_part(is_chosen, FRACTION, "of the text tokens were chosen")
     changed = np.flatnonzero(masked.after != before)
-    assert changed.any(), "no token has changed: change `tokens`, not a copy"
-    assert np.isin(changed, rows).all(), "a token has changed that was not chosen"
+    assert changed.any(), "no token has changed: change `tokens` itself, not a copy"
+    assert np.isin(changed, rows).all(), "a token that was not chosen has changed"
 
 
 def test_masking_replaces(masked):
-    """3 points: 80 % become [MASK], 10 % random."""
+    """3 points: 80 % become [MASK], 10 % a random token."""
     found = masked.after[masked.rows]
     assert_part(found == data.MASK, 0.8, "of the chosen tokens became [MASK]")
     stays = found == masked.labels
-    assert_part(stays, 0.1 + 0.1 / 315, "of the chosen tokens stayed")
-    # (By another key than fate_key, which nothing here forbids, a tenth of these stay.)
+    assert_part(stays, 0.1 + 0.1 / 315, "of the chosen tokens stayed as they were")
+    # A fate may come from a key other than fate_key; then a tenth of these tokens stay.
     assert stays[masked.fates > 0.9].mean() > 0.05, (
-        "tokens stay whose fate is below 0.9, and the others do not")
+        "tokens with a fate below 0.9 stay, and tokens with a fate above it do not")
     assert set(found[~stays]) == {*range(4, 320)}, (
-        "among the random ones each token from 5 to 319, the last one, has to come, and no other: "
-        "is it V - 5 that their draw is multiplied by, and is it another draw than their fate?")
+        "the random tokens must be all tokens from 5 to 319, the last one, and no others: is their "
+        "draw multiplied by V - 5, and is it a different draw from their fate?")
 
 
 def test_masking_is_pure(masked):
-    """3 points: the same in any batch."""
-    # As in another batch: some examples, of 25 tokens each, in another order.
+    """3 points: the masks of an example are the same in any batch."""
+    # As in a different batch: some examples, of 25 tokens each, in a different order.
     some = masked.rng.permutation(np.arange(N).reshape(-1, 25))[:80].ravel()
     alone = masked.before[some]
     masked.dataset.mask(alone, masked.counters[some])
     assert np.array_equal(alone, masked.after[some]), (
-        "among other examples, in another order, others are chosen or other random ones taken")
+        "among different examples, in a different order, different tokens are chosen, or replaced "
+        "by different random tokens")
 
 
 # ----- pairs -----
@@ -172,38 +175,41 @@ LENGTH = DRAW.randrange(44, 56)
 
 
 def document_of(shard, places):
-    """Returns the numbers of the documents that these tokens of a shard are in."""
+    """Returns the numbers of the documents that these tokens of a shard belong to."""
     return np.searchsorted(shard.documents, places, "right") - 1
 
 
 def test_pairs_are_half_true(shards):
-    """3 points: half are true, others from another document."""
+    """3 points: half of the pairs are true; in the others, B comes from another document."""
     dataset = data.PretrainingData(shards, LENGTH, 1, seed=SEED)
     pairs = dataset.spans(range(20_000))
     for i, pair in enumerate(pairs[:3000]):
-        assert (pair.index, pair.shard) == (i, i % 4), f"example {i} of 4 shards has {pair}"
-        assert pair.a < pair.a_end and pair.b < pair.b_end, f"A or B is empty: {pair}"
+        assert (pair.index, pair.shard) == (i, i % 4), (
+            f"with 4 shards, example {i} has a wrong index or shard: {pair}")
+        assert pair.a < pair.a_end and pair.b < pair.b_end, f"A or B of an example is empty: {pair}"
         assert dataset.length(pair) <= LENGTH, (
-            f"{pair} has {dataset.length(pair)} tokens, not {LENGTH}")
+            f"an example has {dataset.length(pair)} tokens, more than {LENGTH}: {pair}")
         parts = [pair.a, pair.a_end - 1, pair.b, pair.b_end - 1]
         a, a_last, b, b_last = document_of(dataset.shard(pair.shard), parts)
-        assert a == a_last and b == b_last, f"example {i} has parts of two documents in one"
+        assert a == a_last and b == b_last, f"A or B of example {i} has text of two documents"
         if pair.pair_label:
-            assert a != b, f"B of example {i} is labelled false, but is of A's own document"
+            assert a != b, f"B of example {i} is labelled false, but comes from A's document"
         else:
-            assert pair.a_end == pair.b, f"B of example {i} is true, but does not follow A"
-    assert_part(np.array([pair.pair_label for pair in pairs]) == 0, 0.5, "of 20,000 are true")
+            assert pair.a_end == pair.b, f"B of example {i} is labelled true, but does not follow A"
+    assert_part(np.array([pair.pair_label for pair in pairs]) == 0, 0.5, "of 20,000 pairs are true")
     without = data.PretrainingData(shards, LENGTH, seed=SEED, pairs="none")
     alone = without.spans(range(20_000))
     for kind, of, spans in ("nsp", dataset, pairs), ("none", without, alone):
         lengths = list(map(of.length, spans))
         assert min(lengths) < 6, (
-            f"a tenth is short: with pairs {kind} the shortest of 20,000 has {min(lengths)} tokens")
+            f"a tenth of the examples should be short; with pairs {kind}, the shortest of 20,000 "
+            f"has {min(lengths)} tokens")
         assert np.median(lengths) == LENGTH, (
-            f"nine tenths are as long as fits, {LENGTH} tokens: with pairs {kind} half of 20,000 "
-            f"have {np.median(lengths):g} or less")
+            f"nine tenths of the examples should be as long as fits, {LENGTH} tokens; with pairs "
+            f"{kind}, the median of 20,000 is {np.median(lengths):g}")
     for text in alone:
-        assert text.b == text.b_end and text.pair_label == data.IGNORED, f"without pairs: {text}"
+        assert text.b == text.b_end and text.pair_label == data.IGNORED, (
+            f"without pairs, B must be empty and the label IGNORED, not {text}")
 
 
 def test_pairs_are_of_all_documents(shards):
@@ -217,13 +223,14 @@ def test_pairs_are_of_all_documents(shards):
         counts = np.bincount(homes[phase], minlength=len(shard.documents) - 1)
         error = np.abs(counts - 2000 * np.diff(shard.documents) / len(shard.tokens)).max()
         assert error < 5, (
-            f"of 2,000 texts a document has {error:.0f} more or less than its part of the shard: "
-            "golden steps are spread evenly")
-    assert (homes[0] != homes[1]).any(), "both phases read the same documents: where is walk_start?"
+            f"of 2,000 texts, a document has {error:.0f} more or fewer than its share of the "
+            "shard; golden steps would spread them evenly")
+    assert (homes[0] != homes[1]).any(), (
+        "both phases read the same documents: is walk_start missing?")
 
 
 def test_pairs_look_alike(shards):
-    """4 points: a B from elsewhere looks like a true one."""
+    """4 points: a false B looks like a true B."""
     dataset = data.PretrainingData(shards, 64, seed=SEED)
     pairs = data.Spans(*np.array(dataset.spans(range(0, 64_000, 4))).T)
     shard = dataset.shard(0)
@@ -231,19 +238,19 @@ def test_pairs_look_alike(shards):
     home = document_of(shard, pairs.b)
     false = pairs.pair_label == 1
     for feature, values in {
-            "begins with a sentence": dataset.ends_sentence[shard.tokens[pairs.b - 1]],
-            "fills an example": (pairs.b_end - pairs.b) / 64,
-            "is of a long document": (sizes > np.median(sizes))[home],
-            "begins its document": np.isin(pairs.b, shard.documents)}.items():
+            "how often B begins a sentence": dataset.ends_sentence[shard.tokens[pairs.b - 1]],
+            "how much of an example B fills": (pairs.b_end - pairs.b) / 64,
+            "how often B is in a long document": (sizes > np.median(sizes))[home],
+            "how often B begins its document": np.isin(pairs.b, shard.documents)}.items():
         means = values[~false].mean(), values[false].mean()
         assert abs(means[0] - means[1]) < 0.035, (
-            f"a true B {feature} to {means[0]:.1%}, one from elsewhere to {means[1]:.1%}: a model "
-            "can tell them apart without reading")
-    gaps = (home - document_of(shard, pairs.a))[false] % len(sizes)      # from A's document
+            f"{feature} is {means[0]:.1%} for true pairs and {means[1]:.1%} for false pairs: a "
+            "model can tell them apart without reading")
+    gaps = (home - document_of(shard, pairs.a))[false] % len(sizes)      # documents after A's
     rates = np.bincount(gaps, minlength=len(sizes))[1:] / len(gaps) * len(sizes)
     assert rates.min() > 0.3 and rates.max() < 2, (
-        f"of the documents after A's, one gives {rates.max():.1f} times as many B as the mean, "
-        f"and one {rates.min():.1f} times")
+        "false B should come equally often from all other documents; counted on from A's document, "
+        f"one gives {rates.max():.1f} times as many as the mean, and one {rates.min():.1f} times")
 
 
 # ----- attention -----
@@ -252,7 +259,7 @@ HEADS = DRAW.randrange(2, 5), DRAW.choice([16, 24, 40, 48])    # H, D/H
 
 
 def packed(lengths):
-    """Returns qkv of examples of these lengths, in fp64, and their bounds and lengths."""
+    """Returns random qkv in fp64 for examples of these lengths, with their bounds and lengths."""
     lengths = torch.tensor(lengths)
     bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     qkv = torch.randn(int(bounds[-1]), 3, *HEADS, dtype=torch.float64, requires_grad=True)
@@ -260,61 +267,62 @@ def packed(lengths):
 
 
 def attention_by_hand(qkv):
-    """softmax(Q K^T / sqrt(d)) V of one example: of a query s and a key t, by head h."""
+    """Returns softmax(Q K^T / sqrt(d)) V of one example, for queries s, keys t and heads h."""
     q, k, v = qkv.unbind(1)                                              # (T, H, d) each
     scores = torch.einsum("shd, thd -> hst", q, k) / HEADS[1] ** 0.5
     return torch.einsum("hst, thd -> shd", scores.softmax(2), v)         # (T, H, d)
 
 
 def assert_attends(ours, exact, qkv, what):
-    """Compares results, and the gradients that qkv gets from them."""
+    """Asserts that results are equal, and that qkv gets the same gradients from both."""
     assert_near(ours, exact, what)
-    (ours - exact).sum().backward()              # 0, if both have the same gradient
-    assert qkv.grad.norm() < 1e-3, f"{what} gives Q, K or V another gradient than its equations"
+    (ours - exact).sum().backward()              # the gradients cancel if they are equal
+    assert qkv.grad.norm() < 1e-3, f"{what} gives Q, K or V a gradient unlike that of its equations"
 
 
 def test_attention_of_one_example():
-    """4 points: one example alone."""
+    """4 points: attention of one example alone."""
     qkv, _, _ = packed([7])
     assert_attends(bert.plain_attention(qkv), attention_by_hand(qkv), qkv, "plain_attention")
 
 
-@pytest.mark.parametrize("fills_up", [19, 0])         # the rows at the end
+@pytest.mark.parametrize("fills_up", [19, 0])         # rows of padding at the end
 def test_attention_is_packed(fills_up, rng):
-    """4 points: packed is the same as each example alone, and computes no more."""
+    """4 points: packed examples have the same results as each alone, without extra work."""
     a = rng.randrange(16, 26)
     lengths = 1, a, a + 4, a + 4, 30, fills_up
     qkv, bounds, sizes = packed(lengths)
-    # Nobody reads what the rows get that only fill up.
+    # The results of the padding do not matter.
     exact = torch.cat([attention_by_hand(rows) for rows in qkv.split(lengths)[:-1]])
-    # By products of matrices, which are counted: two for each pair of tokens, in each head
+    # MATH uses matrix products, which are counted: two products of length d for each pair of
+    # tokens in each head.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
         found = bert.attention(qkv, bounds, sizes, 0.0)
     assert len(found) == len(qkv), (
-        f"of {len(qkv)} rows, {fills_up} of which only fill up, attention returns {len(found)}")
-    what = f"attention of examples of {lengths} tokens, the last of which only fill up,"
+        f"attention returns {len(found)} rows, not {len(qkv)}, of which {fills_up} are padding")
+    what = f"attention of examples of {lengths} tokens, the last of them padding,"
     assert_attends(found[:len(exact)], exact, qkv, what)
     scores = count.get_total_flops() / (4 * math.prod(HEADS))
     needed = sizes @ sizes
     assert scores < 1.05 * needed, (
-        f"{what} computes {scores:.0f} numbers of S in a head, not {needed}: the others are of two "
-        "examples, or of padding")
+        f"{what} computes {scores:.0f} numbers of S in a head, not {needed}: the others belong to "
+        "two different examples, or to padding")
     rounded = bert.attention(qkv.bfloat16(), bounds, sizes, 0.0)
-    assert rounded.dtype == torch.bfloat16, f"attention of bfloat16 returns {rounded.dtype}"
+    assert rounded.dtype == torch.bfloat16, f"attention of torch.bfloat16 returns {rounded.dtype}"
     assert_near(rounded[:len(exact)], exact, "attention in bfloat16", 0.05)
 
 
 def test_attention_drops_weights():
-    """2 points: dropout is of the weights."""
-    qkv, bounds, sizes = packed([50, 50, 50])            # the last ones only fill up
-    # Of ones: all weights are equal, and an output is the sum of those that are left.
+    """2 points: dropout drops attention weights, each by itself."""
+    qkv, bounds, sizes = packed([50, 50, 50])            # the last 50 are padding
+    # With ones, all weights are equal, and an output is the sum of the weights that remain.
     sums = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.5).unflatten(0, (3, 50))[:2]
     for dim in range(3):
         assert sums.std(dim).max() > 0.01, (
-            "a dropout of 0.5 drops no attention weights, or the same ones in all examples of one "
-            "length, in all rows of an example, or in all heads")
-    assert_near(sums, sums[..., :1].expand_as(sums), "all V are equal, so a row of the output")
-    assert 0.9 < sums.mean() < 1.1, f"what is left of the weights adds up to {sums.mean():.2f}"
+            "a dropout of 0.5 drops no attention weights, or the same weights in all examples of "
+            "one length, in all rows of an example, or in all heads")
+    assert_near(sums, sums[..., :1].expand_as(sums), "with equal V, a row of the output in a head")
+    assert 0.9 < sums.mean() < 1.1, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
 
 
 # ----- schedule -----
@@ -330,16 +338,16 @@ def test_schedule_rates(power, rng):
     for done, rate in rates.items():
         found = optim.learning_rate(done, phase)
         assert found == pytest.approx(rate), (
-            f"at {done:.4g} of a phase with lr {lr:.4g}, warmup {warmup:.4g} and power {power} the "
-            f"rate should be {rate:.4g}; yours is {found:.4g}")
+            f"at {done:.4g} of a phase with lr {lr:.4g}, warmup {warmup:.4g} and power {power}, "
+            f"the rate should be {rate:.4g}; yours is {found:.4g}")
     without = optim.learning_rate(0, optim.Phase(128, 8, 99, lr, warmup=0, power=power))
-    assert without == lr, f"without warmup the rate begins at {lr:.4g}; yours is {without:.4g}"
+    assert without == lr, f"without warmup, the rate begins at {lr:.4g}; yours is {without:.4g}"
 
 
 N_A, N_B = DRAW.randrange(7, 12), DRAW.choice([3, 4])
 HOURS = DRAW.uniform(1, 9)
-# (--hours, --max-steps, part of the hours that is over, phase, its steps that are over): what is
-# next, in phases of N_A, 0 and N_B steps
+# With phases of N_A, 0 and N_B steps, {(--hours, --max-steps, fraction of the time that is over,
+# phase, steps taken in it): the result of `progress`}
 NOTHING = None, 0
 NEXT = {(None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / (N_B + 1)),
         (None, 99, 0, 2, N_B): NOTHING, (None, 5, 0, 0, 5): NOTHING, (None, 5, 0, 2, 1): NOTHING,
@@ -350,7 +358,7 @@ NEXT = {(None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / 
 
 @pytest.mark.parametrize("case", NEXT)
 def test_schedule_progress(case):
-    """5 points: phases go by steps or by the clock."""
+    """5 points: phases advance by steps or by the clock."""
     phases = [optim.Phase(64, 16, steps, lr=1, warmup=0) for steps in (N_A, 0, N_B)]
     hours, max_steps, over, phase, phase_step = case
     args = SimpleNamespace(phases=phases, hours=hours, max_steps=max_steps)
@@ -359,48 +367,50 @@ def test_schedule_progress(case):
                             step=phase_step + N_A * (phase > 0))
     before = {**vars(state)}
     found = train.progress(args, state)
-    assert vars(state) == before, "`progress` changes the counters, which it has to read only"
+    assert vars(state) == before, "`progress` changes the counters, but may only read them"
     assert found == pytest.approx(NEXT[case]), (
-        f"phases of {N_A}, 0, {N_B} steps; --hours {hours} --max-steps {max_steps}: after "
-        f"{phase_step} of phase {phase} and {seconds:.0f} s `progress` should be {NEXT[case]}; "
-        f"yours is {found}")
+        f"with phases of {N_A}, 0 and {N_B} steps, --hours {hours} and --max-steps {max_steps}, "
+        f"after {phase_step} steps of phase {phase} and {seconds:.0f} s, `progress` should return "
+        f"{NEXT[case]}; yours is {found}")
 
 
 # ----- precision -----
 
 def test_precision_scale(rng):
-    """3 points: the scale halves, doubles and has a floor."""
+    """3 points: the loss scale halves, doubles and has a floor."""
     growth = rng.randrange(4, 9)
     scaler = optim.LossScaler(scale=8.0, growth_interval=growth, smallest=2.0, largest=16.0)
-    quiet = growth - 1                           # steps without overflow that change nothing
+    quiet = growth - 1                           # good steps that leave the scale unchanged
     scales = [8] * quiet + [4] * growth + [8, 4] + [4] * quiet + [8] * growth + [16] * (growth + 1)
     for step, scale in enumerate(scales, 1):
         overflow = step in (growth, 2 * growth + 1)
         taken = scaler.update(overflow, step)
-        assert taken != overflow, f"a step with overflow {overflow}: update returns {taken}"
+        assert taken != overflow, f"with overflow {overflow}, update must not return {taken}"
         assert scaler.scale == scale, (
-            f"from 8 on, growth_interval {growth}, largest 16, overflows in the steps {growth} and "
-            f"{2 * growth + 1}: after step {step} the scale should be {scale}; yours is "
-            f"{scaler.scale:g}")
-    assert scaler.skipped == 2, f"two steps were skipped, and `skipped` is {scaler.skipped}"
+            f"from a scale of 8, with growth_interval {growth}, largest 16 and overflows in steps "
+            f"{growth} and {2 * growth + 1}, the scale after step {step} should be {scale}; yours "
+            f"is {scaler.scale:g}")
+    assert scaler.skipped == 2, f"two steps were skipped, but `skipped` is {scaler.skipped}"
     scaler = optim.LossScaler(scale=4.0, smallest=2.0)
-    assert not scaler.update(True, 41), "at `smallest` itself training goes on"
+    assert not scaler.update(True, 41), (
+        "an overflow that halves the scale to `smallest` still skips the step: update must return "
+        "False")
     with pytest.raises(optim.TrainingStopped):
         scaler.update(True, 42)
 
 
 def test_precision_names_the_step(rng):
-    """1 points: where training stops, the error names the step."""
+    """1 points: the error that stops training names the step."""
     step = rng.randrange(1000, 9999)
     with pytest.raises(optim.TrainingStopped) as caught:
         optim.LossScaler(scale=2.0, smallest=2.0).update(True, step)
-    assert str(step) in str(caught.value), f"the error of step {step} does not name it"
+    assert str(step) in str(caught.value), f"the error of step {step} does not name the step"
 
 
 @pytest.mark.parametrize("scale", [1024.0, 1.0, 0.125])
 @pytest.mark.parametrize("size, max_norm", [(1.0, 0.5), (1.0, 100.0), (0.0, 0.5)])
 def test_precision_clips(scale, size, max_norm, rng):
-    """3 points: unscale, then clip all by one norm."""
+    """3 points: gradients are unscaled, then clipped by the norm of all."""
     max_norm *= rng.uniform(0.5, 2)
     weights = [torch.zeros(12), torch.zeros(3, 5), torch.zeros(1)]
     for weight in weights:
@@ -409,26 +419,26 @@ def test_precision_clips(scale, size, max_norm, rng):
     optim.unscale_and_clip_(scaled, float(nn.utils.get_total_norm(scaled)), scale, max_norm)
     norm = nn.utils.clip_grad_norm_(weights, max_norm)
     for ours, weight in zip(scaled, weights):
-        assert_near(ours, weight.grad, f"gradient {[*ours.shape]} of three, of scale {scale:g}, "
-                    f"clipped from a norm of {norm:.3g} to one of {max_norm:.3g} of all,", 1e-5)
+        assert_near(ours, weight.grad, f"gradient {[*ours.shape]} of three, with scale {scale:g}, "
+                    f"unscaled norm {norm:.3g} of all and max_norm {max_norm:.3g},", 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision_masters(dtype, rng):
-    """3 points: master weights."""
+    """3 points: master weights in fp32."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model[1].bias.requires_grad_(False)
-    begin = 1 + rng.uniform(0.0012, 0.0018)      # no 16 bits hold it
+    begin = 1 + rng.uniform(0.0012, 0.0018)      # not exact in 16 bits
     for p in model.parameters():
         nn.init.constant_(p, begin)
     masters = optim.cast_with_masters(model, dtype)
     names = ["0.weight", "0.bias", "1.weight"]
-    assert [*masters] == names, f"1.bias is frozen, and there are masters of {[*masters]}"
+    assert [*masters] == names, f"masters are {[*masters]}, not {names}: 1.bias is frozen"
     for _ in range(1000):
         torch._foreach_add_([masters[name] for name in names], 1e-4)
         optim.copy_to_model(masters, model)
     for name, p in model.named_parameters():
-        assert p.dtype == dtype, f"{name} is {p.dtype} and not cast to {dtype}"
+        assert p.dtype == dtype, f"{name} is {p.dtype}, not cast to {dtype}"
         if name in names:
             right = torch.full(p.shape, begin + 0.1)
             what = f"{name}, which was {begin:.5f}, after 1000 updates of 1e-4,"
@@ -436,21 +446,21 @@ def test_precision_masters(dtype, rng):
             assert_near(p.detach(), right, what, 0.01)
             shared = masters[name].data_ptr() == p.data_ptr()
             assert shared == (dtype == torch.float32), (
-                "in fp32, and only there, master and weight are one memory")
+                f"{name} in {dtype}: master and weight share memory in fp32, and only in fp32")
 
 
 # ----- lamb -----
 
 @pytest.fixture
 def options(rng):
-    """What an optimizer may not know by heart."""
+    """Returns options that an optimizer must not hard-code."""
     return {"lr": rng.uniform(0.01, 0.03), "eps": rng.uniform(1e-4, 1e-2),
             "betas": (rng.uniform(0.8, 0.95), rng.uniform(0.98, 0.995)),
             "weight_decay": rng.uniform(0.02, 0.08)}
 
 
 def test_lamb_of_vectors_is_adam(options):
-    """4 points: for vectors, which do not decay, it is Adam."""
+    """4 points: for vectors, which have no decay, LAMB is Adam."""
     ours = torch.randn(5).double()
     theirs = ours.clone()
     options["weight_decay"] = 0
@@ -462,8 +472,8 @@ def test_lamb_of_vectors_is_adam(options):
         u = (1 - b1) * ours.grad / ((1 - b2) ** 0.5 * ours.grad.abs() + options["eps"])
         without_t = ours - options["lr"] * u               # right in the first step only
         adam.step()
-        lamb.step()                                        # the last, since it may change g
-        assert_near(ours, theirs, f"a vector, without decay, after step {t}", 1e-9,
+        lamb.step()                                        # last, because it may change g
+        assert_near(ours, theirs, f"a vector without decay, after step {t},", 1e-9,
                     {"m and v are not divided by 1 - b^t": without_t})
 
 
@@ -472,48 +482,50 @@ def lamb_equations(w, m, v, g, t, lr, eps, betas, weight_decay):
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g ** 2
     u = (m / (1 - b1 ** t)) / ((v / (1 - b2 ** t)).sqrt() + eps) + weight_decay * w
-    ratio = w.norm() / u.norm() or 0.3           # 0.3, too, where w is 0; inf where u is
+    ratio = w.norm() / u.norm() or 0.3           # 0.3 if w is 0, inf if u is 0
     return w - lr * min(ratio, 0.3) * u, m, v
 
 
 def test_lamb_is_its_equations(options):
-    """6 points: for matrices it is its equations."""
+    """6 points: for matrices, LAMB follows its equations."""
     tensors = [torch.randn(5, 7).double() / 10, torch.zeros(3, 4).double(),
                torch.randn(6, 1).double(), torch.randn(4, 5).double()]
-    lamb = optim.LAMB([options | {"params": tensors}])     # others than `defaults`, as in training
+    lamb = optim.LAMB([options | {"params": tensors}])     # not its `defaults`, as in training
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
     for t in range(1, 31):
         for k, w in enumerate(tensors):
             w.grad = 3 * torch.randn_like(w) * (k != 2)
             exact[k] = lamb_equations(*exact[k], w.grad, t, **options)
         lamb.step()
-        kinds = "of small weights", "of zeros", "without gradient", "of large weights"
+        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights"
         for what, w, right in zip(kinds, tensors, exact):
-            assert_near(w, right[0], f"a matrix {what}, after step {t}", 1e-7)
+            assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
 
 
 # ----- dealing -----
 
 @pytest.mark.parametrize("size", [1, 3, 4, 40])
 def test_dealing_to_any_ranks(size, rng):
-    """3 points: the same examples on any number of ranks."""
+    """3 points: a step has the same examples on any number of ranks."""
     step, batch, most = rng.randrange(2, 9), rng.randrange(31, 39), 4
     ranks = [data.micro_batches(step, batch, most, rank, size) for rank in range(size)]
     dealt = [sum(parts, []) for parts in ranks]
     right = [*range(step * batch, (step + 1) * batch)]
     assert sorted(sum(dealt, [])) == right, (
-        f"step {step} of batches of {batch} has the examples {right[0]} to {right[-1]} once each, "
-        f"also on {size} ranks")
+        f"on {size} ranks, step {step} with batches of {batch} must have examples {right[0]} to "
+        f"{right[-1]} once each")
     for rank, (own, parts) in enumerate(zip(dealt, ranks)):
-        assert all(i % size == rank for i in own), f"rank {rank} of {size} takes {own}"
+        assert all(i % size == rank for i in own), (
+            f"rank {rank} of {size} takes examples i with i modulo {size} = {rank}, not {own}")
         sizes = sorted(map(len, parts)) or [0]
         count = math.ceil(len(own) / most)
         assert sizes[-1] <= most and sizes[-1] - sizes[0] <= 1 and len(parts) == count, (
-            f"{len(own)} examples in {count} even micro-batches of at most {most} are not {sizes}")
+            f"{len(own)} examples must be in {count} even micro-batches of at most {most}, not in "
+            f"sizes {sizes}")
 
 
 def test_dealing_ahead(rng):
-    """3 points: a thread makes one step ahead."""
+    """3 points: a thread makes the batches of one step ahead."""
     made = []
     step = rng.randrange(1, 50)
 
@@ -522,54 +534,57 @@ def test_dealing_ahead(rng):
         made.extend(i - 4 * step for i in indices)
         return 6 // (9 - made[-1])
 
-    # Of two ranks with batches of 4 the second one: steps 1 3, 5 7, 9 11, counted from `step` on
+    # The second of two ranks, with batches of 4: its steps are 1 3, 5 7 and 9 11, counted from
+    # the first example of `step`.
     loader = data.loader(SimpleNamespace(batch=batch), step, 4, 1, 1, 2)
     one, two, end = 4 * step + 1, 4 * step + 5, time.monotonic() + 5
-    assert next(loader) == [0, 1], f"step {step} has the examples {one} and {one + 2}"
-    while len(made) < 4 and time.monotonic() < end:        # as long as the caller's step may take
+    assert next(loader) == [0, 1], f"step {step} must have examples {one} and {one + 2}"
+    while len(made) < 4 and time.monotonic() < end:        # the caller's step runs
         time.sleep(0.2)
     time.sleep(0.2)
     assert made == [1, 3, 5, 7], (
-        f"while the first step runs, the second is made, and no more: of 1 3, 5 7, 9 11 are {made}")
-    assert next(loader) == [1, 3], f"step {step + 1} has the examples {two} and {two + 2}"
-    with pytest.raises(ZeroDivisionError):       # what fails in the thread is raised here
+        "while the first step runs, the second must be made, and no more: of 1 3, 5 7 and 9 11, "
+        f"{made} are made")
+    assert next(loader) == [1, 3], f"step {step + 1} must have examples {two} and {two + 2}"
+    with pytest.raises(ZeroDivisionError):       # the thread's error is raised here
         next(loader)
 
 
 def test_dealing_divisor(shards):
-    """4 points: the divisor is that of the whole step."""
+    """4 points: the divisor counts the labels of the whole step."""
     examples = data.PretrainingData(shards, 32)
     batches = [examples.batch([i]) for i in range(3)]
     counts = [int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches]
     parts = batches[:1], batches[1:]
     for found in on_threads(lambda world: train.count_labels(world, parts[world.rank]), 2):
         assert found["mlm"] == sum(counts), (
-            f"one micro-batch of rank 0 and two of rank 1 have {counts} masked tokens, together "
+            f"one micro-batch of rank 0 and two of rank 1 have {counts} masked tokens, in all "
             f"{sum(counts)}; yours is {found['mlm']}")
 
 
 # ----- buckets -----
 
 def test_buckets_are_filled(rng):
-    """3 points: what is in which bucket."""
+    """3 points: buckets are filled with the right tensors."""
     unit = rng.randrange(1, 9)
     sizes = {"bias": 1, "embeddings.a": 3, "embeddings.b": 4, "c": 2, "d": 5, "e": 3, "f": 6}
     tensors = {name: torch.zeros(size, unit) for name, size in sizes.items()}
     buckets = dist.fill_buckets(tensors, dist.World(), "none", 8 * unit * 4e-6)
     found = [[*bucket.shapes] for bucket in buckets]
     right = [["f", "e"], ["d", "c"], ["embeddings.b", "embeddings.a"], ["bias"]]
-    assert found == right, f"sizes {sizes}, full with 8: the buckets are {right}, not {found}"
+    assert found == right, (
+        f"with tensors of sizes {sizes}, and full with 8, the buckets are {right}, not {found}")
 
 
-LARGE = 64.0 * DRAW.randrange(1100, 1900)             # above 65,504; half of it fits fp16, exactly
+LARGE = 64.0 * DRAW.randrange(1100, 1900)             # above 65,504; half is exact in fp16
 NUMBERS = [float(DRAW.randrange(99)) for _ in range(4)]
 SCALE = 2.0 ** DRAW.randrange(1, 9)
 
 
 def means(world):
-    """Returns what Dense makes in fp16 of 4096 and 2, and of LARGE and 0, and the bytes; what a
-    bucket on two levels makes of the rank's number, and the bytes; and the scales with which it
-    calls its wire, in whose place a stand-in is (exercise 12)."""
+    """Returns the means by Dense in fp16 of 4096 and 2, and of 0 and LARGE, and its bytes; the mean
+    of NUMBERS by a bucket on two levels, and its bytes; and the scales with which the bucket calls
+    its wire. A stand-in replaces the wire, which is part of exercise 12."""
     large = torch.full((4,), LARGE * (world.rank % 2))
     large[0] = (4096, 2)[world.rank % 2]         # 2048 + 1 is 2048 in fp16
     sent_large = dist.Dense(torch.float16).average(world, large, 1.0)
@@ -589,51 +604,51 @@ def means(world):
 
 
 def test_buckets_stay_in_range():
-    """3 points: a mean that stays in range."""
+    """3 points: the mean stays in the range of fp16."""
     for mean, *_ in on_threads(means, 2):
         assert mean.tolist() == [2048] + [LARGE / 2] * 3, (
-            f"sent and summed in fp16, the means of 4096 and 2, 0 and {LARGE:g} are 2048 and "
+            f"sent and summed in fp16, 4096 and 2 have the mean 2048, and 0 and {LARGE:g} the mean "
             f"{LARGE / 2:g}, not {mean[0]:g} and {mean[1]:g}")
 
 
 def test_buckets_on_two_levels():
-    """3 points: two levels."""
+    """3 points: gradients are averaged on two levels of network."""
     right = torch.full((600,), sum(NUMBERS) / 4)
     for rank, (_, _, mean, _, found) in enumerate(on_threads(means, 4, local_size=2)):
-        assert_near(mean, right, f"the mean of {NUMBERS}, two ranks on each of 2 nodes,",
-                    slips={"it is the sum inside of a node": 2 * right})
+        assert_near(mean, right, f"the mean of {NUMBERS}, with two ranks on each of 2 nodes,",
+                    slips={"the ranks of a node are summed, not averaged": 2 * right})
         scales = [SCALE] * (rank % 2 == 0)
         assert found == scales, (
-            f"average({SCALE:g}): rank {rank} calls the wire with the scales {found}, not "
-            f"{scales}: once on each leader, the ranks 0 and 2")
+            f"in average({SCALE:g}), rank {rank} calls the wire with scales {found}, not {scales}: "
+            "only the leaders, ranks 0 and 2, call it, once each")
 
 
 def test_buckets_count_bytes():
-    """1 points: bytes are told."""
+    """1 points: the bytes sent are returned."""
     for rank, (_, dense, _, bucket, _) in enumerate(on_threads(means, 4, local_size=2)):
         right = 12, 1000 * (rank % 2 == 0)
         assert (dense, bucket) == right, (
-            f"rank {rank} of 4, on 2 nodes, tells {dense} and {bucket} bytes, not {right}: of "
-            "Dense, 4 numbers in fp16; of a bucket whose wire tells 1000")
+            f"rank {rank} of 4, on 2 nodes, returns {dense} and {bucket} bytes, not {right}: for "
+            "Dense, with 4 numbers in fp16, and for a bucket whose wire returns 1000 on a leader")
 
 
 # ----- overlap -----
 
 def tower():
-    """Six layers, of which the first is the last whose gradient is ready."""
+    """Returns six layers; backward makes the gradient of the first layer last."""
     torch.manual_seed(SEED)
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
 
 
 def reduced(world):
-    """Gradients of 24 examples, by one process and by two steps of the Reducer, three micro-batches
-    each."""
+    """Returns the gradients of 24 examples by one process, and by the Reducer after two steps of
+    three micro-batches each."""
     examples = torch.randn(24, 32, generator=torch.Generator().manual_seed(SEED))
     exact = tower()
     (exact(examples).sum() / 12).backward()
     model = tower()
     reducer = dist.Reducer(model, world, bucket_mb=0.005)
-    for _ in range(2):                           # the second step begins clean
+    for _ in range(2):                           # nothing of the first step may be left
         reducer.zero_grad()
         for number, part in enumerate(examples[world.rank::2].chunk(3)):
             reducer.last_micro_batch = number == 2
@@ -643,11 +658,11 @@ def reduced(world):
 
 
 def test_overlap_gradients(tmp_path):
-    """3 points: gradients are those of one process."""
+    """3 points: the gradients are those of one process."""
     for exact, ours in run_ranks(reduced, 2, tmp_path):
         for name, gradient in exact.items():
-            slips = {"0: is p.grad another tensor than the view?": torch.zeros_like(gradient),
-                     "twice the right one: p.grad is the view, nothing is added": 2 * gradient}
+            slips = {"it is 0: is p.grad a tensor other than the view?": torch.zeros_like(gradient),
+                     "it is doubled: p.grad is the view, so add nothing to it": 2 * gradient}
             assert_near(ours[name], gradient, f"the bucket's view of the gradient of {name}, on 2 "
                         "ranks,", 1e-5, slips)
     model = tower()
@@ -655,16 +670,16 @@ def test_overlap_gradients(tmp_path):
     model(torch.ones(1, 32)).sum().backward()
     alone.flats[0].fill_(1 + 2 ** -12)
     alone.finish()
-    assert (alone.flats[0] == 1).all(), "one rank does not average its buckets"
+    assert (alone.flats[0] == 1).all(), "a single rank does not average its buckets"
 
 
 SIZES = sorted(DRAW.sample(range(2, 20), 3))
 
 
 def events_of(world):
-    """Returns how many buckets are launched when the gradient of each layer's weight is there, from
-    the last layer on; the order of buckets whose gradients become ready in another order on each
-    rank; whether backward goes on, and ends, while a bucket is averaged in another thread."""
+    """Returns how many buckets are launched when each layer's weight gets its gradient, from the
+    last layer on; the order in which buckets start if their gradients become ready in a different
+    order on each rank; and whether backward goes on, and ends, while another thread averages."""
     launched = []
     events = []
     threads = set()
@@ -682,7 +697,7 @@ def events_of(world):
         layer.weight.register_hook(lambda gradient: launched.append(len(reducer.jobs)))
     model(torch.randn(8, 32)).sum().backward()
     ended.set()
-    assert len(reducer.jobs) == 6, f"after backward {len(reducer.jobs)} of 6 buckets are launched"
+    assert len(reducer.jobs) == 6, f"after backward, {len(reducer.jobs)} of 6 buckets are launched"
     reducer.finish()
     beside = all(done for _, done in events)
     events.clear()
@@ -696,18 +711,20 @@ def events_of(world):
 
 
 def test_overlap_in_order(tmp_path):
-    """4 points: in order, in the communication thread, while backward goes on."""
+    """4 points: buckets start in order, in the communication thread, while backward goes on."""
     right = SIZES[::-1]
     for launched, events, beside in run_ranks(events_of, 2, tmp_path):
         assert launched == [*range(6)], (
-            "during backward one bucket of six after another is complete, and launched: when the "
-            f"gradients of the weights come, [0, 1, 2, 3, 4, 5] are, not {launched}")
-        assert events == right, f"buckets of {right} elements start as {events} on one rank"
-        assert beside, "backward waits while a bucket is averaged, or its own thread averages"
+            "each of six buckets must be launched during backward, as soon as it is complete: when "
+            "the weights get their gradients, [0, 1, 2, 3, 4, 5] buckets are launched, not "
+            f"{launched}")
+        assert events == right, (
+            f"buckets of {right} elements must start in this order on each rank, not as {events}")
+        assert beside, "backward waits while a bucket is averaged, or averages in its own thread"
 
 
 def must_raise(kind, function, when):
-    """Fails if function() does not raise an error of this kind."""
+    """Fails unless function() raises an error of this kind. `when` begins the message."""
     raised = "nothing"
     try:
         function()
@@ -715,11 +732,11 @@ def must_raise(kind, function, when):
         return
     except Exception as error:
         raised = repr(error)
-    pytest.fail(f"{when}, it must raise {kind.__name__}, and raises {raised}", pytrace=False)
+    pytest.fail(f"{when} must raise {kind.__name__}, but raises {raised}", pytrace=False)
 
 
 def test_overlap_errors():
-    """2 points: what is missing or fails is an error."""
+    """2 points: missing gradients and failures are errors."""
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(2, 1)])
     reducer = dist.Reducer(model, one_of_two(), bucket_mb=5e-6)          # a layer in each bucket
     reducer.buckets[0].average = lambda scale: 1 / 0
@@ -731,26 +748,27 @@ def test_overlap_errors():
     backward(model)
     reducer.last_micro_batch = True
     backward(model[1:], model[0].weight.sum())
-    must_raise(dist.DistError, reducer.finish, "finish: where 0.bias takes no part in the loss of "
-               "the last micro-batch, before it waits for any job")
-    assert len(reducer.jobs) == 1, "a bucket without the gradient of 0.bias is launched"
+    must_raise(dist.DistError, reducer.finish, "if 0.bias took no part in the loss of the last "
+               "micro-batch, `finish`, before it waits for any job,")
+    assert len(reducer.jobs) == 1, (
+        f"while 0.bias has no gradient, 1 of 2 buckets must be launched, not {len(reducer.jobs)}")
     must_raise(dist.DistError, dist.Reducer(tower(), dist.World()).finish,
-               "finish: where one rank has no gradient at all")
+               "`finish` of a single rank without any gradient")
     reducer.zero_grad()
-    backward(model)                              # nothing is raised inside backward
-    must_raise(ZeroDivisionError, reducer.finish, "finish: where a job in the thread has failed")
+    backward(model)                              # backward itself raises nothing
+    must_raise(ZeroDivisionError, reducer.finish, "`finish` after a job in the thread has failed")
     must_raise(KeyError, lambda: backward(model),
-               "_ready: where a second backward follows that of the last micro-batch")
+               "`_ready` in a second backward after that of the last micro-batch")
     for last in False, True:
         reducer.zero_grad()
         reducer.last_micro_batch = last
         model.zero_grad()                        # drops p.grad
-        must_raise(dist.DistError, lambda: backward(model), "_ready: where p.grad is no view of "
-                   f"its bucket, in a micro-batch with last_micro_batch = {last}")
+        must_raise(dist.DistError, lambda: backward(model), "`_ready` with a p.grad that is no "
+                   f"view of its bucket, and with last_micro_batch = {last},")
 
 
 def test_overlap_tells():
-    """1 points: what an error names, and the figures of the log."""
+    """1 points: the error names the parameters, and the numbers for the log are right."""
     model = nn.ParameterDict({name: torch.ones(1) for name in ("first", "second", "third")})
     reducer = dist.Reducer(model, one_of_two(), bucket_mb=1e-9)
     for bucket in reducer.buckets:
@@ -763,26 +781,26 @@ def test_overlap_tells():
     took = time.perf_counter() - finishes
     launched = getattr(bucket, "launched", None)
     assert launched and began <= launched <= finishes, (
-        f"bucket.launched is {launched}, not the moment when _launch launched it")
+        f"bucket.launched is {launched}, not the time when `_launch` launched the bucket")
     seconds, sent = getattr(reducer, "wait_seconds", 0), getattr(reducer, "bytes_sent", 0)
     assert 0.7 * took < seconds < took and sent == 21, (
-        f"three buckets take 0.3 s and 7 bytes each, and finish waits for {took:.2f} s of these; "
-        f"wait_seconds is {seconds:.2f}, bytes_sent {sent}")
+        f"three buckets take 0.3 s and send 7 bytes each, and `finish` waits {took:.2f} s for "
+        f"them; your wait_seconds is {seconds:.2f}, your bytes_sent {sent}")
     reducer.zero_grad()
     model["second"].backward()
     with pytest.raises(dist.DistError) as caught:
         reducer.finish()
     names = [name for name in model if name in str(caught.value)]
     assert names == ["first", "third"], (
-        f"first and third take no part in the loss; the error names {names or 'none'}")
+        f"first and third take no part in the loss, but the error names {names or 'none'}")
 
 
 def measure():
-    """Returns (seconds of a backward alone, seconds on the network, seconds that `finish` waits for
-    it), of the best of three steps of a model of 4 x 256.
+    """Returns the seconds of backward alone, of the network, and of the wait in `finish`. Backward
+    and wait are each the shortest of three, with a model of 4 x 256.
 
-    The network is a sleep in place of each bucket's average, all together half as long as backward
-    takes on this machine: so a fast machine and a slow one find about the same.
+    The network is a sleep in place of each bucket's average. All sleeps together take half as long
+    as backward alone, so fast and slow machines find about the same.
     """
     model = bert.BertForPreTraining(bert.BertConfig.preset("mini", 512))
     batch = random_batch(512, examples=4)
@@ -795,7 +813,7 @@ def measure():
 
     alone = min(backward_seconds() for _ in range(3))
     reducer = dist.Reducer(model, one_of_two())
-    seconds = alone / 2 / sum(map(len, reducer.flats))                   # of an element
+    seconds = alone / 2 / sum(map(len, reducer.flats))                   # for one element
     for bucket in reducer.buckets:
         took = seconds * len(bucket.flat)
         bucket.average = lambda scale, took=took: time.sleep(took) or 0
@@ -811,25 +829,25 @@ def measure():
 # ----- powersgd -----
 
 def test_powersgd_is_algorithm_1(tmp_path):
-    """7 points: four steps of algorithm 1."""
+    """7 points: four steps follow algorithm 1."""
     run_ranks(powersgd_in_float64, 2, tmp_path)
 
 
 def test_powersgd_keeps_the_state():
-    """2 points: the state that it gets stays as it was."""
+    """2 points: the state of the step before stays unchanged."""
     _, state, _ = powersgd.powersgd(dist.World(), gradient(0, 0), {"shapes": POWERSGD_SHAPES})
-    before = copy.deepcopy(state)                # with factors
+    before = copy.deepcopy(state)                # has factors
     bad = torch.full_like(gradient(0, 0), torch.inf)
     mean, _, _ = powersgd.powersgd(dist.World(), bad, state)
-    assert not mean.isfinite().all(), "gradients are inf, and their mean is finite"
-    assert_same(before, state, "after a step, from which a skipped one begins again, the state")
+    assert not mean.isfinite().all(), "the gradients are inf, but their mean is finite"
+    assert_same(before, state, "after a step, which may still be skipped, the old state")
 
 
 def test_powersgd_counts_bytes():
-    """1 points: bytes are told."""
+    """1 points: the bytes sent are returned."""
     for sent in on_threads(powersgd_in_float64, 2):
         assert sent == [POWERSGD_BYTES] * 4, (
-            f"four steps tell {sent} bytes; P, Q and the vector are {POWERSGD_BYTES}")
+            f"four steps return {sent} bytes, but P, Q and the vector have {POWERSGD_BYTES}")
 
 
 # ----- feedback -----
@@ -838,16 +856,16 @@ N_BUCKET = DRAW.randrange(1100, 1500)
 
 
 def send(bucket, gradient, scale=1.0):
-    """Averages a gradient, which is times `scale`; returns the mean without it."""
+    """Averages a gradient times `scale`; returns the mean divided by `scale`."""
     bucket.flat.copy_(gradient * scale)
-    torch.use_deterministic_algorithms(True, warn_only=True)       # new memory is NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)       # fills new memory with NaN
     bucket.average(scale)
     torch.use_deterministic_algorithms(False)
     return bucket.flat / scale
 
 
 def kept(bucket):
-    """Returns all that has not been sent yet, of the mean over the ranks, (n,)."""
+    """Returns the part of the mean over the ranks that has not been sent yet, (n,)."""
     residual, state = bucket.wire.kept
     residuals = bucket.across_nodes.all_gather(residual)
     parts = bucket.across_nodes.all_gather(state["part_residual"])
@@ -855,7 +873,7 @@ def kept(bucket):
 
 
 def fed_back(world, compression):
-    """Returns what went out in 30 steps, what went in, and what is kept."""
+    """Returns sums over 30 steps, of the means sent and of the exact means, and what is kept."""
     bucket = dist.Bucket({"weight": (N_BUCKET,)}, world, compression)
     went_in = went_out = torch.zeros(N_BUCKET)
     for step in range(30):
@@ -869,21 +887,22 @@ def fed_back(world, compression):
 @pytest.mark.parametrize("compression", ["int8", "onebit"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_feedback_loses_nothing(compression, size):
-    """5 points: what came in went out or is kept, and is the same on all ranks."""
+    """5 points: gradients are sent or kept, and all ranks get the same mean."""
     ranks = on_threads(fed_back, size, compression)
-    what = f"{compression} on {size} ranks: what went out in 30 steps of loss scales 1, 2, 4,"
+    what = (f"{compression} on {size} ranks: the sum of the means of 30 steps, with loss scales 1, "
+            "2 and 4,")
     for went_out, went_in, stays in ranks:
         same = torch.equal(went_out.nan_to_num(), ranks[-1][0].nan_to_num())
-        assert same, f"{what} is not the same on all: did it leave the rank?"
-        assert_near(went_out + stays, went_in, f"{what} and what is kept", 1e-4)
+        assert same, f"{what} is not the same on all ranks: did it leave the rank?"
+        assert_near(went_out + stays, went_in, f"{what} plus what is kept", 1e-4)
 
 
 def test_feedback_tells_bytes(rng):
-    """1 points: bytes are told."""
+    """1 points: the bytes sent are returned."""
     told = rng.randrange(1000, 9000)
     wire = dist.ErrorFeedback(lambda world, value, state: (value, state, told))
     sent = wire.average(dist.World(), torch.zeros(N_BUCKET), 1.0)
-    assert sent == told, f"`mean` has sent {told} bytes, and `average` returns {sent}"
+    assert sent == told, f"`mean` returns {told} bytes, but `average` returns {sent}"
 
 
 @pytest.mark.parametrize("compression", ["int8", "onebit"])
@@ -895,9 +914,9 @@ def test_feedback_of_a_skipped_step(compression):
     before = kept(bucket)
     for bad in torch.inf, torch.nan:
         mean = send(bucket, torch.full((N_BUCKET,), bad))
-        assert not mean.isfinite().all(), f"a gradient is {bad}, and the mean is finite"
+        assert not mean.isfinite().all(), f"a gradient is {bad}, but the mean is finite"
         bucket.wire.commit(False)
-    bucket.wire.commit(True)                     # of nothing: no step is under way
+    bucket.wire.commit(True)                     # no step is under way
     assert torch.equal(kept(bucket), before), "a skipped step has changed what is kept"
 
 
@@ -907,14 +926,14 @@ NAMED = train.checkpoints_in
 
 
 def named_otherwise(folder):
-    """Returns train.checkpoints_in; if there are none, files that are named in another way."""
+    """Returns train.checkpoints_in or, if there are none, checkpoints with different names."""
     paths = {int(re.sub(r"\D", "", path.stem)): path for path in folder.glob("step*[0-9].pt")}
     return NAMED(folder) or paths
 
 
 @pytest.fixture(autouse=True)
 def any_name(monkeypatch):
-    """In this process as in the ranks of `resume_run`, since a wrong name is a slip."""
+    """Accepts wrongly named checkpoints in this process, as in `resume_run`: it is only a slip."""
     monkeypatch.setattr(train, "checkpoints_in", named_otherwise)
 
 
@@ -924,13 +943,13 @@ def with_any_name(world, sabotage=bool, *arguments):
 
 
 def resume_run(shards, out, *flags, sabotage=(), **options):
-    """Trains as tests.training.run does, by SEED; of a name see `any_name`."""
+    """Trains like tests.training.run, with SEED as the seed and with `any_name` on each rank."""
     return run(shards, out, *SHORT, "--dropout", 0.1, "--seed", SEED, *flags,
                sabotage=(with_any_name, *sabotage), **options)
 
 
 def assert_resumes(shards, folder, size, step, *flags):
-    """Trains without a kill and with one: all bits have to be the same."""
+    """Asserts that a run that is killed and resumed has the same bits as an uninterrupted run."""
     whole, killed = folder / "whole", folder / "killed"
     together(
         lambda: resume_run(shards, whole, *flags, size=size, sabotage=(by_the_clock,)),
@@ -939,30 +958,32 @@ def assert_resumes(shards, folder, size, step, *flags):
     before = steps_kept(killed)
     last = step - 1 - (step - 1) % 3
     assert before == [last - 3, last], (
-        f"saved every 3 steps and killed in step {step}, a run has checkpoints of {before}")
+        f"a run that saves every 3 steps and is killed in step {step} has checkpoints of {before}, "
+        f"not {[last - 3, last]}")
     resume_run(shards, killed, *flags, size=size, sabotage=(by_the_clock,))
     for name in "step", "lr", "loss_scale", "mlm_loss", "seconds":
         for one, other in zip(column(whole, name), column(killed, name), strict=True):
             assert one == other, (
-                f"after it was killed in step {step} and resumed, a run has in a step the `{name}` "
-                f"{other}, and one that was not killed {one}")
+                f"a run that was killed in step {step} and resumed has `{name}` {other} in a step "
+                f"where an uninterrupted run has {one}")
     assert_same(last_state(whole), last_state(killed), "the last checkpoint after a kill")
 
 
 def test_resume_has_the_same_bits(shards, tmp_path, rng):
-    """3 points: a killed run ends with the same bits, and has its seconds."""
+    """3 points: a killed and resumed run has the bits and seconds of an uninterrupted run."""
     assert_resumes(shards, tmp_path, 2, rng.choice([7, 8]),
                    "--precision", "bf16", "--compression", "fp16")
 
 
 def test_resume_of_lossy_compression(shards, tmp_path, rng):
-    """2 points: with a compression that keeps residuals, too."""
+    """2 points: a resumed run has the same bits with a compression that keeps residuals, too."""
     assert_resumes(shards, tmp_path, 1, rng.choice([13, 14]),
                    "--precision", "fp32", "--compression", "onebit")
 
 
 def disk_is_full(world, room, action):
-    """In step 6 a file has no room for more bytes: an error, or the program's end."""
+    """In step 6, no file can grow beyond `room` bytes: as `action` says, the write raises an error,
+    or the program ends."""
     save = train.save
 
     def patched(args, world, log, state):
@@ -975,7 +996,7 @@ def disk_is_full(world, room, action):
     train.save = patched
 
 
-# What goes wrong: (sabotage, the checkpoints of at most 8 steps that are there)
+# {what goes wrong: (sabotage, the steps that have a checkpoint after at most 8 steps)}
 TROUBLE = {
     "in step 6 the disk is full": ((disk_is_full, 0, signal.SIG_IGN), [3, 8]),
     "in step 6 the disk is full after 100 KB": ((disk_is_full, 10 ** 5, signal.SIG_IGN), [3, 8]),
@@ -986,45 +1007,45 @@ TROUBLE = {
 
 @pytest.mark.parametrize("trouble", TROUBLE)
 def test_resume_from_whole_files(shards, tmp_path, trouble):
-    """2 points: a checkpoint is whole and finite, or not there."""
+    """2 points: a checkpoint is whole and finite, or absent."""
     out = tmp_path / "out"
     sabotage, steps = TROUBLE[trouble]
     resume_run(shards, out, "--max-steps", 8, sabotage=sabotage, check=False)
     assert steps_kept(out) == steps, (
-        f"{trouble}: then checkpoints of the steps {steps} are there, not of {steps_kept(out)}")
+        f"if {trouble}, there should be checkpoints of steps {steps}, not {steps_kept(out)}")
 
 
 def test_resume_without_a_shared_disk(shards, tmp_path):
-    """2 points: rank 0 reads for all, and a later checkpoint elsewhere is not passed over."""
+    """2 points: rank 0 reads for all ranks, and a later checkpoint of another rank is an error."""
     outcomes = []
-    for place in 0, 1:                           # of the rank that has a checkpoint
+    for place in 0, 1:                           # the rank that has a checkpoint
         resume_run(shards, tmp_path / f"{place}-of-{place}", "--max-steps", 3)
         outcomes += resume_run(shards, tmp_path / f"{place}-of-", "--max-steps", 5, size=2,
                                sabotage=(on_own_disk,), check=place == 0)
-    assert outcomes[0] == outcomes[1], "ranks on disks of their own have other weights"
+    assert outcomes[0] == outcomes[1], "ranks with disks of their own end with different weights"
     assert isinstance(outcomes[3], train.ConfigError), (
-        f"rank 1 has a later checkpoint than rank 0, and `restore` does not raise ConfigError: "
-        f"rank 1 ends with {outcomes[3]!r}")
+        "`restore` must raise ConfigError if rank 1 has a later checkpoint than rank 0, but rank 1 "
+        f"ends with {outcomes[3]!r}")
 
 
 def test_resume_names_files(shards, tmp_path):
-    """1 points: files have their names."""
+    """1 points: checkpoints have the right file names."""
     resume_run(shards, tmp_path / "out", "--max-steps", 3)
     names = sorted(path.name for path in tmp_path.glob("out/*.pt"))
     right = ["step-00000001.pt", "step-00000003.pt"]
-    assert names == right, f"checkpoints of the steps 1 and 3 are {right}, not {names}"
+    assert names == right, f"the checkpoints of steps 1 and 3 are {right}, not {names}"
 
 
 # ----- sharding -----
 
 def sharded(world, weights, gradients):
-    """Three steps, each rank with its own gradients. Returns the weights, the bytes that it sent,
-    those of its moments, and whether its part is a view."""
+    """Takes three steps, with each rank's own gradients. Returns the weights, the bytes that this
+    rank sent, the bytes of its moments, and whether its part is a view."""
     sent = []
     run = world._run
 
     def noted(collective, own, *others, **options):
-        # What `own` gets is sent once, but by an all-reduce twice; no rank sends to itself.
+        # The bytes of `own` are sent once, in an all-reduce twice; no rank sends to itself.
         times = 1 + (collective is distributed.all_reduce)
         sent.append(times * own.nbytes * (world.size - 1) / world.size)
         run(collective, own, *others, **options)
@@ -1045,7 +1066,7 @@ def sharded(world, weights, gradients):
 
 @pytest.fixture(params=[2, 3])
 def shared_out(request):
-    """What `sharded` returns on each of `size` ranks, and the weights that it should."""
+    """Returns what `sharded` returns on each of `size` ranks, and the exact weights."""
     size = request.param
     weights = torch.randn(48)
     gradients = torch.randn(3, size, 48)
@@ -1058,41 +1079,42 @@ def shared_out(request):
 
 
 def test_sharding_is_adamw(shared_out):
-    """5 points: all ranks get the weights of AdamW, on two ranks the same bits."""
+    """5 points: all ranks get the weights of AdamW, with the same bits on two ranks."""
     size = shared_out.size
-    flats = torch.arange(2.0 * size * size).view(size, -1)               # rank r has the row r
-    # A copy for each, which scatter_mean may change
+    flats = torch.arange(2.0 * size * size).view(size, -1)               # rank r has row r
+    # Each rank gets a copy, because scatter_mean may change it.
     means = on_threads(lambda world: scale.scatter_mean(world, flats[world.rank].clone()), size)
-    assert_near(torch.cat(means), flats.mean(0), f"the mean on {size} ranks, by scatter_mean, one "
-                "part after another,", slips={"it is the sum": flats.sum(0)})
+    assert_near(torch.cat(means), flats.mean(0), f"the mean by scatter_mean on {size} ranks, all "
+                "parts concatenated,", slips={"it is the sum": flats.sum(0)})
     for rank, (weights, *_) in enumerate(shared_out.ranks):
         assert_near(weights, shared_out.exact, f"rank {rank} of {size}: the weights after three "
                     "steps of AdamW with the mean of all gradients", 1e-6 * (size > 2))
 
 
 def test_sharding_saves_memory(shared_out):
-    """3 points: each rank has moments of its part alone."""
+    """3 points: each rank has moments of its own part only."""
     for _, _, kept, is_view in shared_out.ranks:
         right = 8 * 48 / shared_out.size
         assert kept == right, (
-            f"moments of 48 weights on {shared_out.size} ranks take {kept} bytes, not {right:g}")
-        assert is_view, "the part that AdamW steps is a copy, not a view of the weights"
+            f"with 48 weights on {shared_out.size} ranks, the moments of a rank take {kept} bytes, "
+            f"not {right:g}")
+        assert is_view, "the part that AdamW updates is a copy, not a view of the weights"
 
 
 def test_sharding_sends_no_more(shared_out):
-    """2 points: no more bytes than an all-reduce."""
+    """2 points: a step sends no more bytes than an all-reduce."""
     for _, sent, *_ in shared_out.ranks:
         right = 3 * 2 * 4 * 48 * (shared_out.size - 1) / shared_out.size
         assert sent == pytest.approx(right), (
-            f"in 3 steps with 48 weights each of {shared_out.size} ranks sends {sent:g} bytes, and "
-            f"with an all-reduce of the gradients {right:g}")
+            f"in 3 steps with 48 weights, each of {shared_out.size} ranks sends {sent:g} bytes; an "
+            f"all-reduce of the gradients sends {right:g}")
 
 
 # ----- plan -----
 
 @pytest.mark.parametrize("compression", dist.COMPRESSORS)
 def test_plan_bytes(compression):
-    """3 points: the bytes of a compression."""
+    """3 points: the bytes that each compression sends."""
     test_plan.test_the_bytes_are_those_that_a_bucket_sends(compression)
 
 
@@ -1102,14 +1124,14 @@ def test_plan_operations():
 
 
 def test_plan_step(monkeypatch):
-    """3 points: a step of which a part is hidden."""
+    """3 points: a step hides what it can of the exchange."""
     test_plan.test_a_step_hides_what_it_can(monkeypatch)
 
 
 # ----- profile -----
 
 def test_profile_of_a_step():
-    """6 points: calls and their own seconds, of a second call."""
+    """6 points: calls and own seconds, from a second call of step()."""
     matrix = torch.randn(500, 500)
     tooks = []
 
@@ -1122,22 +1144,23 @@ def test_profile_of_a_step():
         tooks.append(time.perf_counter() - began)
 
     table = scale.operations(step)
-    assert "aten::cumsum" not in table, "what only the first call of step() does is in the table"
+    assert "aten::cumsum" not in table, (
+        "the table has an operation that only the first call of step() runs")
     calls, _ = table.get("aten::mm", (0, 0))
     assert calls == 3 + SEED, f"aten::mm was called {3 + SEED} times, not {calls}"
     seconds = sum(own for _, own in table.values())
     assert 0.5 < seconds / tooks[-1] < 1.1, (
-        f"a step took {tooks[-1]:.4f} s, and the seconds of its operations add up to {seconds:.4f}")
+        f"a step took {tooks[-1]:.4f} s, but the seconds of its operations add up to {seconds:.4f}")
 
 
 def test_profile_starts():
-    """4 points: operations that Python starts."""
+    """4 points: only operations that Python starts are counted."""
     tensors = [torch.randn(8, 8) for _ in range(5 + SEED)]
 
     def step():
         with torch.profiler.record_function("an optimizer's step"):
             tensors[0] @ tensors[1]                  # calls aten::mm
-            torch._foreach_mul_(tensors, 2.0)        # on a CPU calls aten::mul_ for each
+            torch._foreach_mul_(tensors, 2.0)        # on a CPU, calls aten::mul_ for each
         for tensor in tensors:
             tensor.add_(1)
 

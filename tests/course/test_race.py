@@ -1,4 +1,4 @@
-"""race.py on logs made by hand: who came first, and who may not race."""
+"""Tests race.py on logs made by hand: which run is first, and which runs may not race."""
 import json
 import sys
 
@@ -13,8 +13,8 @@ BASE = [(100, 1, 5.0), (200, 1, 4.0), (300, 2, 4.5), (400, 2, 4.2)]
 
 
 def write(name, evaluations, unigram=6.5, **changes):
-    """Writes the metrics.jsonl of a run with evaluations (step, phase, loss), before each of them
-    the lines of 50 steps; a line takes 0.6 s. changes: of START and FLAGS."""
+    """Writes the metrics.jsonl of a run with evaluations (step, phase, loss), each after the lines
+    of 50 steps. `seconds` grows by 0.6 with each line. changes: to START and FLAGS."""
     lines = [START | {"flags": FLAGS | changes} | changes]
     for step, phase, loss in evaluations:
         for number in range(step - 49, step + 1):
@@ -28,8 +28,8 @@ def write(name, evaluations, unigram=6.5, **changes):
 
 def test_the_first_evaluation_at_or_below_the_goal_counts(tmp_path, monkeypatch, capsys):
     write(tmp_path / "base", BASE)
-    # In phase 1 it is below the goal at once, but at another length. A crash has lost its steps 101
-    # to 150
+    # In phase 1 it is below the goal at once, but at a different length. A crash has lost steps 101
+    # to 150.
     write(tmp_path / "mine", [(50, 1, 3.0), (150, 2, 4.201), (100, 2, 4.2), (150, 2, 4.3)])
     write(tmp_path / "slow", [(100, 2, None), (200, 2, 4.3), (300, 2, 4.4)])
     write(tmp_path / "short", [(100, 1, 3.0)])

@@ -1,4 +1,4 @@
-"""tests/tools/check.py, on a pretended program of eight steps: which question sees which fault."""
+"""Tests check.py with a fake program of eight steps: which question finds which fault."""
 import json
 import subprocess
 import sys
@@ -13,10 +13,10 @@ from tests.tools import check
 
 
 def pretend(command, wrong_in, loss):
-    """Does what a program does, in place of subprocess.run. wrong_in: a word of the command, "the
-    run NAME", or "a resumed run". There the program "dies", or "refuses" --init, or has this loss,
-    not 6.0, and always another model."""
-    flags = dict(zip(command, command[1:]))          # each word, and the one behind it
+    """Does what the program would do, in place of subprocess.run. wrong_in: where the fault is: a
+    word of the command, "the run NAME", or "a resumed run". There the program "dies", "refuses"
+    --init, or has this loss instead of 6.0 and a different model."""
+    flags = dict(zip(command, command[1:]))          # {word: the next word}
     run = Path(flags["--out"])
     log = run / "metrics.jsonl"
     (run / "model").mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in,
 
 def test_it_compares_as_much_as_it_says(monkeypatch):
     flags = dict(zip(check.FLAGS, check.FLAGS[1:]))
-    assert int(flags["--batch"]) % 2, "two ranks have equal shares: wrong divisors do not show"
+    assert int(flags["--batch"]) % 2, "two ranks have equal shares, which hides wrong divisors"
     losses = {("train", step): {"mlm_loss": 6.0} for step in range(1, 9)}
     assert [step for _, step in check.first_six(losses)] == [1, 2, 3, 4, 5, 6]
     other = losses | {("train", 5): {"mlm_loss": 6.00002}}
@@ -82,7 +82,8 @@ def test_it_compares_as_much_as_it_says(monkeypatch):
     program = Mock(train=Mock(return_value=losses), model=Mock(return_value=b""))
     assert not check.same_after_resume(program, losses)
     stops = [int(call.args[2]) for call in program.train.mock_calls if len(call.args) > 1]
-    assert [stop // 4 for stop in stops] == [0, 1, 2], "it does not stop in each of three phases"
+    assert [stop // 4 for stop in stops] == [0, 1, 2], (
+        f"it stops at {stops}, not in each of three phases")
 
 
 def test_what_does_not_run_at_all_is_one_line(monkeypatch):

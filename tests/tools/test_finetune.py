@@ -1,4 +1,4 @@
-"""tests/tools/finetune.py: its scores, its files, what it writes."""
+"""Tests finetune.py: its scores, the files that it reads, and what it writes."""
 import math
 import sys
 
@@ -20,8 +20,8 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def finetuned(shards, tmp_path, monkeypatch):
-    """Runs the program on two files' bytes, with a model that was never trained."""
-    monkeypatch.setitem(bert.MODULE_NAMES, "nsp", bert.MODULE_NAMES["nsp"])      # is put back
+    """Returns a function that runs the program on two files' bytes, with an untrained model."""
+    monkeypatch.setitem(bert.MODULE_NAMES, "nsp", bert.MODULE_NAMES["nsp"])      # restored later
     monkeypatch.chdir(tmp_path)
     model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "model", 64)
@@ -37,21 +37,23 @@ def finetuned(shards, tmp_path, monkeypatch):
 
 
 def test_scores():
-    # A bag whose tokens 0 and 1 are sure of the label with their number. Nobody guesses 2; label 3
-    # is not there at all.
+    # A bag in which token 0 predicts label 0, and token 1 label 1. Label 2 is never predicted, and
+    # label 3 does not occur.
     bag = finetune.BagOfTokens(2, 4, [([], 2)])
-    assert bag.weight.argmax(1).tolist() == [2, 2], "not trained, it guesses the largest class"
+    assert bag.weight.argmax(1).tolist() == [2, 2], (
+        "an untrained bag does not predict the largest class")
     bag.weight.data = torch.eye(2, 4)
     examples = [(np.array([[guess], [0], [0]]), label)
                 for guess, label in zip([0, 0, 0, 1, 1], [0, 0, 1, 1, 2])]
-    # Of 5 examples 3 are right. Guessed are p = (3, 2, 0) of the labels, true are t = (2, 2, 1).
+    # Of 5 examples 3 are right. The labels are predicted p = (3, 2, 0) times, true t = (2, 2, 1).
     f1 = (4 / 5 + 2 / 4 + 0) / 3                     # 2 right / (t + p)
     # Gorodkin: (5 x 3 right - t p) / sqrt((5^2 - p p) (5^2 - t t))
     matthews = (15 - 10) / math.sqrt((25 - 13) * (25 - 9))
     found = finetune.score(bag, examples * 200)      # two batches
     assert found.tolist() == pytest.approx([3 / 5, f1, matthews])
     long = finetune.batch_of([(np.array([[0, 0, 1, 1], [0] * 4, range(4)]), 0)])
-    assert bag(long)["nsp"].tolist() == [[0.5, 0.5, 0, 0]], "not the mean of its tokens' weights"
+    assert bag(long)["nsp"].tolist() == [[0.5, 0.5, 0, 0]], (
+        "the logits are not the mean of the tokens' weights")
 
 
 def test_a_row_has_means_and_deviations(capsys):
@@ -75,7 +77,7 @@ def test_too_few_lines_are_refused(finetuned):
 def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypatch):
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     path = tmp_path / "a.tsv"
-    # A byte order mark, carriage returns, a blank; pairs of which the first text is too long.
+    # A byte order mark, carriage returns, a blank; pairs, the first with a text that is too long.
     path.write_bytes(b"\xef\xbb\xbf" + b"way " * 99 + b"\ttime day\tb\r\n" + b"year\t\ta \r\n" * 4)
     monkeypatch.setattr(finetune, "LONGEST", 32)
     (pair, _), (_, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
@@ -101,7 +103,7 @@ def test_few_lines_are_trained_on_and_files_that_are_there_are_left_alone(
     (tmp_path / "sorted").touch()
     with pytest.raises(SystemExit, match="File exists"):
         finetuned(GOOD, GOOD)
-    assert not capsys.readouterr().out, "known only after the training"
+    assert not capsys.readouterr().out, "that --out exists is found only after training"
     (tmp_path / "sorted").unlink()
     finetuned(GOOD, GOOD)
     folder = tmp_path / "sorted"
@@ -129,7 +131,8 @@ def test_learns_and_transformers_gives_its_logits(finetuned, tmp_path, capsys):
     _, money, *_ = finetune.read(tmp_path / "dev.tsv", data.load_tokenizer(
         folder / "tokenizer.model"), theirs.config.label2id)
     ours = bert.load_huggingface(folder).eval()(finetune.batch_of([money]))["nsp"]
-    assert torch.allclose(ours, logits, atol=1e-5), f"{logits} of transformers, not {ours}"
+    assert torch.allclose(ours, logits, atol=1e-5), (
+        f"transformers has logits {logits}, ours are {ours}")
 
 
 def test_the_best_epoch_is_kept(monkeypatch):
@@ -138,7 +141,7 @@ def test_the_best_epoch_is_kept(monkeypatch):
     weights = []
 
     def score(model, held):
-        assert len(held) == 4, "a fifth is set apart"
+        assert len(held) == 4, f"{len(held)} of 20 examples are set aside, not a fifth"
         weights.append(model.weight.detach().clone())
         return [next(accuracies)]
 
@@ -146,13 +149,14 @@ def test_the_best_epoch_is_kept(monkeypatch):
     bag = finetune.BagOfTokens(3, 2, [(example, 0)])
     finetune.fit(bag, [(example, 1)] * 20, 4, 0.1)
     same = [torch.equal(bag.weight, of_epoch) for of_epoch in weights]
-    assert same == [False, False, True, False], "of these epochs it has the weights"
+    assert same == [False, False, True, False], (
+        "it does not have the weights of the third epoch alone")
 
 
 def test_a_step_has_its_own_clipped_gradient_dropout_and_a_rate_that_falls(monkeypatch):
     example = np.array([[2], [0], [0]])
     bag = finetune.BagOfTokens(3, 2, [(example, 0)])
-    bag.weight.data[:, 0] = 9.0                      # it is sure, and wrong
+    bag.weight.data[:, 0] = 9.0                      # certain, and wrong
     steps = []
 
     class Noted(torch.optim.AdamW):
@@ -163,11 +167,12 @@ def test_a_step_has_its_own_clipped_gradient_dropout_and_a_rate_that_falls(monke
     monkeypatch.setattr(torch.optim, "AdamW", Noted)
     finetune.fit(bag, [(example, 1)] * 20, epochs=20, lr=1.0, size=4)
     norms, rates, modes = zip(*steps)
-    assert len(steps) == 20 * 4, "what is set apart is trained on, too"
-    assert max(norms) == pytest.approx(1), "gradients are not clipped"
-    assert norms[-1] < 0.1, "gradients of former steps are left"
-    assert max(rates) == rates[7] == pytest.approx(1) and rates[-1] < 0.01, "warm-up, then a cosine"
-    assert all(modes), "after the first epoch dropout is off"
+    assert len(steps) == 20 * 4, f"{len(steps)} steps, not 80: are held-out examples used, too?"
+    assert max(norms) == pytest.approx(1), f"gradients have norms up to {max(norms)}, not 1"
+    assert norms[-1] < 0.1, "gradients of earlier steps are left"
+    assert max(rates) == rates[7] == pytest.approx(1) and rates[-1] < 0.01, (
+        "the rate is not a warm-up, then a cosine")
+    assert all(modes), "dropout is off after the first epoch"
 
 
 @pytest.mark.parametrize("flag, pretrained, trains", [
@@ -185,9 +190,10 @@ def test_what_a_model_begins_with_and_trains(
     monkeypatch.setattr(finetune, "classifier", noted)
     folder = bert.load_huggingface(tmp_path / "model")
     finetuned(GOOD, GOOD, more=flag)
-    assert len({float(weights["nsp.weight"].sum()) for weights in begun}) == 3, "equal seeds"
+    assert len({float(weights["nsp.weight"].sum()) for weights in begun}) == 3, (
+        "seeds begin with equal heads")
     for name in "embeddings.tokens.weight", "blocks.0.qkv.weight", "pooler.weight":
         same = torch.equal(folder.get_parameter(name), begun[2][name])
-        assert same == pretrained, f"{name} begins otherwise"
+        assert same == pretrained, f"{name} begins pre-trained: {same}, not {pretrained}"
         changed = not torch.equal(begun[2][name], models[2].get_parameter(name))
-        assert changed == trains, f"{name} is, or is not, trained"
+        assert changed == trains, f"{name} is trained: {changed}, not {trains}"

@@ -1,4 +1,4 @@
-"""plan.py beside what was published and measured, and beside the program; show.py."""
+"""Compares plan.py with published and measured numbers and with the program; tests show.py."""
 import math
 import re
 import sys
@@ -17,14 +17,14 @@ from tests.training import random_batch
 
 
 def step(argv, phase=0):
-    """Returns plan.step_seconds of a phase, for plan.py's flags."""
+    """Returns plan.step_seconds of a phase, with these flags of plan.py."""
     args = plan.parse_arguments(argv.split())
     return plan.step_seconds(args, args.phases[phase])
 
 
-# Sequences a second of BERT-large on nodes of 8 V100, four cards of 100 Gb/s each, fp16, without
-# accumulation (NVIDIA DeepLearningExamples). From that of one node follow the TFLOP/s of a GPU.
-# Theirs averages when backward is over; the plan lets it overlap, so it promises more.
+# Sequences per second of BERT-large in fp16, without accumulation, on nodes of 8 V100 with four
+# network cards of 100 Gb/s each (NVIDIA DeepLearningExamples). The rate of one node gives the
+# TFLOP/s of a GPU. NVIDIA averages after backward; the plan overlaps the two, so it promises more.
 @pytest.mark.parametrize("phase, examples, rates", [
     (0, 16, {1: 874, 4: 3090, 16: 12145}), (1, 4, {1: 196, 4: 700, 16: 2746})])
 def test_published_steps_of_up_to_sixteen_nodes(phase, examples, rates):
@@ -35,11 +35,13 @@ def test_published_steps_of_up_to_sixteen_nodes(phase, examples, rates):
     for nodes, published in rates.items():
         batch = 8 * examples * nodes
         *_, seconds = step(f"{large} --tflops {tflops} --nodes {nodes} --batch {batch}", phase)
-        assert 0.99 < batch / seconds / published < 1.15, f"{nodes} nodes: {batch / seconds:.0f}"
+        assert 0.99 < batch / seconds / published < 1.15, (
+            f"the plan has {batch / seconds:.0f} sequences per second on {nodes} nodes; published "
+            f"are {published}")
 
 
-# Milliseconds of a step of mini, 8 x 128 on each of two hosts, that tests/bench/bench_network.py
-# has measured. From the first one, over a link without a limit, follow the TFLOP/s.
+# Milliseconds of a step of mini, with 8 x 128 tokens on each of two hosts, as measured by
+# tests/bench/bench_network.py. The first, over a link without a limit, gives the TFLOP/s.
 @pytest.mark.parametrize("gbps, compression, measured", [
     (100, "none", 333), (100, "bf16", 342), (1, "none", 420), (1, "bf16", 379),
     (0.1, "none", 1984), (0.1, "bf16", 1141)])
@@ -49,7 +51,8 @@ def test_measured_steps_of_two_hosts(gbps, compression, measured):
     compute, *_ = step(f"{mini} --tflops 1", phase=1)
     link = f"--tflops {compute / 0.333} --gbps {gbps} --compression {compression}"
     *_, seconds = step(f"{mini} {link}", phase=1)
-    assert 0.87 < 1e3 * seconds / measured < 1.01, f"{1e3 * seconds:.0f} ms"
+    assert 0.87 < 1e3 * seconds / measured < 1.01, (
+        f"the plan has {1e3 * seconds:.0f} ms, measured were {measured}")
 
 
 def test_a_step_hides_what_it_can(monkeypatch):
@@ -68,8 +71,8 @@ def test_a_step_hides_what_it_can(monkeypatch):
         right = compute, exchange, compute + max(late, exchange - backward)
         found = plan.step_seconds(args, args.phases[0])
         assert found == pytest.approx(right), (
-            f"at {gbps} Gb/s and {latency} ms: the seconds of compute, exchange and step are "
-            f"{right}, not {found}")
+            f"at {gbps} Gb/s and a latency of {latency} ms, the seconds of compute, exchange and "
+            f"step should be {right}, not {found}")
 
 
 @pytest.mark.parametrize("compression", dist.COMPRESSORS)
@@ -81,8 +84,8 @@ def test_the_bytes_are_those_that_a_bucket_sends(compression):
         sent = dist.Bucket({"matrix": (elements,)}, world, compression).average(1.0)
         found = plan.wire_bytes(compression, elements, nodes)
         assert found == pytest.approx(sent, rel=0.01), (
-            f"{compression}: of {elements} elements each of {nodes} ranks sends {sent} bytes, not "
-            f"{found:g}")
+            f"{compression}: for {elements} elements, each of {nodes} ranks sends {sent} bytes, "
+            f"not {found:g}")
 
 
 @pytest.mark.parametrize("dropout", [0, 0.1])
@@ -92,7 +95,7 @@ def test_activations_are_about_what_autograd_keeps(dropout):
         "--tflops 1".split())
     model = bert.BertForPreTraining(args.config)
     batch = random_batch(8192, examples=8, length=64)
-    kept = {}                                        # storages, else their memory is used again
+    kept = {}                                        # storages, so that their memory is not reused
 
     def keep(tensor):
         storage = tensor.untyped_storage()
@@ -111,7 +114,7 @@ def test_activations_are_about_what_autograd_keeps(dropout):
 
 @pytest.fixture
 def printed(capsys):
-    """Returns what plan.py prints with some flags, without the commas."""
+    """Returns a function that returns what plan.py prints with some flags, without commas."""
     def run(flags):
         plan.main(flags.split())
         return capsys.readouterr().out.replace(",", "")
@@ -122,22 +125,23 @@ def printed(capsys):
 def test_the_seconds_add_up(printed):
     text = printed("--nodes 4 --gpus-per-node 2 --gpu v100 --gbps 1 --model large "
                    "--recipe nvidia-64k --hours 1000")
-    # BERT-large has 336,226,108; the vocabulary of 30,522 is rounded up to 30,528 rows.
+    # BERT-large has 336,226,108; here the vocabulary of 30,522 is rounded up to 30,528 rows.
     assert "large: 336232258 parameters" in text
     found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s (\S+) s of it not hidden\n"
                        r" +(\S+) steps take (\S+) h", text)
-    # By the phases' tokens: 128 x 65,536 x 7,038 and 512 x 32,768 x 1,563.
+    # In proportion to the phases' tokens: 128 x 65,536 x 7,038 and 512 x 32,768 x 1,563.
     for words, expected in zip(found, [692, 308], strict=True):
         compute, exchange, late, steps, hours = map(float, words)
         assert hours == pytest.approx(expected, rel=0.01)
         assert hours == pytest.approx(steps * (compute + late) / 3600, rel=0.01)
-        # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter at 1 Gb/s
+        # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter, at 1 Gb/s.
         assert exchange == pytest.approx(56e-9 * 336232258, rel=0.01)
-        assert 0 < late < exchange, f"{late} of {exchange} s are not hidden"
+        assert 0 < late < exchange, f"{late} of {exchange} s of exchange are not hidden"
     gigaflops = float(re.search(r"(\S+) GFLOP an example", text)[1])
     assert gigaflops == pytest.approx(38e3 * float(found[0][0]) / (65536 / 8), rel=0.01)
     rate = 65536 / 8 / float(found[0][0])
-    assert rate == pytest.approx(164, rel=0.02), "NVIDIA published 164 examples a second of a V100"
+    assert rate == pytest.approx(164, rel=0.02), (
+        f"a V100 takes {rate:.0f} examples per second; NVIDIA published 164")
 
 
 @pytest.mark.parametrize("flags, bits, bytes_each", [
@@ -161,8 +165,8 @@ def test_the_plan_knows_gpus_and_recipes(printed):
     text = printed(f"{base} --recipe day")
     assert re.search("(?s)69 TFLOP/s.*fit 24 GB.*20900 steps take 24", text), text
     assert not re.search("Gb/s|take another --recipe", text), text
-    assert "take another --recipe" in printed(base), "base with the demo's recipe"
-    assert plan.parse_arguments(base.split()).bucket_mb == 25, "not a GPU's, but of this machine"
+    assert "take another --recipe" in printed(base), "no advice for base with the demo's recipe"
+    assert plan.parse_arguments(base.split()).bucket_mb == 25, "the default is not that of a GPU"
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -182,8 +186,8 @@ def test_shards_are_shown_as_words(shards, monkeypatch, capsys):
     assert "documents held out" in text
     answers = re.findall(r"B follows A: (\w+)\n +\[CLS\]", text)
     assert sorted(answers) == ["False", "False", "True"]
-    assert text.count("[CLS]") == 3, "an example goes on into the next one"
-    # Each token that was chosen is followed by what stood there.
+    assert text.count("[CLS]") == 3, "an example runs on into the next"
+    # Each chosen token is followed by the original token.
     labels = data.PretrainingData(shards, 64, held_out=True).batch([2, 3, 4]).labels["mlm"]
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     for label in set(labels.tolist()) - {data.IGNORED}:

@@ -1,11 +1,11 @@
-"""tests/tools/plot.py: which lines count, where they stand, what is said without matplotlib."""
+"""Tests plot.py: which lines count, where it draws them, its message without matplotlib."""
 import sys
 
 import pytest
 
 from tests.tools import plot
 
-# Step 2 stands there twice, of a line only the half, and a crash has lost steps 3 to 5.
+# Step 2 occurs twice, one line is cut off, and a crash has lost steps 3 to 5.
 METRICS = """\
 {"kind": "run", "phases": [{"seq_len": 64, "global_batch": 8}, {"seq_len": 128, "global_batch": 5}]}
 {"kind": "train", "step": 1, "phase": 1, "seconds": 1800, "mlm_loss": 6.0, "wait_seconds": null}
@@ -22,7 +22,8 @@ METRICS = """\
 
 @pytest.fixture
 def plot_run(tmp_path, monkeypatch):
-    """Runs plot.py on a folder, by two of its names, whose metrics.jsonl has this text."""
+    """Returns a function that runs plot.py on a folder, by two of its names, with this text as its
+    metrics.jsonl."""
     monkeypatch.chdir(tmp_path)
 
     def run(text):
@@ -45,7 +46,8 @@ def test_what_a_crash_has_lost_is_left_out(tmp_path):
 def test_a_run_is_drawn(plot_run, tmp_path):
     pytest.importorskip("matplotlib")
     plot_run(METRICS)
-    assert "<!-- tokens -->" in (tmp_path / "x.svg").read_text(), "no axis says --against tokens"
+    assert "<!-- tokens -->" in (tmp_path / "x.svg").read_text(), (
+        "no axis is labelled tokens, as --against says")
 
 
 def test_each_panel_has_its_field_of_each_run(tmp_path, monkeypatch):
@@ -57,7 +59,7 @@ def test_each_panel_has_its_field_of_each_run(tmp_path, monkeypatch):
     plot.draw({"one": steps, "two": steps}, "hours", tmp_path / "x.svg")
     for axes, (field, title) in zip(drawn, plot.PANELS.items(), strict=True):
         assert axes.get_title() == title
-        assert len({line.get_color() for line in axes.lines}) == 2, "runs look alike"
+        assert len({line.get_color() for line in axes.lines}) == 2, "the two runs look alike"
         for line in axes.lines:
             assert [*line.get_xdata()] == [0.5, 1.0, 1.5], title
             assert [*line.get_ydata()] == [step.get(field) for step in steps.values()], title

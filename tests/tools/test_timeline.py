@@ -1,4 +1,4 @@
-"""timeline.py: what it records of a step, and how it draws it."""
+"""Tests timeline.py: what it records of a step, and how it draws the step."""
 import json
 import os
 import re
@@ -15,7 +15,7 @@ from tests.training import SHORT, shrink
 
 # ----- Drawn -----
 
-# What --save writes. Rank 0: two buckets, which a thread has averaged. Rank 1: none with times.
+# As --save writes them. Rank 0 has two buckets, averaged by a thread; rank 1 has none with times.
 LONG = """[
     ["rank 0  460 ms", "=w", [0, 200, 460]],
     ["  bucket 0.0  2.10 MB", ".#", [50, 50, 130]],
@@ -49,17 +49,17 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     timeline.main()
     assert capsys.readouterr().out == TEXT
-    # Letters are drawn as curves; what they say is in comments.
+    # Letters are drawn as curves; their text is in comments.
     written = re.findall("<!-- (.*) -->", (tmp_path / "x.svg").read_text())
     for label in ("long", "shorter", "rank 1  240 ms", "backward", "waiting in finish",
                   "bucket complete, not begun", "averaging"):
-        assert written.count(label) == 1, f"{label!r} stands {written.count(label)} times"
+        assert written.count(label) == 1, f"{label!r} occurs {written.count(label)} times, not once"
 
 
 # ----- Recorded -----
 
 def test_a_rank_draws_what_was_noted_in_this_step(monkeypatch):
-    # Backward of two micro-batches and `finish`, in seconds.
+    # Start and end of two micro-batches' backward and of `finish`, in seconds.
     monkeypatch.setattr(timeline, "MOMENTS", [7, 8, 9, 9.25, 9.5, 10])
     now = SimpleNamespace(bytes_sent=2.1e6, launched=9.125, began=9.25, ended=9.375)
     before = SimpleNamespace(began=6)
@@ -67,14 +67,14 @@ def test_a_rank_draws_what_was_noted_in_this_step(monkeypatch):
     of_bucket = ("  bucket 3.1  2.10 MB", ".#", [125, 250, 375])
     of_none = ("  rank 3: all in finish", ".#", [500, 500, 1000])
     assert timeline.rows_of(3, [before, now]) == [of_rank, of_bucket]
-    untimed = SimpleNamespace()                      # a variant's
+    untimed = SimpleNamespace()                      # as in a variant
     for buckets in [before, untimed], []:
         assert timeline.rows_of(3, buckets) == [of_rank, of_none], buckets
 
 
 def record(world, folder, argv):
-    """Runs timeline.py on this rank. Returns the temporary files that are left when it ends, and
-    the names of the steps that it draws."""
+    """Runs timeline.py on this rank. Returns the temporary files that it leaves, as text, and the
+    names of the steps that it draws."""
     shrink()
     drawn = []
     draw = timeline.draw
@@ -95,13 +95,13 @@ def record(world, folder, argv):
 
 @pytest.mark.parametrize("size, variant, megabytes", [
     (2, [], 0.64),                       # 160,000 numbers of 4 bytes
-    (2, ["--variant", "topk"], 0.013),   # a hundredth of them, and where they were
+    (2, ["--variant", "topk"], 0.013),   # a hundredth of them, and their indices
     (1, [], 0)])
 def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabytes):
     path = tmp_path / "step.json"
     argv = ["--data", shards, *SHORT, "--bucket-mb", 0.1, "--at-step", 2, "--save", path, *variant]
     by_rank_0, *others = run_ranks(record, size, tmp_path, tmp_path, argv)
-    assert by_rank_0 == ("[]", ["step 2"]), "files are left, or another step is drawn"
+    assert by_rank_0 == ("[]", ["step 2"]), "files are left, or a different step is drawn"
     assert others == [("[]", [])] * (size - 1)
     rows = json.loads(path.read_text())
     ranks = []
@@ -111,7 +111,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
             ranks.append(label.split()[1])
             assert 0 == begin < middle < end, label
             waits, ended = middle, end
-            free = 0                     # when the communication thread is
+            free = 0                     # when the communication thread gets free
         else:
             assert free <= middle < end <= ended, label
             assert 0 < begin < waits if size > 1 else waits <= begin == middle, label
@@ -123,7 +123,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
 
 @pytest.mark.parametrize("gbps, argv, said", [
     ("1", "--variant topk no-such-one", "unrecognized arguments: --variant=no-such-one"),
-    ("0", "", r"argument GBPS: must be in .*"),                # so the variants' network is taken
+    ("0", "", r"argument GBPS: must be in .*"),                # the variants' network is used
     ("1", "--draw nowhere.json", "what --save has written cannot be read: .* 'nowhere.json'")])
 def test_what_is_wrong_is_one_line(monkeypatch, gbps, argv, said):
     monkeypatch.setenv("GBPS", gbps)
