@@ -1,6 +1,6 @@
-"""Ranks that are threads of one process: to look into in a notebook or with pdb, and for tests.
+"""Runs ranks as threads of one process, for notebooks, pdb and tests.
 
-What does each rank hold after an all-to-all? And the assertion: on its way nothing is lost.
+This example shows what each rank holds after an all-to-all, and asserts that nothing is lost:
 
     >>> def exchange(world):
     ...     rows = torch.tensor([0.0, 1.0]) + 10 * world.rank        # row r is for rank r
@@ -13,18 +13,21 @@ What does each rank hold after an all-to-all? And the assertion: on its way noth
     rank 0 gave [0.0, 1.0], holds [0.0, 10.0]
     rank 1 gave [10.0, 11.0], holds [1.0, 11.0]
 
-To stop in a rank, write `if world.rank == 0: breakpoint()` in the function, and set
-local_ranks.SECONDS = None before: then the others wait as long as you look. After an error, which
-is that of the rank itself, pdb.pm() shows where it happened.
+To stop in a rank, write `if world.rank == 0: breakpoint()` in the function. Before the call, set
+local_ranks.SECONDS = None: the other ranks then wait as long as you look. on_threads raises the
+rank's own error, so pdb.pm() shows where it happened.
 
-Threads share what processes do not:
+Unlike processes, threads share:
 
-- torch.manual_seed, and all that is set in a module. So draw by a torch.Generator of the rank.
-- The arguments that on_threads passes on: they are the same objects on all ranks, no copies.
-- torch.set_num_threads: a thread begins with what was set last, in any thread. The ranks set 1.
+- torch.manual_seed and everything that is set in a module. Draw random numbers from a
+  torch.Generator of the rank instead.
+- The arguments that on_threads passes on: all ranks get the same objects, not copies.
+- torch.set_num_threads: a new thread begins with the last number set, in whatever thread. The ranks
+  set 1.
 
-As with Gloo, a rank is in one collective at a time. While the communication thread of a Reducer
-averages, from backward to Reducer.finish, the main thread calls none, such as World.sum.
+As with Gloo, a rank takes part in one collective at a time. From backward to Reducer.finish, while
+a Reducer's communication thread averages, the main thread must call no collective, such as
+World.sum.
 """
 import copy
 import functools
@@ -35,26 +38,26 @@ from torch import distributed
 
 import dist
 
-SECONDS = 10                 # that a rank waits for the others in a collective; None: for ever
+SECONDS = 10                 # how long a rank waits for the others in a collective; None: forever
 
 
 class Group(threading.Barrier):
-    """Where the ranks of a group meet, and show each other what they give."""
+    """Where the ranks of a group meet and show each other their values."""
 
     def __init__(self, size):
         super().__init__(size, timeout=SECONDS)
-        self.given = [None] * size                             # by each rank: (call, value)
+        self.given = [None] * size                             # each rank's (call, value)
 
 
 class LocalWorld(dist.World):
-    """A rank that is a thread, on the CPU. `group` is its Group."""
+    """The World of a rank that is a thread, on the CPU. `group` is its Group."""
 
-    @torch.no_grad()                               # torch, too, overwrites what requires a gradient
+    @torch.no_grad()                               # torch, too, overwrites trainable tensors
     def _run(self, collective, own, *sent, group_src=0, group_dst=0):
-        """Does what this collective of torch does. Raises RankLost if a rank fails or does not
-        come, and DistError, on all, if ranks call different collectives.
+        """Does what torch's collective does. Raises RankLost if a rank fails or does not come in
+        time, and DistError on all ranks if they call different collectives.
 
-        Sums are in order of rank: all have the same bits. (Gloo's are others on three ranks.)"""
+        Sums are in order of rank, so all ranks have the same bits; on three ranks Gloo's differ."""
         if self.size == 1:
             return
         call = f"{collective.__name__} {list(getattr(own, 'shape', []))}"
@@ -75,14 +78,14 @@ class LocalWorld(dist.World):
         else:
             result = functools.reduce(torch.add, values)
 
-        self._wait(call)                           # until all have read, since `own` may be a value
+        self._wait(call)                           # until all have read: `own` may be a value
         if collective is distributed.all_gather_object:
             own[:] = result
         elif collective is not distributed.reduce or self.rank == group_dst:
             own.copy_(result)
 
     def _wait(self, call):
-        """Returns when all ranks of the group are here."""
+        """Waits for all ranks of the group."""
         try:
             self.group.wait()
         except threading.BrokenBarrierError:
@@ -91,8 +94,8 @@ class LocalWorld(dist.World):
 
 
 def local_worlds(size, local_size=None):
-    """Returns (the LocalWorld of each rank, all Groups). local_size: ranks of a node; if there are
-    several nodes, each world has two levels, as of dist.two_levels."""
+    """Returns (LocalWorlds in order of rank, all Groups). local_size: ranks of a node. With several
+    nodes, each world has two levels, as from dist.two_levels."""
     local_size = local_size or size
     nodes = size // local_size
     everyone = Group(size)
@@ -109,22 +112,22 @@ def local_worlds(size, local_size=None):
 
 
 def on_threads(function, size, *arguments, local_size=None):
-    """Returns what function(world, *arguments) returned on each rank, in order of rank: what
-    tests.ranks.run_ranks does, on threads. Raises the error of the rank that failed first."""
+    """Runs function(world, *arguments) on each rank, as tests.ranks.run_ranks does, but on threads.
+    Returns the results in order of rank. Raises the error of the rank that failed first."""
     worlds, groups = local_worlds(size, local_size)
     outcomes = [None] * size
-    errors = []                                    # the first is no consequence of another
+    errors = []                                    # the first is not caused by another rank's
 
     def run(world):
-        torch.set_num_threads(1)                   # as on the ranks of run_ranks: the same bits
+        torch.set_num_threads(1)                   # as run_ranks does, for the same bits
         try:
             outcomes[world.rank] = function(world, *arguments)
         except BaseException as error:             # pytest.fail's, too
             errors.append(error)
-            for group in groups:                   # nobody shall wait for this rank
+            for group in groups:                   # no rank waits for this one any longer
                 group.abort()
 
-    # Daemons: Ctrl-C in a notebook does not wait for them.
+    # Daemons, because Ctrl-C in a notebook must not wait for them.
     threads = [threading.Thread(target=run, args=[world], daemon=True) for world in worlds]
     for thread in threads:
         thread.start()

@@ -1,5 +1,6 @@
-"""Checkpoints of train.py: which one a run takes up, and what it may overwrite; --init; the folder
-that a run leaves. That a killed run ends with the same bits: course/test_graders.py."""
+"""Tests of train.py's checkpoints: which one a run resumes from, whose it refuses, when it saves;
+then --init and the model folder. course/test_graders.py tests that a killed run, resumed, ends with
+the same bits."""
 import io
 import itertools
 import os
@@ -26,7 +27,7 @@ EIGHT = "--steps 8 0 --batch 8 --precision fp32".split()
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """The folder of a run of 14 steps, with the checkpoints of 12 and 14."""
+    """The folder of a run of 14 steps, with the checkpoints of steps 12 and 14."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     run(shards, folder, *ARGV)
     return folder
@@ -34,13 +35,13 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture
 def finished(whole, tmp_path):
-    """A copy of it."""
+    """A copy of `whole`, which a test may change."""
     return shutil.copytree(whole, tmp_path / "finished")
 
 
 @pytest.fixture(scope="module")
 def other_shards(documents, tmp_path_factory):
-    """Shards of other text, with a vocabulary of the same size."""
+    """Shards of different text, with a vocabulary of the same size."""
     folder = tmp_path_factory.mktemp("other") / "shards"
     data.prepare(documents[:300], folder, vocab_size=320, shards=4)
     return folder
@@ -55,7 +56,8 @@ def pickled(value):
 
 
 def evil(content):
-    """Adds what torch.load makes only without weights_only: then it would run any code."""
+    """Adds a function to a checkpoint. torch.load would accept it only without weights_only, which
+    allows a file to run any code."""
     return pickled(torch.load(io.BytesIO(content)) | {"x": os.system})
 
 
@@ -71,12 +73,12 @@ def test_a_damaged_checkpoint_is_passed_over(finished, whole, train_here, capsys
     path, other = finished / "step-00000014.pt", finished / "step-00000012-backup.pt"
     path.write_bytes(DAMAGES[how](path.read_bytes()))
     other.write_bytes(b"not ours")
-    (finished / "metrics.jsonl").write_bytes(b"\xff")           # which a resume does not read
+    (finished / "metrics.jsonl").write_bytes(b"\xff")           # a resume does not read it
     train_here(finished, *ARGV, "--max-steps", 13)
     said = capsys.readouterr().out
     assert f"warning: {path} is damaged" in said and "of step 12" in said, said
-    assert steps_kept(finished) == [12, 13], "of the two that are kept none may be damaged"
-    assert other.exists(), "a file of another name is removed"
+    assert steps_kept(finished) == [12, 13], "the two newest whole checkpoints are not kept"
+    assert other.exists(), "a file that is no checkpoint was removed"
     train_here(finished, *ARGV)
     assert_same(last_state(whole), last_state(finished))
 
@@ -102,26 +104,26 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
         try:
             checkpoint = train.read_checkpoint(path)
         except OSError as error:
-            pytest.fail(f"damage of byte {position} is taken for an error of the disk: {error}")
+            pytest.fail(f"damage at byte {position} is taken for a disk error: {error}")
         except Exception:
             found += 1
         else:
             assert_same(expected, checkpoint)
-    assert found > 15, f"{found} of {len(positions)} flipped bits are found"
+    assert found > 15, f"only {found} of {len(positions)} flipped bits are found"
 
 
 def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
     newest = finished / "step-00000014.pt"
     newest.unlink()
-    newest.mkdir()                       # the disk does not give it: so it may be whole
+    newest.mkdir()                       # unreadable now, but perhaps whole
     with pytest.raises(IsADirectoryError):
         train_here(finished, *ARGV)
-    assert steps_kept(finished) == [12, 14], "what cannot be read now has lost its name"
+    assert steps_kept(finished) == [12, 14], "a checkpoint that cannot be read now was renamed"
     newest.rmdir()
     (finished / "step-00000012.pt").write_bytes(b"")
     with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; they"):
         train_here(finished, *ARGV)
-    assert not steps_kept(finished), "damaged checkpoints keep their names"
+    assert not steps_kept(finished), "the damaged checkpoints were not renamed"
 
 
 # ----- Whose checkpoint -----
@@ -140,7 +142,7 @@ def test_a_checkpoint_has_the_code_that_its_run_began_with(train_here, tmp_path,
     monkeypatch.setattr(train, "code_digests", lambda: {"train.py": str(next(versions))})
     train_here(tmp_path, "--steps", 2, 0)
     found = last_state(tmp_path)["code"]["train.py"]
-    assert found == "1", f"a file that is edited during a run is taken for its code: {found}"
+    assert found == "1", f"an edit during the run changes the saved code to version {found}"
 
 
 def test_another_run_in_the_same_folder_is_refused(
@@ -154,8 +156,8 @@ def test_another_run_in_the_same_folder_is_refused(
         pattern = rf"14.pt is from a different run: (.+, )?{name} .+ \(not .+; give the same"
         with pytest.raises(train.ConfigError, match=pattern):
             train_here(finished, *ARGV, *flags)
-            pytest.fail(f"a run with another {name} is taken up: neither run_settings nor the "
-                        "shapes in newest_checkpoint tell it")
+            pytest.fail(f"a run with a different {name} resumes: neither run_settings nor the "
+                        "shapes in newest_checkpoint differ")
 
     before = (finished / "metrics.jsonl").read_bytes()
     assert_refused("seed", "--seed", 5)
@@ -164,13 +166,13 @@ def test_another_run_in_the_same_folder_is_refused(
     assert_refused("phase 1", "--lr-scale", 0.5)
     monkeypatch.setattr(bert, "PRESETS", bert.PRESETS | {"tiny": (3, 64)})
     assert_refused(r"blocks\.2\.\S+")
-    assert (finished / "metrics.jsonl").read_bytes() == before, "a run that is refused has written"
+    assert (finished / "metrics.jsonl").read_bytes() == before, "the refused run wrote to the log"
 
 
 @pytest.mark.parametrize("change", [
     lambda numbers: numbers["counters"].update(colour=1), lambda numbers: numbers["groups"].pop()])
 def test_a_checkpoint_of_other_code_is_refused(finished, train_here, monkeypatch, change):
-    """Of Counters with another field, or an optimizer with another number of groups."""
+    """Its Counters have an additional field, or its optimizer has a different number of groups."""
     read_checkpoint = train.read_checkpoint
 
     def of_other_code(path):
@@ -187,7 +189,7 @@ def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished,
     later = shutil.copytree(finished, tmp_path / "out1")
     _, error = run(shards, tmp_path / "out", *ARGV, size=2, check=False, sabotage=(on_own_disk,))
     assert f"step 14 is in {later} here, and only 0 where rank 0 is;" in str(error)
-    later.rename(tmp_path / "b0")            # rank 0 has it, and rank 1 none
+    later.rename(tmp_path / "b0")            # rank 0 has it, and rank 1 has none
     run(shards, tmp_path / "b", *ARGV, size=2, sabotage=(on_own_disk,))
 
 
@@ -205,12 +207,12 @@ def test_a_run_saves_by_the_clock(train_here, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_away_has_not_lost_its_checkpoints(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):      # else a run would begin anew, and remove them
+    with pytest.raises(NotADirectoryError):      # or a run would start over and remove them
         train.checkpoints_in(tmp_path / "file")
 
 
 def test_what_a_resume_could_not_read_is_not_saved(shards):
-    """A figure of a student's own in Counters."""
+    """A student's own field in Counters can be of a type that JSON lacks."""
     _, state = built(shards)
     state.counters.seconds = np.float64(2.5)
     assert type(train.numbers_of(state)["counters"]["seconds"]) is float
@@ -225,7 +227,7 @@ def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, cap
     def full_at_step_6(args, world, log, state):
         with no_room(20000 if state.counters.step == 6 else resource.RLIM_INFINITY):
             save(args, world, log, state)
-        assert not (args.out / "unfinished").exists(), "a file that is not whole is left"
+        assert not (args.out / "unfinished").exists(), "an incomplete file is left behind"
 
     monkeypatch.setattr(train, "save", full_at_step_6)
     train_here(tmp_path, *EIGHT, "--save-every", 2)
@@ -249,11 +251,11 @@ def test_a_folder_holds_the_masters_and_init_begins_with_them(shards, train_here
     train_here(tmp_path / "out", *argv, "--max-steps", 2)
     tensors, model = last_state(tmp_path / "out")["tensors"], tmp_path / "out" / "model"
     for name, p in bert.load_huggingface(model).named_parameters():
-        assert torch.equal(p, tensors[name]), f"{name} is not the master"
-    # And back: on two ranks, no step, the same file
+        assert torch.equal(p, tensors[name]), f"{name} in the folder is not the fp32 master"
+    # And back: two ranks that take no step write the same file.
     run(shards, tmp_path / "again", *argv, "--steps", 0, "--init", model, size=2)
     files = [folder / "model.safetensors" for folder in (model, tmp_path / "again" / "model")]
-    assert files[0].read_bytes() == files[1].read_bytes(), "--init did not give all weights"
+    assert files[0].read_bytes() == files[1].read_bytes(), "--init did not restore all weights"
 
 
 def test_rank_0_alone_reads_init(shards):
@@ -271,7 +273,7 @@ def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp
     for head in "pooler.weight", "pooler.bias", "nsp.weight", "nsp.bias":
         assert torch.equal(ours.get_parameter(head), theirs.get_parameter(head)), head
     a, b = ours.embeddings.segments.weight
-    assert not torch.equal(a, b), "what the model of --init knows of segment B is lost"
+    assert not torch.equal(a, b), "the embedding of segment B from --init is lost"
 
 
 def test_init_from_a_folder_that_does_not_fit_is_refused(

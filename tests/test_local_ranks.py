@@ -1,5 +1,6 @@
-"""Ranks on threads and of Gloo: errors that name the cause, instead of hangs; by ranks on threads,
-the pictures in the docstrings of dist.py, computed. That both have the same bits: test_dist.py."""
+"""Tests of ranks on threads and over Gloo: they name the cause of an error, and do not hang. Ranks
+on threads also compute the pictures in dist.py's docstrings. test_dist.py tests that both kinds of
+ranks give the same bits."""
 import doctest
 import inspect
 import re
@@ -28,7 +29,7 @@ def test_an_error_is_that_of_the_rank_that_failed(tmp_path, caplog):
     with pytest.raises(ZeroDivisionError, match="on rank 2"):
         run_ranks(divide, 3, tmp_path)
     for shown in "here is rank 2\n", "return 1 / 0":
-        assert shown in caplog.text, f"run_ranks does not show {shown!r}"
+        assert shown in caplog.text, f"run_ranks does not log {shown!r}"
 
 
 def only_rank_1(world):
@@ -58,7 +59,7 @@ def test_the_example_of_the_docstring():
 
 
 def rows_of(world, values):
-    """Returns the rows of a rank in the table of compressed_mean, and what is left in each."""
+    """Returns a rank's part of each row in compressed_mean's table, and what is left after each."""
     rows = []
 
     def encode(numbers):
@@ -76,20 +77,21 @@ def rows_of(world, values):
 
 
 def test_the_table_of_compressed_mean(monkeypatch):
-    monkeypatch.setattr(dist, "BLOCK", 1)                      # one number is a block
+    monkeypatch.setattr(dist, "BLOCK", 1)                      # a block is one number
     ranks = on_threads(rows_of, 2, [[3.4, 1.0], [2.0, 5.2]])
     (first, first_left), (second, second_left) = ranks
-    # What is left in value belongs to the row before it.
+    # "left in value" becomes a part of the row before it.
     text = re.sub("\n +left in value", "", inspect.getdoc(dist.compressed_mean))
     table = re.findall(r"(?m)^ +(value|encode|all_to_all|mean|all_gather) {3}(.*)$", text)
     for (name, row), *parts in zip(table, first, second, first_left, second_left, strict=True):
         computed = torch.cat([part.flatten() for part in parts]).tolist()
         told = [float(number) for number in re.findall(r"\d+\.?\d*", row)]
-        assert told[:len(computed)] == pytest.approx(computed), f"the docstring's row of {name}"
+        assert told[:len(computed)] == pytest.approx(computed), (
+            f"the ranks do not compute the docstring's row `{name}`")
 
 
 def meetings(world):
-    """Returns {collective: the ranks that meet in it} of this rank's part in Bucket.average."""
+    """Returns {collective: the ranks that meet in it}, for this rank's calls in Bucket.average."""
     met = {}
     for level in world.levels:
         ranks, run = level.all_gather_object(world.rank), level._run
@@ -102,7 +104,7 @@ def meetings(world):
     bucket = dist.Bucket({"weight": (600,)}, world, "none")
     bucket.flat.fill_(world.rank)
     bucket.average(1.0)
-    assert bucket.flat.unique().tolist() == [1.5], "this is not the mean over the ranks"
+    assert bucket.flat.unique().tolist() == [1.5], "the bucket is not the mean over the ranks, 1.5"
     return met
 
 
@@ -114,4 +116,4 @@ def test_the_picture_of_two_levels():
                                     ("3. broadcast", "broadcast", "{0} -> {1}")]:
         arrows = {arrow.format(*met[collective]) for met in outcomes if collective in met}
         row = f"{step:<21}{'    '.join(sorted(arrows))}  "
-        assert row in docstring, f"what is computed is not what the docstring says: {row!r}"
+        assert row in docstring, f"the docstring lacks this row, which the ranks compute: {row!r}"

@@ -1,4 +1,4 @@
-"""What other people's machines do: locks, clocks, cores, terminals, disks."""
+"""Tests of what other people's machines do: locks, clocks, cores, networks, terminals, disks."""
 import errno
 import fcntl
 import io
@@ -24,7 +24,7 @@ from tests.training import LITTLE, column, steps_kept
 
 @pytest.fixture
 def after_step_3(monkeypatch):
-    """Does something, once, when a run has taken its third step."""
+    """A function that sets an action to run once, when a run has taken its third step."""
     step = train.Log.step
 
     def set_action(action):
@@ -57,24 +57,24 @@ def test_without_locks_a_warning_is_all(tmp_path, monkeypatch, capsys, train_her
     monkeypatch.setattr(fcntl, "flock", no_locks)
     train_here(tmp_path / "out", *LITTLE)
     assert "has no locks (No locks available)" in capsys.readouterr().out
-    assert steps_kept(tmp_path / "out")[-1] == 6, "it has not trained to the end"
+    assert steps_kept(tmp_path / "out")[-1] == 6, "the run did not train to the end, step 6"
 
 
 def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path, after_step_3):
-    """Locks that each node keeps for itself, or a folder that was removed and begun anew."""
+    """Each node may keep its own locks, or the folder may have been removed and recreated."""
     after_step_3(lambda: (tmp_path / "run").write_text("another number"))
     with pytest.raises(train.ConfigError, match=f"another run has begun in {tmp_path}"):
         train_here(tmp_path, *LITTLE)
-    assert steps_kept(tmp_path) == [1], "it has saved among the other's checkpoints"
+    assert steps_kept(tmp_path) == [1], "the run saved among the other's checkpoints"
 
 
 @pytest.mark.parametrize("damage", [
     lambda path: path.unlink(), lambda path: path.write_bytes(b"\xff")])
 def test_without_its_number_a_run_goes_on_saving(train_here, tmp_path, after_step_3, damage):
-    """Somebody tidies up, or the disk was full at the start."""
+    """Somebody may have removed the file `run`, or the disk was full at the start."""
     after_step_3(lambda: damage(tmp_path / "run"))
     train_here(tmp_path, *LITTLE)
-    assert steps_kept(tmp_path) == [4, 6], "it has trained on without checkpoints"
+    assert steps_kept(tmp_path) == [4, 6], "the run trained on without checkpoints"
 
 
 def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
@@ -83,7 +83,7 @@ def test_a_start_that_is_refused_does_not_stop_the_run_in_its_folder(
         with pytest.raises(train.ConfigError, match=r"is from a different run: seed 0 \(not 1"):
             train_here(tmp_path, *LITTLE, "--seed", 1)
 
-    monkeypatch.setattr(fcntl, "flock", Mock())                    # as if of another node
+    monkeypatch.setattr(fcntl, "flock", Mock())                    # as if on another node
     after_step_3(start_another)
     train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path)[-1] == 6
@@ -100,12 +100,12 @@ def test_a_run_whose_shards_are_replaced_stops(
     after_step_3(replace)
     with pytest.raises(train.ConfigError, match="have changed since the start"):
         train_here(tmp_path / "out", *LITTLE, "--data", folder)
-    # The old shards are open still: what was learned until now is of them.
-    assert steps_kept(tmp_path / "out") == [1, 4], "what was right is lost"
+    # The old shards are still open, and the model has learned from them alone.
+    assert steps_kept(tmp_path / "out") == [1, 4], "the checkpoint of step 4 is not kept"
 
 
 def test_a_start_says_what_was_not_saved_and_what_does_not_fit(train_here, tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of one that was killed
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of a killed run
     train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer=adamw", "--compression=onebit")
     said = capsys.readouterr().out
     assert "left no whole checkpoint: this one starts over" in said
@@ -117,8 +117,8 @@ def test_a_start_says_what_was_not_saved_and_what_does_not_fit(train_here, tmp_p
 @pytest.mark.parametrize("place", [(os, "fsync"), (os, "replace"), (torch, "save")])
 def test_a_disk_that_cannot_keep_a_checkpoint_is_known_at_once(
         train_here, tmp_path, monkeypatch, place):
-    """Some network disks know no fsync, some no rename; torch has an error of its own, after that
-    of the disk or before it."""
+    """Some network disks have no fsync, some no rename. torch raises an error of its own, before or
+    after that of the disk."""
     errors = [RuntimeError("unexpected pos"), OSError(errno.ENOSYS, "Function not implemented")]
     if place[0] is torch:
         errors.reverse()
@@ -133,7 +133,7 @@ def test_a_disk_that_cannot_keep_a_checkpoint_is_known_at_once(
     with pytest.raises(train.ConfigError,
                        match=f"no checkpoint can be saved in {tmp_path}: .*not implemented"):
         train_here(tmp_path, *LITTLE)
-    assert column(tmp_path, "step") == [1], "it has trained on without a checkpoint"
+    assert column(tmp_path, "step") == [1], "the run trained on without a checkpoint"
 
 
 def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
@@ -144,13 +144,13 @@ def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
 # ----- The clock -----
 
 def test_a_suspended_job_does_not_lose_its_time(monkeypatch):
-    """Seconds last as long as they do, but for a pause of ten hours in the third one."""
+    """Of five sleeps of a second, one takes ten hours, a pause. The others, up to 20 s, count."""
     seconds = iter([1, 1.5, 36000, 20, 1])
     time = SimpleNamespace(now=100.0)
     time.monotonic = lambda: time.now
 
     def sleep(_):
-        time.now += next(seconds)                # at last StopIteration, which ends the thread
+        time.now += next(seconds)                # finally StopIteration, which ends the thread
 
     time.sleep = sleep
     thread = Mock()
@@ -160,7 +160,8 @@ def test_a_suspended_job_does_not_lose_its_time(monkeypatch):
     clock = train.Clock(50.0)
     with pytest.raises(StopIteration):
         thread.call_args.kwargs["target"]()
-    assert clock.read() == pytest.approx(50 + 10 + 1 + 1.5 + 20 + 1), "the pause has counted"
+    assert clock.read() == pytest.approx(50 + 10 + 1 + 1.5 + 20 + 1), (
+        "the clock counts the pause, or leaves out a sleep that is no pause")
 
 
 # ----- Cores -----
@@ -175,7 +176,7 @@ def test_threads_follow_the_share_of_a_container(monkeypatch, limit, cores):
 
 @pytest.mark.parametrize("given, expected", [("", "1000 false"), ("GOMP_SPINCOUNT=5", "5 false")])
 def test_threads_do_not_spin_for_long_and_are_not_bound(given, expected):
-    """Both have to be set before torch is imported."""
+    """Both must be set before torch is imported."""
     code = """
 import os, sys
 sys.modules["torch"] = None
@@ -213,7 +214,7 @@ def test_a_shard_that_is_cut_while_it_is_read_says_where(shards, tmp_path):
 # ----- Two nodes -----
 
 def test_a_broadcast_crosses_the_network_once_for_each_node(monkeypatch):
-    sizes = []                                   # of the group, for each rank that takes part
+    sizes = []                                   # of the group, once for each rank in a broadcast
     run = LocalWorld._run
 
     def noted(self, *arguments, **options):
@@ -226,8 +227,10 @@ def test_a_broadcast_crosses_the_network_once_for_each_node(monkeypatch):
         return tensor.tolist()
 
     monkeypatch.setattr(LocalWorld, "_run", noted)
-    assert on_threads(send, 6, local_size=3) == [[0.0] * 3] * 6, "not what rank 0 has"
-    assert sorted(sizes) == [2] * 2 + [3] * 6, "more than the first ranks of the two nodes"
+    assert on_threads(send, 6, local_size=3) == [[0.0] * 3] * 6, (
+        "some rank does not receive rank 0's tensor")
+    assert sorted(sizes) == [2] * 2 + [3] * 6, (
+        "there is not one broadcast between the nodes' first ranks and then one in each node")
 
 
 # ----- Terminals -----
@@ -237,16 +240,16 @@ def test_a_terminal_without_utf_8_gets_escapes_and_none_gets_nothing(monkeypatch
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", None)
-    for terminal in None, closed, plain:                     # None: as `>&-` has it
+    for terminal in None, closed, plain:                     # None: as after `>&-`
         monkeypatch.setattr(sys, "stdout", terminal)
         data.say("ü")
         data.end_terminal()
     assert plain.buffer.getvalue() == b"\\xfc\n"
-    assert list(data.blocks(["a"])) == [["a"]], "its progress is shown nowhere"
+    assert list(data.blocks(["a"])) == [["a"]], "a progress bar without a terminal stops the work"
 
 
 def test_a_terminal_that_takes_nothing_ends_nothing(documents, shards, tmp_path):
-    """What is not taken stays in Python's buffer, which Python's own end would write."""
+    """Refused output stays in Python's buffer, which Python would write again when it exits."""
     (tmp_path / "a.txt").write_text("\n\n".join(documents[:200]))
     command = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, ROOT / "data.py", "a.txt",
                "--out", "out", "--shards", "1", "--tokenizer", shards / "tokenizer.model"]

@@ -1,5 +1,5 @@
-"""What a user of train.py sees: a run's lines and files, what follows from its flags, what is
-refused in one line, the README's words."""
+"""Tests of what a user of train.py sees: a run's lines and files, the messages that README quotes,
+what follows from the flags, refusals in one line, the log."""
 import errno
 import json
 import math
@@ -39,8 +39,8 @@ for more in [], [], ["--data", "nowhere"]:
 
 
 def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
-    """In a notebook or under a profiler, which live on after a run, after its resume and after what
-    is refused."""
+    """As in a notebook or under a profiler: the process lives on after a run, after its resume and
+    after a refusal."""
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "demo").symlink_to(shards)
     (tmp_path / "x.py").write_text(NOTEBOOK)
@@ -54,7 +54,7 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
             "each with 3 CPU threads",
             r"phase 1: 1 steps, 8 examples of 64 tokens \(\d+% of the text is long enough\) a "
             "step, lr 0.008",
-            # Phase 1 has a third of the tokens. In its middle its rate is
+            # In the middle of phase 1, not of the run, the rate is
             # 0.008 ((1 - 1/2) / (1 - 0.05))^0.5
             r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm",
             r"step +1  held out, 1\d% masked: unigram \d\.\d+  mlm \d\.\d+ \(\d+\.\d% right\)  nsp",
@@ -67,27 +67,29 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     for line, evaluation in zip(metrics(out), metrics(out, "eval"), strict=True):
         assert line["step"] == evaluation["step"] == line["phase"] == evaluation["phase"]
         assert line["mlm_loss"] == pytest.approx(evaluation["unigram_loss"], abs=0.3), (
-            "the bias does not begin at the frequencies")
+            "the loss does not begin near the unigram loss: is the bias set to the frequencies?")
         assert 0.5 < line["nsp_loss"] < 1 and 0 < line["data_share"] < 1, line
         assert line["masked_fraction"] == pytest.approx(0.3, abs=0.05)
         tokens = line["tokens_per_second"] / line["examples_per_second"] / 64 / line["phase"]
-        assert 0.5 < tokens <= 1, f"examples have {tokens:.0%} of the phase's length"
+        assert 0.5 < tokens <= 1, f"the examples have {tokens:.0%} of the phase's length on average"
     assert {path.name for path in out.iterdir()} == {
         "metrics.jsonl", "model", "run", "step-00000001.pt", "step-00000002.pt"}
     config = json.loads((out / "model" / "tokenizer_config.json").read_text())
     longest = last_state(out)["counters"]["longest"]
-    assert 64 < config["model_max_length"] == longest <= 128, "not the longest example's tokens"
-    assert race.read(out).points[-1][2:4] == (16, 128), "examples, tokens of one, in the race"
+    assert 64 < config["model_max_length"] == longest <= 128, (
+        "model_max_length is not the number of tokens in the longest example")
+    assert race.read(out).points[-1][2:4] == (16, 128), (
+        "race.py does not find 16 examples and a length of 128 tokens")
 
 
 def test_the_readme_quotes_messages_that_the_code_has():
     code = "".join(path.read_text() for path in ROOT.glob("*.py"))
-    # Messages of two lines; numbers and names
+    # Join messages over several lines, and drop the numbers and names in them.
     code = re.sub(r'"\s+f?"|\{[^{}]*\}', "", code)
     table = (ROOT / "README.md").read_text().partition("| you see | do |")[2]
     cells = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.M)
     quotes = re.findall("`(.+?)`", " ".join(cells))
-    assert len(quotes) > 5, f"the table of messages has only {quotes}"
+    assert len(quotes) > 5, f"README's table of messages quotes only {quotes}"
     for quote in quotes:
         for part in re.split(r"\d+|: .*", quote):
             assert part.strip() in code, quote
@@ -116,13 +118,13 @@ def test_bf16_on_a_cpu_needs_instructions(monkeypatch, found, precision):
 
 
 def fitted(device, *flags):
-    """Returns --precision and --micro-tokens on a device."""
+    """Returns the (--precision, --micro-tokens) that train.py chooses for a device."""
     args = args_of(*flags)
     train.fit_to_device(args, torch.device(device))
     return args.precision, args.micro_tokens
 
 
-# H100, A100, RTX 4090, V100. The last one says that it has bf16, and emulates it slowly.
+# H100, A100, RTX 4090, V100. The V100 reports bf16, but only emulates it, slowly.
 @pytest.mark.parametrize("gigabytes, major, precision, tokens", [
     (84.9, 9, "bf16", 32768), (42.4, 8, "bf16", 16384), (25.3, 8, "bf16", 8192),
     (16.9, 7, "fp16", 4096)])
@@ -144,7 +146,8 @@ def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(
 
 @pytest.fixture
 def refused(train_here, shards, tmp_path, monkeypatch, capsys):
-    """Runs train.py in this process, to be refused; returns (status, its only line on stderr)."""
+    """A function that runs train.py in this process, where it must refuse to train, and returns
+    (status, the only line on stderr)."""
     def run_main(*argv):
         words = "train.py", "--data", shards, "--out", tmp_path / "out", *SHORT, *argv
         monkeypatch.setattr(sys, "argv", [*map(str, words)])
@@ -170,13 +173,13 @@ def refused(train_here, shards, tmp_path, monkeypatch, capsys):
     ("--out=", "--out: the path is empty"),
     ("--init=", "--init: the path is empty")])
 def test_wrong_flags_are_one_line_and_end_torchrun(refused, monkeypatch, argv, message):
-    monkeypatch.setenv("RANK", "8")                  # the first of its node says it, too
+    monkeypatch.setenv("RANK", "8")                  # the first rank of its node prints it, too
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(dist, "TORCHRUN", 1)
     monkeypatch.setattr(dist, "end_torchrun", Mock())
     status, line = refused(*argv.split())
     assert status == 2 and re.search(message, line), f"status {status}: {line}"
-    assert dist.end_torchrun.called, "torchrun would start the ranks again"
+    assert dist.end_torchrun.called, "torchrun was not ended, and would restart the ranks"
 
 
 def test_wrong_flags_are_said_once_a_node(monkeypatch, capsys):
@@ -203,7 +206,7 @@ def test_a_damaged_shard_is_refused_before_anything_is_written(refused, shards, 
     folder = shutil.copytree(shards, tmp_path / "copy")
     (folder / "train-00001.tokens").write_bytes(b"")
     assert "train-00001.tokens is missing or damaged" in refused("--data", folder)[1]
-    assert not (tmp_path / "out").exists(), "a run that is refused leaves a folder"
+    assert not (tmp_path / "out").exists(), "the refused run left a folder"
 
 
 def start_differently(world):
@@ -224,7 +227,7 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
             assert words in str(error)
     for error in run(shards, out, *SHORT, "--batch", 9, 2, size=3, check=False):
         assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(error)
-    assert not out.exists(), "a run that is refused leaves a folder"
+    assert not out.exists(), "a refused run left a folder"
 
 
 def test_a_gpu_of_two_ranks_is_said_by_all(monkeypatch):
@@ -264,11 +267,11 @@ def test_a_restart_helps_after_bugs_and_lost_ranks_and_disks(
     monkeypatch.setattr(sys, "argv", ["-", f"--data={shards}", f"--out={tmp_path}", "--timeout=7"])
     try:
         train.main()
-    except KeyboardInterrupt:                    # which would end pytest
-        pytest.fail("Ctrl-C is a traceback")
-    assert init.call_args.args == (7,), "the ranks do not meet with --timeout"
+    except KeyboardInterrupt:                    # it would end pytest
+        pytest.fail("Ctrl-C ends in a traceback, not in a message")
+    assert init.call_args.args == (7,), "dist.init does not get --timeout"
     said, helps, *_ = leave.call_args.args
-    assert helps == restart_helps, f"after {said!r} torchrun starts again: {helps}"
+    assert helps == restart_helps, f"after {said!r}, restart_helps is {helps}"
     assert ("Traceback" in said) == isinstance(error, ZeroDivisionError), said
     assert words in said
 
@@ -283,7 +286,7 @@ def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
     assert "warning: metrics.jsonl: File too large" in capsys.readouterr().out
     log.metric("train", step=1000, mlm_loss=math.nan)
     assert column(tmp_path, "step") == [*range(1, 1001)]
-    assert metrics(tmp_path)[-1]["mlm_loss"] is None, "JSON has no NaN"
+    assert metrics(tmp_path)[-1]["mlm_loss"] is None, "NaN is not written as null: JSON has no NaN"
 
 
 def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):

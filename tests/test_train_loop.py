@@ -1,5 +1,5 @@
-"""The loop of train.py: the same training on any number of ranks, what the flags change, steps that
-are skipped or stop the run, evaluation."""
+"""Tests of train.py's loop: equal training on any number of ranks, effects of the flags, steps that
+are skipped or end the run, logged figures, evaluation."""
 import functools
 import itertools
 import math
@@ -27,12 +27,12 @@ from tests.variants import compiled
 # ----- The same training on any number of ranks -----
 
 EQUAL = "--steps 4 4 --batch 33 32 --dropout 0 --precision fp32 --lr-scale 0.1".split()
-# A run on so many ranks, by so many tokens at a time, that ends after so many steps
+# The starts of one run: (ranks, --micro-tokens, --max-steps)
 STARTS = [(1, 150, 2), (2, 1, 4), (3, 320, 6), (4, 8192, 8)]
 
 
 def keep_own_shards(world, shards, folder):
-    """Makes this rank a node with a disk of its own, where only the shards are that it reads."""
+    """Gives this rank its own disk, as on a node of its own, with only the shards that it reads."""
     own = shutil.copytree(shards, folder / f"rank-{world.rank}-of-{world.size}")
     for number in range(4):
         if (number - world.rank) % math.gcd(4, world.size):
@@ -45,12 +45,13 @@ def keep_own_shards(world, shards, folder):
 def test_losses_do_not_depend_on_ranks_micro_batches_or_resumes(shards, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     run(shards, one, *EQUAL)
-    starts = {}                                          # of each step
+    starts = {}                                          # {step: its start, as text}
     for size, micro_tokens, last in STARTS:
         run(shards, many, *EQUAL, "--micro-tokens", micro_tokens, "--max-steps", last, size=size,
             sabotage=(keep_own_shards, shards, tmp_path))
-        starts[last - 1] = starts[last] = f"on {size} ranks, by {micro_tokens} tokens at a time"
-    assert len(set(column(many, "mlm_loss"))) == 8, "steps have equal losses: the same examples?"
+        starts[last - 1] = starts[last] = f"on {size} ranks with --micro-tokens {micro_tokens}"
+    assert len(set(column(many, "mlm_loss"))) == 8, (
+        "some steps have equal losses: do they read the same examples?")
     lines = [*zip(metrics(one), metrics(many), strict=True)]
     lines.append((metrics(one, "eval")[-1], metrics(many, "eval")[-1]))
     for exact, found in lines:
@@ -59,9 +60,10 @@ def test_losses_do_not_depend_on_ranks_micro_batches_or_resumes(shards, tmp_path
                 ratio = found[name] / exact[name]
                 assert ratio == pytest.approx(1, rel=1e-6), (
                     f"{name} ({exact['kind']}) of step {exact['step']}, {starts[exact['step']]}, "
-                    f"is {ratio:.6f} times that of one rank: does every label of the step weigh "
-                    "the same, does the Reducer take the mean over ranks? Or, if it is the first "
-                    "step of a start (1, 3, 5, 7): are weights and places restored?")
+                    f"is {ratio:.6f} times its value on one rank: does every label of the step "
+                    "have the same weight, and does the Reducer take the mean over the ranks? Or, "
+                    "if this is the first step of a start (1, 3, 5 or 7): are the weights and the "
+                    "position in the data restored?")
 
 
 def make_the_demo(world, folder):
@@ -77,8 +79,8 @@ def test_all_ranks_wait_for_the_demos_shards(tmp_path):
 # ----- What the flags change -----
 
 def facts_of(shards, *flags):
-    """Returns what the State before the first step, and the first micro-batch of the last phase,
-    tell of the flags."""
+    """Returns {name: value}: what the flags determine in the State before the first step and in the
+    micro-batches of the last phase's first step."""
     args, state = built(shards, *flags)
     weights = dict(state.model.named_parameters())
     batches = next(train.begin_phase(args, dist.World(), state, len(args.phases) - 1))
@@ -103,7 +105,7 @@ def facts_of(shards, *flags):
     ("--precision fp16", {"weights": ANY, "scale": 65536}),
     ("--compression fp16", {"scale": 65536}),
     ("--optimizer adamw", {"optimizer": optim.AdamW}),
-    ("--recipe other", {"betas": (0.7, 0.8), "texts": ANY}),       # in a phase of the same length
+    ("--recipe other", {"betas": (0.7, 0.8), "texts": ANY}),       # whose last phase is as long
     ("--pairs none", {"tasks": ["mlm"], "untrained": {"pooler", "nsp"}, "texts": ANY}),
     ("--mask-fraction 0.6", {"masked": 0.6}),
     ("--seed 1", {"weights": ANY, "texts": ANY}),
@@ -121,7 +123,7 @@ def test_a_flag_changes(shards, train_here, monkeypatch, flags, changes):
 def test_without_pairs_nothing_is_said_of_them(train_here, tmp_path, capsys):
     train_here(tmp_path, "--steps", 2, 0, "--pairs", "none")
     assert "nsp" not in capsys.readouterr().out + (tmp_path / "metrics.jsonl").read_text()
-    # No text had a segment B: in the folder its embedding is that of A, not what it began with.
+    # No text had a segment B: the folder has A's embedding in its place, not a random one.
     a, b = bert.load_huggingface(tmp_path / "model").embeddings.segments.weight
     assert torch.equal(a, b)
 
@@ -142,42 +144,44 @@ def test_new_positions_begin_as_copies(shards, before, trained, longest, init):
     state.counters = train.Counters(step=9, phase_step=9)
     train.begin_phase(args, dist.World(), state, 2)
     wrong = (positions != expected).any(1).nonzero().flatten().tolist()
-    assert not wrong, f"after a phase of {trained} the positions {wrong} have other embeddings"
+    assert not wrong, f"after a phase of {trained} tokens, positions {wrong} have wrong embeddings"
     copies = state.model.embeddings.positions.weight
     assert torch.equal(copies, expected.bfloat16()), "the masters are not copied to the model"
 
 
 def test_a_model_begins_at_the_frequencies_with_a_bias_around_0(shards):
-    """The variant LANS steps in proportion to a tensor's norm, most of which would be the mean."""
+    """The variant LANS steps in proportion to the norm, which a mean far from 0 would dominate."""
     args, _ = built(shards)
     args.vocab_size = 321
     model = train.build_model(args, dist.World())
     pieces, padding = model.mlm_bias.detach().tensor_split([320])
     torch.testing.assert_close(
         pieces.log_softmax(0), -data.unigram_losses(shards).float(), atol=1e-5, rtol=0)
-    assert (padding == pieces.min()).all(), "what pads the vocabulary is no rarest piece"
-    assert abs(pieces.mean()) < 1e-5, "the mean is not 0"
+    assert (padding == pieces.min()).all(), (
+        "the bias of the vocabulary's padding is not that of the rarest piece")
+    assert abs(pieces.mean()) < 1e-5, "the mean of the bias is not 0"
 
 
 def test_training_in_16_bits_follows_fp32(train_here, tmp_path):
-    """With accumulation, through two phases; fp16 with its loss scale."""
+    """The runs accumulate and have two phases; fp16 has a loss scale."""
     argv = "--steps 4 2 --batch 4 --micro-tokens 64 --precision".split()
     for precision in "fp32", "bf16", "fp16":
         train_here(tmp_path / precision, *argv, precision)
     for precision, rel, scale in ("bf16", 2e-3, 1), ("fp16", 5e-4, 65536):
         skipped = column(tmp_path / precision, "skipped", "loss_scale")
         assert skipped == [0, scale] * 6, (
-            f"in {precision}, skipped steps and loss scale of each step: {skipped}; no step "
-            "overflows, where the loss is computed in fp32")
+            f"in {precision}, `skipped` and `loss_scale`, step by step, are {skipped}; no step "
+            "overflows if the loss is computed in fp32")
         for field, most in ("mlm_loss", rel), ("grad_norm", 0.1):
             found, exact = (column(tmp_path / name, field) for name in (precision, "fp32"))
-            assert found == pytest.approx(exact, rel=most), f"{field} in {precision}"
+            assert found == pytest.approx(exact, rel=most), (
+                f"{field} in {precision} is not within {most:.2%} of that in fp32")
             assert found != exact, f"{precision} computes in fp32"
 
 
 def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
         shards, monkeypatch, train_here):
-    """By a backend that calls no C++ compiler, which would take half a minute."""
+    """Uses a backend that calls no C++ compiler, which would take half a minute."""
     quick = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(nn.Module, "compile", quick)
     monkeypatch.setattr(bert, "attention", torch.compiler.disable(bert.attention))
@@ -186,24 +190,25 @@ def test_compiled_layers_have_equal_gradients_complete_layer_by_layer(
     def step(prepare):
         _, state = built(shards, "--dropout", 0.1)
         prepare(None, None, state)
-        layers = []                                  # of each parameter, when it is complete
+        layers = []                                  # each parameter's layer, as it is completed
         for name, p in state.model.named_parameters():
             p.register_post_accumulate_grad_hook(
                 lambda _, layer=name.split(".")[:2]: layers.append(layer))
         loss = sum(losses_of(state.model(batch), batch).values())
         loss.backward()
-        # What a layer is to the reducer: one stretch, with none of another layer in it
+        # A layer is one uninterrupted stretch of `layers`, unless it is mixed with other layers.
         stretches = [layer for layer, _ in itertools.groupby(layers)]
         return [loss, *state.reducer.flats], stretches
 
     plain, in_order = step(lambda *nothing: None)
     fused, found = step(compiled.compile_blocks)
-    assert found == in_order, "layers are not completed one by one"
+    assert found == in_order, (
+        "compiled layers are not completed one after another, in the order of plain layers")
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-6)
 
 
 def test_in_16_bits_attention_alone_is_not_compiled(shards, monkeypatch):
-    """By a backend that compiles nothing: what the compiler is given."""
+    """Uses a backend that compiles nothing, to see what the compiler is given."""
     monkeypatch.setattr(nn.Module, "compile",
                         functools.partialmethod(nn.Module.compile, backend="eager"))
     monkeypatch.setattr(bert, "attention", torch.compiler.disable(bert.attention))
@@ -213,7 +218,8 @@ def test_in_16_bits_attention_alone_is_not_compiled(shards, monkeypatch):
     torch._dynamo.utils.counters.clear()
     state.model(random_batch(320, 2, 32))
     breaks = torch._dynamo.utils.counters["graph_break"]
-    assert len(breaks) == 1 and "attention" in str(breaks), "not compiled: " + "\n".join(breaks)
+    assert len(breaks) == 1 and "attention" in str(breaks), (
+        "not compiled, where it should be attention alone: " + "\n".join(breaks))
 
 
 def note_seeds(world, path):
@@ -235,7 +241,7 @@ def test_runs_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tm
         run(shards, tmp_path / f"{seed}", *argv, seed, size=2,
             sabotage=(note_seeds, tmp_path / "seeds"))
     seeds = (tmp_path / "seeds").read_text().split()
-    assert len(set(seeds)) == 2 * 2 * 2 * 2, f"some of these are the same: {sorted(seeds)}"
+    assert len(set(seeds)) == 2 * 2 * 2 * 2, f"some dropout seeds are equal: {sorted(seeds)}"
 
 
 def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path, monkeypatch):
@@ -256,25 +262,26 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path,
 
     monkeypatch.setattr(optim.LAMB, "step", noted_step)
     monkeypatch.setattr(dist.Bucket, "average", noted_average)
-    args = train_here(tmp_path, *SHORT, "--precision", "fp16")           # at a loss scale of 65536
-    assert scales == {65536}, f"by {scales} int8 and onebit would unscale what they keep"
+    args = train_here(tmp_path, *SHORT, "--precision", "fp16")           # loss scale: 65536
+    assert scales == {65536}, f"int8 and onebit would unscale by {scales}, not by 65536"
     expected = [optim.learning_rate(step / (phase.steps + 1), phase)
                 for phase in args.phases for step in range(1, phase.steps + 1)]
     assert column(tmp_path, "lr") == pytest.approx(expected)
-    assert max(column(tmp_path, "grad_norm")) > 1, "nothing is clipped here"
+    assert max(column(tmp_path, "grad_norm")) > 1, (
+        "no gradient norm is above the bound of 1, so this test clips nothing")
     for line, (clipped, rates) in zip(metrics(tmp_path), seen, strict=True):
         norm, lr = line["grad_norm"], line["lr"]
         assert clipped == pytest.approx(min(1, norm), rel=1e-3), (
-            f"the optimizer gets gradients of norm {clipped:.4g}; before clipping, without the "
-            f"loss scale of 65536, it is {norm:.4g}")
-        assert rates == pytest.approx([lr, lr]), "the rates of matrices and of vectors"
+            f"the optimizer gets gradients of norm {clipped:.4g}; the unclipped norm, without the "
+            f"loss scale of 65536, is {norm:.4g}, and the bound is 1")
+        assert rates == pytest.approx([lr, lr]), "matrices or vectors do not get the logged rate"
 
 
 # ----- Steps that are not taken, and what ends a run -----
 
 def spoil_loss(world, calls, infinite=(), patch=setattr):
-    """The loss is inf in these micro-batches, each (rank, number), counted from 1; and in others a
-    gradient is, while the loss is as it was."""
+    """Makes the loss inf in the micro-batches `calls`. In the micro-batches `infinite`, makes a
+    gradient inf, but not the loss. A micro-batch is a (rank, number); numbers start at 1."""
     forward = bert.BertForPreTraining.forward
     count = itertools.count(1)
 
@@ -299,19 +306,20 @@ def test_fp16_doubles_its_scale_after_a_thousand_steps(shards):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
-    # Two micro-batches a step and a rank: the last one of step 4, and then the first one of step 6
+    # A rank has two micro-batches a step: number 8 is the last of step 4, 11 the first of step 6.
     run(shards, tmp_path / "out", *"--steps 20 0 --max-steps 7 --batch 4 --micro-tokens 32 "
         "--precision fp16 --compression onebit".split(), size=2,
         sabotage=(spoil_loss, {(0, 11)}, {(1, 8)}))
     found = column(tmp_path / "out", "skipped")
     assert found == [0, 0, 0, 1, 1, 2, 2], (
-        f"steps 4 and 6 overflow, and skipped is {found} (if one more is skipped, residuals of a "
-        "skipped step are kept: does the loop call commit(step_taken)?)")
+        f"steps 4 and 6 overflow, but `skipped` is {found}; if one more step is skipped, the "
+        "residuals of a skipped step were kept: does the loop call commit(step_taken)?")
     assert column(tmp_path / "out", "loss_scale") == [65536] * 4 + [32768] * 2 + [16384]
     sixth = metrics(tmp_path / "out")[5]
-    assert sixth["mlm_loss"] is sixth["grad_norm"] is None, "JSON has no NaN"
+    assert sixth["mlm_loss"] is sixth["grad_norm"] is None, (
+        "step 6 does not log null for its loss and norm: JSON has no NaN")
     updates = last_state(tmp_path / "out")["groups"][0]["step"]
-    assert updates == 5, f"of 7 steps 5 are taken, and the optimizer has made {updates}"
+    assert updates == 5, f"5 of the 7 steps are taken, but the optimizer has made {updates} updates"
 
 
 def test_training_stops_at_the_floor_and_says_where(train_here, tmp_path, monkeypatch):
@@ -324,9 +332,10 @@ def test_training_stops_at_the_floor_and_says_where(train_here, tmp_path, monkey
 def test_a_bad_step_now_and_then_is_forgiven(shards):
     scaler = built(shards)[1].scaler
     for step in range(1, 10200):
-        taken = scaler.update(step % 500 == 0, step)     # raises when bad steps are too many
-        assert taken == (step % 500 > 0), f"step {step}: taken is {taken}"
-    assert scaler.scale == 1, f"after a bad step in 500 the scale is {scaler.scale}, not 1 again"
+        taken = scaler.update(step % 500 == 0, step)     # raises if there are too many bad steps
+        assert taken == (step % 500 > 0), f"step {step}: `update` returns {taken}"
+    assert scaler.scale == 1, (
+        f"with one bad step in every 500, the scale ends at {scaler.scale}, not at 1")
 
 
 @pytest.mark.parametrize("part, value, kind, message", [
@@ -339,13 +348,13 @@ def test_weights_that_are_wrong_on_one_rank_are_not_saved(
                         check=False)
     assert type(second) is kind and message in str(second), second
     assert isinstance(first, dist.DistError), first
-    assert not steps_kept(tmp_path / "out"), "wrong weights are saved"
+    assert not steps_kept(tmp_path / "out"), "the wrong weights were saved"
 
 
 # ----- Figures, evaluation, GPUs -----
 
 def test_figures_of_a_step_are_of_its_own_examples(shards, train_here, tmp_path, monkeypatch):
-    """By a clock of which each look takes a second: one for the examples, one for the step."""
+    """Each look at the clock takes a second: a step lasts two, one of them for its examples."""
     seconds = itertools.count()
     monkeypatch.setattr(train, "time", SimpleNamespace(
         monotonic=time.monotonic, sleep=time.sleep, perf_counter=lambda: next(seconds)))
@@ -367,14 +376,14 @@ def test_figures_of_a_step_are_of_its_own_examples(shards, train_here, tmp_path,
 def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     flags = "--micro-tokens 200 --mask-fraction 0.6 --dropout 0.1 --seed 7"
     args, state = built(shards, *flags.split())
-    args.phases, state.counters.phase = args.phases[::-1], 1         # the second one, of 32 tokens
+    args.phases, state.counters.phase = args.phases[::-1], 1         # now phase 2 has 32 tokens
     sizes = []
     state.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0].tokens)))
     found = train.evaluate(args, dist.World(), train.Log(None, active=False), state)
-    assert max(sizes) <= 192, "more tokens at once than --micro-tokens"
-    assert state.model.training, "after an evaluation dropout is off"
+    assert max(sizes) <= 192, "a micro-batch exceeds 192 tokens, 6 x 32, at --micro-tokens 200"
+    assert state.model.training, "after the evaluation the model is still in eval mode"
     state.model.eval()
-    # 15 % are masked, however many training masks, and the same ones with any --seed.
+    # 15 % are masked, whatever --mask-fraction is, and the same tokens with any --seed.
     examples = data.PretrainingData(shards, 32, held_out=True, mask_fraction=0.15)
     batch = examples.batch(range(32)).to("cpu")
     labels = batch.labels["mlm"]
@@ -386,13 +395,14 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
         expected[f"{task}_loss"] = F.cross_entropy(logits, labels).item()
         expected[f"{task}_accuracy"] = (logits.argmax(1) == labels).double().mean().item()
     assert found == pytest.approx(expected, rel=1e-5), (
-        "not what the 32 held-out examples give at once, 15 % masked, without dropout (eval mode?)")
+        "the evaluation differs from that of the 32 held-out examples in one batch, 15 % masked, "
+        "without dropout (is the model in eval mode?)")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision):
-    size = min(2, torch.cuda.device_count())                   # over NCCL if there are two
+    size = min(2, torch.cuda.device_count())                   # two GPUs: over NCCL
     for out, *more in ("whole",), ("parts", "--max-steps", 7), ("parts",):
         run(shards, tmp_path / out, *SHORT, "--precision", precision, "--dropout", 0.1, *more,
             size=size, gpu=True)
@@ -400,17 +410,18 @@ def test_a_gpu_trains_and_resumes_with_the_same_bits(shards, tmp_path, precision
 
 
 def test_a_run_ends_well_and_is_evaluated(train_here, tmp_path, monkeypatch):
-    """Also if a signal comes in the last step. The same command evaluates again: the run may have
-    died in its last evaluation."""
+    """A signal in the last step changes nothing. The same command evaluates again, because the run
+    may have died in its last evaluation."""
     monkeypatch.setattr(dist, "stop_requests", ["SIGTERM"])
     for _ in range(2):
         train_here(tmp_path, "--steps", 1, 0)
-        assert metrics(tmp_path, "eval"), "the last step is not evaluated"
+        assert metrics(tmp_path, "eval"), "the run does not evaluate at its end"
         (tmp_path / "metrics.jsonl").unlink()
     train_here(tmp_path / "other", "--steps", 0)
-    assert metrics(tmp_path / "other", "eval"), "without steps nothing is evaluated"
+    assert metrics(tmp_path / "other", "eval"), "a run without steps does not evaluate"
     described = (tmp_path / "other/model/tokenizer_config.json").read_text()
-    assert '"model_max_length": 32' in described, "not the length of the first phase"
+    assert '"model_max_length": 32' in described, (
+        "without steps, model_max_length is not the length of the first phase, 32")
 
 
 def test_a_step_without_masked_tokens_is_taken(train_here, tmp_path):
@@ -432,7 +443,7 @@ def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(shards, train_he
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeypatch):
-    """That of the end of phase 1, whose checkpoint is saved before it."""
+    """Phase 1 ends with a checkpoint and then an evaluation, which the resume must make up."""
     flags = "--steps", 2, 2, "--batch", 4
     with monkeypatch.context() as patch:
         patch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
@@ -440,4 +451,4 @@ def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeyp
             train_here(tmp_path, *flags)
     train_here(tmp_path, *flags)
     found = [(line["step"], line["phase"]) for line in metrics(tmp_path, "eval")]
-    assert found == [(2, 1), (4, 2)], f"steps and phases that are evaluated: {found}"
+    assert found == [(2, 1), (4, 2)], f"the evaluations are of these (step, phase): {found}"

@@ -1,5 +1,5 @@
-"""How the variants average gradients: reducers beside plain autograd, compressors beside their
-definitions, the ring and the slow network beside Gloo."""
+"""Tests of how the variants average gradients: reducers against plain autograd, compressors against
+their definitions, the ring and the slow network against Gloo."""
 import math
 import os
 from types import SimpleNamespace
@@ -19,13 +19,14 @@ from tests.variants import (bucket_clipping, buckets_after, common, gradientflow
 from tests.variants.equations import (POWERSGD_BYTES, installed, one_step, powersgd_in_float64,
                                       tower)
 
-ELEMENTS = 72                # of each of the five layers, and of each bucket
+ELEMENTS = 72                # in each of the five layers, and in each bucket
 
 
 # ----- Reducers, on two ranks -----
 
 def counted_step(world, kind, tower):
-    """Returns a step in bf16, with its masters' gradients, and `calls`: how many all-reduces."""
+    """Returns a step in bf16, with `gradients`, those of its masters, and `calls`, its number of
+    all-reduces."""
     calls = []
     all_reduce = world.all_reduce
     world.all_reduce = lambda tensor: calls.append(tensor.numel()) or all_reduce(tensor)
@@ -34,7 +35,7 @@ def counted_step(world, kind, tower):
     step.gradients = {name: w.grad for name, w in step.masters.items()}
     for name, p in step.model.named_parameters():
         assert p.grad.data_ptr() == step.gradients[name].data_ptr(), (
-            f"{name} and its master have two gradients")
+            f"{name} and its master do not share one gradient")
     return step
 
 
@@ -44,10 +45,10 @@ def test_a_lower_rung_averages_the_same_after_backward(kind, calls):
     model = tower()
     on_top, below = (on_threads(counted_step, 2, each, model) for each in (dist.Reducer, kind))
     for rank, (plain, step) in enumerate(zip(on_top, below)):
-        assert_same(plain.gradients, step.gradients, f"the gradient of rank {rank}")
-        assert plain.early == [True] * 5, "train.py averages after backward"
+        assert_same(plain.gradients, step.gradients, f"the gradients of rank {rank}")
+        assert plain.early == [True] * 5, "dist.Reducer averages after backward"
         assert not any(step.early), "a bucket was launched during backward"
-        assert step.calls == calls, f"{step.calls} all-reduces, not one for each of {calls}"
+        assert step.calls == calls, f"a step takes {step.calls} all-reduces, not {calls}"
         assert step.reducer.bytes_sent == plain.reducer.bytes_sent == 4 * 5 * ELEMENTS
         assert step.reducer.norm() == pytest.approx(plain.reducer.norm(), rel=1e-5)
 
@@ -56,13 +57,13 @@ def test_one_rank_alone_averages_its_buckets_after_backward(monkeypatch):
     model, inputs = tower()
     reducer = buckets_after.BucketsAfter(model, dist.World())
     model(inputs[0, 0]).sum().backward()
-    averaged = []                    # a clock that goes on only while a bucket is averaged
+    averaged = []                    # a clock that advances only while a bucket is averaged
     monkeypatch.setattr(dist, "time", SimpleNamespace(perf_counter=lambda: len(averaged)))
     for bucket in reducer.buckets:
         bucket.average = lambda scale: averaged.append(scale) or 0
     reducer.finish()
-    assert len(averaged) == len(reducer.buckets), "not each bucket is averaged once"
-    assert reducer.wait_seconds == 0, "it waits for nobody"
+    assert len(averaged) == len(reducer.buckets), "not every bucket is averaged once"
+    assert reducer.wait_seconds == 0, "a single rank has waited, with nobody to wait for"
 
 
 @pytest.mark.parametrize("factor, scale", [(1000, 1), (1000, 1024), (0.001, 1)])
@@ -75,13 +76,14 @@ def test_each_bucket_is_clipped_before_it_is_averaged(factor, scale):
         for step in steps:
             own = torch.cat([step.own[name].flatten() for name in bucket.shapes])
             expected = expected + own * (bound / own.norm()).clamp(max=1) / 2
-            assert (own.norm() > bound) == (factor > 1), "this test clips nothing, or all"
+            assert (own.norm() > bound) == (factor > 1), (
+                "not all buckets are clipped at a factor of 1000, or some are at 0.001")
         torch.testing.assert_close(bucket.flat / scale, expected, rtol=1e-4, atol=1e-7)
 
 
 def local_step(world, tower, number):
-    """Returns a step of local steps, the number-th, after the one before it. In between the masters
-    of rank 1 drift by 1."""
+    """Returns step `number` of local steps, after the step before it. In between, the masters of
+    rank 1 drift by 1."""
     def reducer_with_state(module, world, masters, **options):
         reducer = local_steps.WeightReducer(module, world, masters=masters, **options)
         reducer.state = SimpleNamespace(
@@ -96,10 +98,10 @@ def local_step(world, tower, number):
     return one_step(world, tower, reducer_with_state, torch.bfloat16, before=drift)
 
 
-# Buckets, of which the first has the last layer
+# due: the numbers of the buckets to average; bucket 0 has the last layer
 @pytest.mark.parametrize("number, due", [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [0, 1])])
 def test_local_steps_average_the_weights_that_are_due(number, due, monkeypatch):
-    """And no gradients."""
+    """They average no gradients."""
     monkeypatch.setattr(local_steps, "PERIOD", 3)
     model = tower()
     for rank, step in enumerate(on_threads(local_step, 2, model, number)):
@@ -111,13 +113,13 @@ def test_local_steps_average_the_weights_that_are_due(number, due, monkeypatch):
                                       ("model", step.model.get_parameter(name), 0.5 * mean)]:
                 found = (ours - w).mean().item()
                 assert found == pytest.approx(drift, abs=0.01), (
-                    f"{name} in the {what} of rank {rank} is {found} away, not {drift}")
+                    f"{name} in the {what} of rank {rank} has moved by {found}, not by {drift}")
             torch.testing.assert_close(master.grad, step.own[name].float(), rtol=0.1, atol=1e-3,
-                                       msg=f"{name} has another rank's gradient")
+                                       msg=f"{name} does not have the gradient of rank {rank}")
 
 
 def norms(world, kind, flat):
-    """Returns the norm that a rank finds of its own gradients, one of them flat[rank]."""
+    """Returns the norm that a rank's Reducer finds if its only gradient is flat[rank]."""
     reducer = kind(nn.Linear(1, 1, bias=False), world)
     reducer.flats[0].fill_(flat[world.rank])
     return reducer.norm()
@@ -125,11 +127,13 @@ def norms(world, kind, flat):
 
 def test_norms_of_ranks_that_keep_their_gradients():
     found = on_threads(norms, 2, synchronised.LocalReducer, [3.0, 4.0])
-    assert found == [2.5, 2.5], "root mean square over sqrt(2)"
-    assert on_threads(norms, 2, local_steps.WeightReducer, [3.0, 4.0]) == [3, 4], "their own"
+    assert found == [2.5, 2.5], "the norms are not the root mean square of 3 and 4, over sqrt(2)"
+    assert on_threads(norms, 2, local_steps.WeightReducer, [3.0, 4.0]) == [3, 4], (
+        "the ranks do not find the norms of their own gradients")
     for kind in synchronised.LocalReducer, local_steps.WeightReducer:
         found = on_threads(norms, 2, kind, [3.0, math.inf])
-        assert not any(map(math.isfinite, found)), f"one rank alone skips: {found}"
+        assert not any(map(math.isfinite, found)), (
+            f"with norms {found}, only one of two ranks would skip the step")
 
 
 # ----- Compressors -----
@@ -138,7 +142,8 @@ SHAPES = [(7, 33), (5,), (40, 33)]
 
 
 def repeated_means(world):
-    """Returns what the mean of the same tensors is each time, and bytes; after 30 it forgets."""
+    """Returns (this rank's tensors, their means in 31 calls, the bytes of a call). The mean forgets
+    before the last call."""
     generator = torch.Generator().manual_seed(world.rank)
     given = [torch.randn(shape, generator=generator) for shape in SHAPES]
     mean = onebit_adam.CompressedMean(dict(zip("abc", given)), given, world)
@@ -155,38 +160,41 @@ def repeated_means(world):
 def test_the_compressed_mean_is_the_mean_in_the_long_run():
     ranks = on_threads(repeated_means, 3)
     for _, found, sent in ranks:
-        assert sent == 2 * 2 * 2 * (512 // 8 + 4), "two blocks of signs, to two others, twice"
+        assert sent == 2 * 2 * 2 * (512 // 8 + 4), (
+            f"a call sends {sent} bytes, not two blocks of signs to two others, twice")
         for number, shape in enumerate(SHAPES):
-            assert torch.equal(found[30][number], found[0][number]), "it has not forgotten"
+            assert torch.equal(found[30][number], found[0][number]), (
+                "after `forget`, a mean is not that of the first call")
             exact = sum(given[number] for given, *_ in ranks) / 3
             mean = sum(tensors[number] for tensors in found[:30]) / 30
             errors = [float((x - exact).norm() / exact.norm()) for x in (found[0][number], mean)]
-            assert errors[1] < 0.3 < errors[0], f"{shape}: one call and 30 are {errors} off"
+            assert errors[1] < 0.3 < errors[0], (
+                f"{shape}: the relative errors of one call, and of the mean of 30, are {errors}")
 
 
 def test_powersgd_is_its_algorithm(monkeypatch):
     monkeypatch.setattr(powersgd, "RANK", 2)
     for sent in on_threads(powersgd_in_float64, 2):
-        assert sent == [POWERSGD_BYTES] * 4, "P, Q and the vector are not what is counted"
+        assert sent == [POWERSGD_BYTES] * 4, "the bytes are not those of P, Q and the vector"
 
 
 def exchanged(world, compressor):
-    """Returns (value before, what is left, mean, bytes)."""
+    """Returns (value before, what is left of it, mean, bytes sent)."""
     generator = torch.Generator().manual_seed(world.rank)
     before = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
-    before = before.roll(1024 * world.rank)                # each has another chunk that is largest
+    before = before.roll(1024 * world.rank)                # each rank has a different largest chunk
     value = before.clone()
     mean, _, sent = compressor(world, value, {})
     return before, value, mean, sent
 
 
 def largest_elements(values, rank):
-    """Returns which elements a rank sends by topk.py: a hundredth."""
+    """Returns which elements a rank sends with topk.py, as a mask: the largest hundredth."""
     return torch.isin(torch.arange(3109), values[rank].abs().argsort()[-31:])
 
 
 def largest_chunk(values, rank):
-    """The same by gradientflow.py: one chunk of four, the largest on average."""
+    """Returns the same with gradientflow.py: of four chunks, the one that is largest on average."""
     norms = [sum(value[start:start + 1024].abs().sum() for value in values)
              for start in range(0, 3109, 1024)]
     return torch.arange(3109) // 1024 == torch.stack(norms).argmax()
@@ -199,19 +207,21 @@ def test_what_is_largest_is_sent_and_the_rest_is_left(compressor, chosen, sent):
     values = [before for before, *_ in ranks]
     mean = sum(value * chosen(values, rank) for rank, value in enumerate(values)) / 2
     for rank, (before, rest, found, bytes_sent) in enumerate(ranks):
-        assert torch.equal(rest, before * ~chosen(values, rank)), "something else is left"
-        torch.testing.assert_close(found, mean, rtol=0, atol=1e-6, msg="the mean is another")
-        assert torch.equal(found, ranks[0][2]), "the ranks have other bits of a mean"
+        assert torch.equal(rest, before * ~chosen(values, rank)), (
+            f"what is left on rank {rank} is not its value without the elements sent")
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-6,
+                                   msg="the mean is not that of the chosen elements")
+        assert torch.equal(found, ranks[0][2]), "the ranks' means differ in bits"
         assert bytes_sent == sent
 
 
 def mean_with_inf(world, compressor):
-    """Returns the mean where rank 1 alone has an inf; then the step is skipped."""
+    """Returns the mean if rank 1 alone has an inf, for which the step is skipped."""
     value = torch.linspace(1, 2, 3109)
     value[5] = torch.inf if world.rank else 0.0
     state = {"shapes": [(64, 48), (37,)]}
     mean, _, _ = compressor(world, value, state)
-    assert state == {"shapes": [(64, 48), (37,)]}, "the state before a skipped step is lost"
+    assert state == {"shapes": [(64, 48), (37,)]}, "the state from before a skipped step is lost"
     return mean
 
 
@@ -241,7 +251,7 @@ def test_a_compressor_is_told_shapes_and_what_it_kept():
 # ----- The ring, on one to four ranks -----
 
 def around(world):
-    """Sums around the ring of each World that this rank has, this rank alone as well."""
+    """Checks sums around the ring in each World of this rank, and in one of this rank alone."""
     sent = []
     pass_on = ring.pass_on
     ring.pass_on = lambda outgoing, *given: sent.append(len(outgoing)) or pass_on(outgoing, *given)
@@ -253,14 +263,15 @@ def around(world):
             ring.all_reduce(each, tensor)
             torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
             for other in each.all_gather(tensor):
-                assert torch.equal(tensor, other), f"ranks have other bits of a sum of {shape}"
+                assert torch.equal(tensor, other), f"ranks have sums of {shape} that differ in bits"
             most = 2 * (each.size - 1) * math.ceil(tensor.numel() / each.size)
             assert len(sent) == 2 * (each.size - 1) and sum(sent) <= most, (
-                f"{each.size} ranks send {sent} elements of {shape}, at most {most} in all")
+                f"one of W = {each.size} ranks sends {sent} elements of {shape}, not up to {most} "
+                "in 2 (W - 1) parts")
 
 
 def alone(world):
-    """Rank 1 dies, rank 0 sums."""
+    """Rank 1 dies, and rank 0 sums."""
     if world.rank == 1:
         os._exit(1)
     ring.all_reduce(world, torch.ones(1000))
@@ -268,22 +279,23 @@ def alone(world):
 
 # ----- The slow network -----
 
-# What is waited for, times the tensor given, of four ranks; of two, two of them in turns
+# {ranks: {collective: its wait, in sizes of the tensor}}. Two ranks send in turns in all_to_all and
+# all_gather, which takes 2 and 1.4 times as long.
 SHARES = {4: {"all_reduce": 1.5, "all_to_all": 0.75, "all_gather": 3, "reduce": 1, "broadcast": 1},
           2: {"all_reduce": 1, "all_to_all": 2 * 0.5, "all_gather": 1.4, "reduce": 1,
               "broadcast": 1}}
 
 
 def called(world, name, tensor):
-    """Returns what a collective returns or makes of a copy of the tensor."""
+    """Returns what a collective returns, or else the copy of the tensor that it has changed."""
     tensor = tensor.clone().view(world.size, -1)           # a row for each rank, for all_to_all
     result = getattr(world, name)(tensor)
     return tensor if result is None else result
 
 
 def waits(world):
-    """Compares the results and the seconds of collectives with those of a fast network, over all
-    four ranks and across the two nodes; within a node nothing is waited for."""
+    """Compares collectives, over all four ranks and across the two nodes: results with those of a
+    fast network, seconds with SHARES. Within a node there is no wait."""
     within, across = world.levels
     tensor = torch.randn(4, 1000, generator=torch.Generator().manual_seed(world.rank))   # 16 KB
     calls = [(team, name, share) for team in (world, across)
@@ -295,16 +307,16 @@ def waits(world):
     slow_network.install()
     called(within, "all_reduce", tensor)
     called(dist.World(), "all_reduce", tensor)
-    assert not slept, "within a node something is waited for"
+    assert not slept, "a collective within a node waits"
     for (team, name, share), expected in zip(calls, fast):
         slept.clear()
         result = called(team, name, tensor)
         expected_waits = [share * 16000 * 8 / 0.01e9]
         if name == "broadcast" and team is world and within.rank > 0:
-            expected_waits = []                            # the node's first rank passes it on
-        assert slept == pytest.approx(expected_waits), f"{name} of {team.size} ranks"
+            expected_waits = []                            # it comes from the node's first rank
+        assert slept == pytest.approx(expected_waits), f"{name} of {team.size} ranks waits wrongly"
         if name != "reduce" or team.rank == 0:             # elsewhere it is undefined
-            assert torch.equal(result, expected), f"{name} of {team.size} ranks: other bits"
+            assert torch.equal(result, expected), f"{name} of {team.size} ranks gives other bits"
 
 
 def test_ring_and_slow_network(tmp_path):
@@ -313,4 +325,5 @@ def test_ring_and_slow_network(tmp_path):
         lambda: run_ranks(alone, 2, tmp_path, check=False),
         lambda: run_ranks(around, 4, tmp_path, local_size=2),
         lambda: run_ranks(waits, 4, tmp_path, local_size=2))
-    assert isinstance(lost, dist.RankLost), f"a rank died in the ring, and the other one: {lost!r}"
+    assert isinstance(lost, dist.RankLost), (
+        f"a rank died in the ring, and the other ended with {lost!r}, not with RankLost")

@@ -1,4 +1,4 @@
-"""The variants' models and data, each against a plain form of it."""
+"""Tests that compare the variants' models and data with plain forms of them."""
 import copy
 
 import numpy as np
@@ -34,7 +34,7 @@ def test_an_albert_is_a_bert_with_equal_layers():
     sum(losses).backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     theirs = {name: p.grad for name, p in plain.named_parameters()}
-    # The chain rule through W = table widen
+    # The chain rule through W = table widen^T; torch stores `widen` as (D, E).
     table, widen = (layer.weight.detach() for layer in shared.embeddings.tokens)
     of_product = theirs["embeddings.tokens.weight"]
     expected = theirs | {"embeddings.tokens.0.weight": of_product @ widen,
@@ -43,7 +43,7 @@ def test_an_albert_is_a_bert_with_equal_layers():
         if name.startswith("blocks."):
             expected[name] = sum(theirs[name.replace(".0.", f".{n}.", 1)] for n in range(3))
         assert torch.allclose(p.grad, expected[name], rtol=1e-4, atol=1e-4), (
-            f"{name} has another gradient than the sum over its uses")
+            f"the gradient of {name} is not the sum over its uses")
 
 
 def test_an_albert_is_8_times_smaller_than_base_and_a_modern_is_as_large():
@@ -56,8 +56,8 @@ def test_an_albert_is_8_times_smaller_than_base_and_a_modern_is_as_large():
 
 
 def plain_modern(model, tokens):
-    """Returns the last hidden states (T, D) of one example: the equations, with pairs of columns as
-    complex numbers."""
+    """Returns the last hidden states (T, D) of one example by the equations, with pairs of columns
+    as complex numbers."""
     config = model.config
     half = config.width // config.heads // 2
     angles = torch.outer(torch.arange(len(tokens)), modern.THETA ** -(torch.arange(half) / half))
@@ -86,8 +86,8 @@ def test_a_modern_is_its_equations_on_packed_rows():
     torch.manual_seed(0)
     model = modern.Modern(bert.BertConfig(3, 128, 2, feed_forward=192, vocab_size=128)).eval()
     for p in model.parameters():
-        nn.init.normal_(p, std=0.3)                        # the weights of norms, too
-    lengths = torch.tensor([10, 10, 31, 13])               # the last rows only pad
+        nn.init.normal_(p, std=0.3)                        # including those of the norms
+    lengths = torch.tensor([10, 10, 31, 13])               # the last rows are padding
     bounds = torch.tensor([0, 10, 20, 51, 64], dtype=torch.int32)
     tokens = torch.randint(128, (64,))
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -97,7 +97,7 @@ def test_a_modern_is_its_equations_on_packed_rows():
     torch.testing.assert_close(hidden, torch.cat(expected), rtol=1e-4, atol=1e-4)
     later = model.encode(rows, tokens, None, positions + 7, bounds, lengths)
     torch.testing.assert_close(hidden, later, rtol=1e-3, atol=1e-3,
-                               msg="it matters where an example begins")
+                               msg="a shift of all positions by 7 changes hidden states")
 
 
 def test_a_modern_drops_embeddings_and_both_branches():
@@ -106,13 +106,14 @@ def test_a_modern_drops_embeddings_and_both_branches():
     bounds, lengths = torch.tensor([0, 64, 64], dtype=torch.int32), torch.tensor([64, 0])
     x = torch.randn(64, 128)
     assert torch.equal(model.blocks[1](x, modern.cos_sin(rows, 64), bounds, lengths), x)
-    assert not model.encode(rows, rows, None, rows, bounds, lengths).any(), "embeddings"
+    assert not model.encode(rows, rows, None, rows, bounds, lengths).any(), (
+        "a dropout of 1 does not drop the embeddings")
 
 
 # ----- Stacking: a step of each stage -----
 
 def step_in_each_stage(world, shards):
-    """Takes a step in each stage, in bf16, of a model of two layers."""
+    """Takes a bf16 step in each stage of a model of two layers, and checks what it trains."""
     args = args_of("--data", shards, *"--precision bf16 --bucket-mb 0.01 --dropout 0".split())
     args.vocab_size = 320
     state = train.build(args, world)
@@ -133,20 +134,23 @@ def step_in_each_stage(world, shards):
         state.optimizer.step()
         optim.copy_to_model(masters, state.model)
         with_gradient = {name for name, w in masters.items() if w.grad is not None}
-        assert with_gradient == names, f"stage {stage} has other gradients"
+        assert with_gradient == names, f"stage {stage} has the wrong gradients"
         changed = {name for name, w in masters.items() if not torch.equal(w, old[name])}
         assert changed <= names, f"stage {stage} changes {changed - names}, which are frozen"
-        assert len(changed) > 0.9 * len(names), f"stage {stage} changes {changed} alone"
+        assert len(changed) > 0.9 * len(names), f"stage {stage} changes only {changed}"
         expected = 4 * sum(masters[name].numel() for name in names)
-        assert state.reducer.bytes_sent == expected, f"stage {stage} does not send what it trains"
+        assert state.reducer.bytes_sent == expected, (
+            f"stage {stage} does not send exactly the gradients of what it trains")
         if stage == 1:
             once = loss_of(before, batch)
             before.depth = 2
             before.blocks[1] = before.blocks[0]
             twice = loss_of(before, batch)
-            assert torch.allclose(loss, twice), "the upper layer is no copy of the lower one"
-            assert not torch.allclose(twice, once), "this test cannot tell copies"
-    assert torch.allclose(loss, loss_of(before, batch)), "to train all layers changes weights"
+            assert torch.allclose(loss, twice), "the upper layer is not a copy of the lower"
+            assert not torch.allclose(twice, once), (
+                "one layer and two give the same loss, so this test cannot detect a copy")
+    assert torch.allclose(loss, loss_of(before, batch)), (
+        "the beginning of the last stage changes weights")
 
 
 def test_what_each_stage_of_stacking_trains(shards):
@@ -159,8 +163,9 @@ def test_the_schedule_of_stacking():
     with installed(stacking.install):
         stages = args_of().phases
         first = [optim.learning_rate(done, stages[0]) / stages[0].lr for done in (0.5, 1)]
-    assert first == [1, 1], "the rate of a stage decays"
-    assert sum(phase.steps for phase in stages) == 2700, "the stages have other steps than the demo"
+    assert first == [1, 1], "the rate of the first stage decays"
+    assert sum(phase.steps for phase in stages) == 2700, (
+        "the stages together do not have the demo's 2700 steps")
     assert stages[0].steps == stages[1].steps == 920 and len(stages) == len(plain) + 2
 
 
@@ -171,7 +176,8 @@ def test_a_stage_without_steps_copies_its_layers_too(monkeypatch):
         (*which, grow)))
     with installed(stacking.install):
         train.begin_phase(None, None, train.State(*[None] * 5, train.Counters()), 2)
-    assert told == [(1, True), (2, True)], "(stage, whether layers are copied)"
+    assert told == [(1, True), (2, True)], (
+        f"stages 1 and 2 are not both begun with copies: (stage, copies) are {told}")
 
 
 # ----- Data -----
@@ -191,13 +197,14 @@ def test_albert_swaps_whole_sentences(shards):
                                   & examples.begins_sentence[tokens[1:]])
         whole = {*cuts, *documents}
         assert {a, middle, end} <= whole or np.isin(range(a + 1, end), cuts).sum() < 3, (
-            f"a part of a sentence is in {spans}")
+            f"{spans} has a part of a sentence")
         within = cuts[(a < cuts) & (cuts < end)]
         if len(within) > 1:
             several += 1
             first += middle == within[0]
-    assert 0.1 < first / several < 0.5, "A is not cut after any of its sentences"
-    assert 160 < swapped < 240, f"{swapped} of 400 are swapped"
+    assert 0.1 < first / several < 0.5, (
+        f"{first} of {several} texts of several sentences are cut after the first, not 10 to 50 %")
+    assert 160 < swapped < 240, f"{swapped} of 400 pairs are swapped, not about half"
     assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
 
 
@@ -208,9 +215,11 @@ def test_whole_words_are_masked(shards):
         examples = whole_words.WholeWords(shards, 64, mask_fraction=0.3, held_out=held_out)
         rows, _ = examples.mask(tokens.copy(), np.arange(10_000))
         masked = np.isin(np.arange(10_000), rows)
-        assert masked.mean() == pytest.approx(0.3, rel=0.05), f"{masked.mean():.1%} are masked"
+        assert masked.mean() == pytest.approx(0.3, rel=0.05), (
+            f"{masked.mean():.1%} of the tokens are masked, not 30 %")
         whole.append(np.array_equal(masked, masked[examples.word_starts(tokens)]))
-    assert whole == [True, False], "whole words are masked in training, tokens in held-out text"
+    assert whole == [True, False], (
+        f"whole words are masked in (training, held-out text): {whole}, not in training only")
 
 
 def test_where_a_word_begins(shards):
@@ -218,13 +227,13 @@ def test_where_a_word_begins(shards):
     begin = 5 + np.flatnonzero(examples.begins_word[5:])[0]
     inside = 5 + np.flatnonzero(~examples.begins_word[5:])[0]
     tokens = np.array([data.CLS, begin, *9 * [inside], begin, data.SEP, inside, inside, data.SEP])
-    expected = [0, *8 * [1], 9, 9, 11, 12, 13, 13, 15]     # a word of ten in parts; a cut word
+    expected = [0, *8 * [1], 9, 9, 11, 12, 13, 13, 15]     # ten tokens in two parts; a word's end
     assert examples.word_starts(tokens).tolist() == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_balance_deals_every_example_in_snake_order(shards, size):
-    """From the longest on. A rank ends with its longest."""
+    """The longest example is dealt first, but a rank takes its longest last."""
     plain = data.PretrainingData(shards, 64).batch(range(17, 34))
     longest_first = sorted(plain.lengths[:-1].tolist(), reverse=True)
     snake = [*range(size), *reversed(range(size))]
@@ -234,18 +243,19 @@ def test_balance_deals_every_example_in_snake_order(shards, size):
     balanced = balance.BalancedData(shards, 64)
     for rank, lengths in enumerate(expected):
         batches = [balanced.batch(share) for share in balance.shares(1, 17, 4, rank, size)]
-        assert len(batches) == -(-len(lengths) // 4), f"rank {rank}: {len(batches)} micro-batches"
+        assert len(batches) == -(-len(lengths) // 4), (
+            f"rank {rank} has {len(batches)} micro-batches of up to 4 for {len(lengths)} examples")
         found = [n for batch in batches for n in batch.lengths[:-1].tolist()]
-        assert found == lengths, f"the lengths of rank {rank}"
+        assert found == lengths, f"rank {rank} does not have the right lengths in the right order"
 
 
 def test_with_balance_each_rank_checks_all_shards(shards, monkeypatch):
-    """And they read all."""
+    """Each rank reads all of them."""
     asked = []
     monkeypatch.setattr(data, "verify", lambda folder, *ranks: asked.append(ranks))
     with installed(balance.install):
         data.verify(shards, 1, 4)
-    assert asked == [()], f"only the shards of {asked} are checked"
+    assert asked == [()], f"only the shards of (rank, size) {asked} are checked"
 
 
 @pytest.fixture(scope="module")
@@ -258,8 +268,8 @@ def one_shard(documents, tmp_path_factory):
 
 @pytest.fixture
 def streamed(one_shard, documents, tmp_path, monkeypatch):
-    """Makes TEXT a file of the text of `one_shard`, with soft hyphens and a document of one token,
-    which are both left out; returns its path. In some ten windows."""
+    """The path of a file, now TEXT, with the text of `one_shard` in about ten windows. It also has
+    soft hyphens and a document of one token, which must be left out."""
     path = tmp_path / "text.txt"
     tokenizer = data.load_tokenizer(one_shard / "tokenizer.model")
     pieces = tokenizer.id_to_piece(list(range(5, 320)))
@@ -283,25 +293,26 @@ def test_a_stream_of_one_window_is_as_a_shard(one_shard, streamed, monkeypatch, 
     monkeypatch.setattr(stream, "WINDOW", 10 ** 9)
     expected = data.PretrainingData(one_shard, 64, 1, 2, held_out, mask_fraction=0.3)
     found = stream.Stream(one_shard, 64, 1, 2, held_out, mask_fraction=0.3)
-    indices = range(5000)                        # the text many times
+    indices = range(5000)                        # many times the text
     assert found.spans(indices) == expected.spans(indices)
     assert same_batch(found.batch(range(200)), expected.batch(range(200)))
 
 
 def test_windows_have_the_documents_of_the_shard(one_shard, streamed):
-    """One after another, and none that is held out. What is left at the end is no window."""
+    """They come in order, without those held out. A short remainder is not a window of its own."""
     parts = stream.Stream(one_shard, 64)
     windows = [parts.shard(number) for number in parts.paths]
     assert len(windows) in (9, 10) and min(parts.corpus.sizes) >= stream.WINDOW
     whole = data.PretrainingData(one_shard, 64).shard(0)
     tokens = np.concatenate([window.tokens for window in windows])
     sizes = np.concatenate([np.diff(window.documents) for window in windows])
-    assert np.array_equal(tokens, whole.tokens), "other tokens"
-    assert np.array_equal(sizes, np.diff(whole.documents)), "other documents"
+    assert np.array_equal(tokens, whole.tokens), "the windows do not have the shard's tokens"
+    assert np.array_equal(sizes, np.diff(whole.documents)), (
+        "the windows do not have documents of the same lengths as the shard")
 
 
 def test_documents_that_differ_in_case_alone(documents, streamed, tmp_path, monkeypatch):
-    """data.py holds out both, or one of them."""
+    """data.py holds out both documents of a pair, or only one."""
     text = [*documents, *map(str.upper, documents)]
     data.prepare(text, tmp_path / "shard", vocab_size=320, shards=1)
     streamed.write_text("\n\n".join(text))
@@ -312,8 +323,9 @@ def test_documents_that_differ_in_case_alone(documents, streamed, tmp_path, monk
 
 
 def test_a_window_gives_examples_as_it_has_text(one_shard, streamed, documents):
-    """One after another, from one that seed and phase choose; in each round other ones. In a text
-    whose documents are first long, one of them too long, then short."""
+    """Windows come in order, from one that seed and phase choose, and each round gives different
+    examples. The text has short documents, then long ones, one of them over data.LONGEST, then
+    short ones again."""
     long = [" ".join(documents[n:n + 9]) for n in range(0, 300, 9)]
     text = [*documents, *long, " ".join(documents).replace("\n", " "), *documents]
     streamed.write_text("\n\n".join(text))
@@ -326,21 +338,23 @@ def test_a_window_gives_examples_as_it_has_text(one_shard, streamed, documents):
     windows = [one.shard for one in spans]
     changes = [n for n, before in zip(windows[1:], windows) if n != before]
     order = [(windows[0] + n) % count for n in range(1, 2 * count + 1)]
-    assert changes == order[:len(changes)] and len(changes) >= 2 * count - 1, "another order"
+    assert changes == order[:len(changes)] and len(changes) >= 2 * count - 1, (
+        "the windows do not come in order through two rounds")
     assert [windows.count(n) for n in range(count)] == [2 * each for each in parts.each]
     often = [windows.count(n) / size for n, size in enumerate(sizes)]
-    assert max(often) < 1.4 * min(often), f"a character is in {min(often):.3f} to {max(often):.3f}"
+    assert max(often) < 1.4 * min(often), (
+        f"windows give {min(often):.3f} to {max(often):.3f} examples for each of their characters")
     assert parts.ends[-1] == pytest.approx(sum(sizes) / (4 * 64), rel=0.03)
     found = {(one.shard, one.a) for one in spans}
-    assert len(found) > 0.8 * len(spans), "another round gives the same texts"
+    assert len(found) > 0.8 * len(spans), "the second round repeats the first"
     begins = {stream.Stream(one_shard, 64, phase, seed).spans([0])[0].shard
               for phase in (0, 1) for seed in (0, 1)}
-    assert len(begins) > 1, "phases and seeds begin with the same window"
+    assert len(begins) > 1, "all phases and seeds begin with the same window"
     assert max(map(len, sum(parts.corpus.windows(), []))) <= data.LONGEST
 
 
 def test_an_example_of_a_stream_follows_from_its_number(one_shard, streamed, monkeypatch):
-    """In micro-batches that have every fourth example of their step, as train.py's."""
+    """A micro-batch has every fourth example of its step, as in train.py."""
     read = []
     monkeypatch.setattr(stream.Corpus, "read", lambda corpus, number, read_it=stream.Corpus.read: (
         read.append(number) or read_it(corpus, number)))
@@ -348,12 +362,12 @@ def test_an_example_of_a_stream_follows_from_its_number(one_shard, streamed, mon
     steps = examples.ends[-1] // 40
     batches = [examples.batch(range(40 * step + k, 40 * step + 40, 4))
                for step in range(steps) for k in range(4)]
-    assert len(read) == len({*read}), f"in one round the windows {read} are read"
+    assert len(read) == len({*read}), f"one round reads a window twice: {read}"
     monkeypatch.setattr(stream, "KEPT", 1)
     again = stream.Stream(one_shard, 64)
     for step in steps - 1, 0, 3, 1:
         batch = again.batch(range(40 * step + 3, 40 * step + 40, 4))
-        assert same_batch(batch, batches[4 * step + 3]), f"step {step} has other examples"
+        assert same_batch(batch, batches[4 * step + 3]), f"step {step} has different examples"
 
 
 def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch):
@@ -366,7 +380,7 @@ def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch
         with installed(stream.install):
             args = args_of("--data", one_shard)
             settings.append(train.run_settings(args, data.load_manifest(one_shard))["text"])
-    assert settings[0] != settings[1], "a run is taken up with other text"
+    assert settings[0] != settings[1], "a run resumes with different text"
     for text in changed, documents[:30]:
         streamed.write_text("\n\n".join(text))
         with pytest.raises(data.DataError, match="has changed since the run started"):
@@ -375,13 +389,13 @@ def test_a_stream_refuses_other_text(one_shard, streamed, documents, monkeypatch
     monkeypatch.setattr(stream, "WINDOW", 1)
     with pytest.raises(data.DataError, match="window 2 of TEXT has fewer than two documents"):
         stream.Stream(one_shard, 64).shard(2)
-    streamed.write_text("\n".join(documents))               # no blank lines
+    streamed.write_text("\n".join(documents))               # without blank lines
     with pytest.raises(data.DataError, match=r"lacks \d+ of the \d+ documents that .* holds out"):
         stream.Stream(one_shard, 64)
 
 
 def test_all_phases_share_the_demos_text(one_shard, documents, monkeypatch):
-    """Where TEXT is not set."""
+    """This is the text if TEXT is not set."""
     monkeypatch.delenv("TEXT", raising=False)
     monkeypatch.setattr(data, "machine_documentation", lambda: documents)
     first, second = (stream.Stream(one_shard, 64, phase) for phase in (0, 1))

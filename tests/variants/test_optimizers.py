@@ -1,4 +1,4 @@
-"""The variants' optimizers, each against its equations in float64, or torch's own."""
+"""Tests that compare the variants' optimizers with their equations in float64, or with torch's."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,12 +16,12 @@ from tests.variants.equations import B1, B2, EPS, LR, check_equations, installed
 
 
 def mixed(old, new, b):
-    """Returns a running mean that has moved."""
+    """Returns the running mean, `old` so far, with the next value, `new`."""
     return b * old + (1 - b) * new
 
 
 def plain(optimizer):
-    """Returns what makes an optimizer on a single rank, with the constants of the equations."""
+    """Returns a function that makes an optimizer of a single rank with the equations' constants."""
     return lambda groups, world, reducer: optimizer(groups, lr=LR, betas=(B1, B2))
 
 
@@ -29,7 +29,8 @@ def plain(optimizer):
 
 def came_step(s, g):
     def factors(name, x, b):
-        """A: of a matrix by its row and column means, of a vector by itself."""
+        """Updates the running means `name` and returns A: for a matrix from the means of its rows
+        and columns, for a vector from all elements."""
         lines = [x] if x.ndim == 2 else [x.mean(2, keepdims=True), x.mean(1, keepdims=True)]
         old = vars(s).get(name, [0.0, 0.0])
         vars(s)[name] = [mixed(*pair, b) for pair in zip(old, lines)]
@@ -80,15 +81,16 @@ def test_the_recipe_of_lans():
         later = [optim.learning_rate(done, args.phases[1]) for done in (0.096, 0.3, 0.65)]
         other = optim.learning_rate(0.99, optim.Phase(64, 8, 9, 1, warmup=0))
     short, long = args.phases
-    assert rates == pytest.approx([6.75e-3, 13.5e-3, 13.5e-3, 6.75e-3]), "it grows, holds, decays"
+    assert rates == pytest.approx([6.75e-3, 13.5e-3, 13.5e-3, 6.75e-3]), (
+        "the rate of phase 1 does not grow, hold and decay")
     assert later == pytest.approx([5e-3, 10e-3, 5e-3])
-    assert other == pytest.approx(0.1), "other recipes have another schedule"
+    assert other == pytest.approx(0.1), "the schedule of other recipes changes"
     assert short.steps + long.steps == 4301
     assert (short.global_batch, long.global_batch, long.lr) == (98304, 33792, 10e-3)
 
 
 def test_the_recipe_s_optimizer_stays_and_a_given_one_is_taken():
-    """So train.py warns, of a variant's as well, that the rates are for another."""
+    """train.py needs both to warn, also of a variant's recipe, of rates for another optimizer."""
     with installed(lans.install):
         for argv, taken in ([], "lans"), (["--optimizer", "adamw"], "adamw"):
             assert args_of(*argv).optimizer == taken
@@ -99,13 +101,14 @@ def test_the_recipe_s_optimizer_stays_and_a_given_one_is_taken():
 def test_came_keeps_rows_and_columns_in_place_of_a_second_moment():
     p = torch.zeros(30, 50, requires_grad=True)
     kept = [x.untyped_storage().nbytes() // 4 for x in came.CAME([p]).state[p].values()]
-    assert sum(kept) == 30 * 50 + 2 * (30 + 50), f"elements kept: {kept}"
+    assert sum(kept) == 30 * 50 + 2 * (30 + 50), (
+        f"CAME's tensors have {kept} elements, which is not 1660 in all")
 
 
 @pytest.mark.parametrize("kind, precision, tolerance", [
     (bert.BertForPreTraining, "bf16", 1e-5), (modern.Modern, "fp32", 3e-3)])
 def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(kind, precision, tolerance):
-    """torch's computes in bf16."""
+    """torch's Muon computes in bf16."""
     torch.manual_seed(0)
     model = kind(bert.BertConfig(1, 64, 1, 128, 128))
     masters = optim.cast_with_masters(model, torch.float32)
@@ -113,7 +116,7 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(kind, prec
     ours = muon.Muon(groups, betas=(0.9, 0.98))
     expected = {name: w.clone() for name, w in masters.items()}
     others = dict(expected)
-    matrices = []                                          # each a part of a tensor of blocks
+    matrices = []                                          # of blocks; some are parts of a tensor
     for name, w in expected.items():
         masters[name].grad = w.grad = torch.zeros_like(w)
         if name.startswith("blocks.") and w.dim() > 1:
@@ -134,9 +137,11 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(kind, prec
                 group["lr"] = 0.01
             optimizer.step()
     for name, w in masters.items():
-        assert torch.allclose(w, expected[name], tolerance, tolerance), f"{name}: other weights"
+        assert torch.allclose(w, expected[name], tolerance, tolerance), (
+            f"{name} differs from torch's result")
         kept = ours.state[w]["exp_avg_sq"].numel()
-        assert kept == (w.numel() if name in others else 0), f"second moment of {name}: {kept}"
+        assert kept == (w.numel() if name in others else 0), (
+            f"the second moment of {name} has {kept} elements")
 
 
 @pytest.mark.parametrize("asked, agreed", [("auto", "bf16"), ("fp32", "fp32")])
@@ -178,9 +183,9 @@ def test_slow_momentum_is_its_equations(monkeypatch):
 
 
 class Squashed:
-    """What stands for onebit_adam.CompressedMean: an exact mean over the ranks of tanh(x - 0.1 n),
-    in the n-th call since `forget`. As of signs, it makes something of 0, goes by the magnitude of
-    x, and has a memory."""
+    """Stands in for onebit_adam.CompressedMean: the n-th call since `forget` is an exact mean over
+    the ranks of tanh(x - 0.1 n). Like a mean of signs, it turns 0 into something else, depends on
+    the magnitude of x, and has a memory."""
     calls = 0
 
     def __init__(self, world):
@@ -198,7 +203,7 @@ class Squashed:
 
 
 def average(s, x):
-    """A compressed mean at the magnitude that the momentum had when the stage began."""
+    """Returns a compressed mean of x at the magnitude that `set_magnitude` found last."""
     s.calls += 1
     s.sent += x[0].size
     mean = np.tanh(x * s.magnitude - 0.1 * s.calls).mean(0) + 0 * x
@@ -212,7 +217,7 @@ def set_magnitude(s):
 
 
 def one_bit_moments(s, g):
-    """Moves m, and in the first stage v; returns p."""
+    """Updates m, and in the first stage v; returns p."""
     if s.stage_begins:
         set_magnitude(s)
     if s.frozen:
@@ -253,8 +258,8 @@ def zero_one_adam_step(s, g):
     if s.t == 1 or s.stage_begins:
         s.since = 0                                        # steps of this stage
         s.agreed = s.w
-        s.k, s.j = 1, 1                                    # intervals: of v, of agreements
-        s.learned, s.alone = 0, 0                          # updates, steps since they doubled
+        s.k, s.j = 1, 1                                    # intervals of v and of agreements
+        s.learned, s.alone = 0, 0                          # updates and steps since they doubled
     if s.stage_begins:
         set_magnitude(s)
     s.since += 1
