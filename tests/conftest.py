@@ -1,5 +1,6 @@
 """What several test files share: a small corpus, its shards, training in this process."""
 import contextlib
+import functools
 import os
 import random
 import sys
@@ -83,22 +84,30 @@ def shards(documents, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def torchruns(shards, tmp_path_factory):
-    """Two runs below a torchrun that end by themselves, {name: (process, its folder)}."""
-    from tests.training import FAILS, SHELL, start_torchrun
+    """Three runs below a torchrun, {name: (the process, its folder, a future of its start)}; one
+    ends when it is killed."""
+    from tests.ranks import begin
+    from tests.training import FAILS, LONG, SHELL, start_and_kill, torchrun
     words = {
         "fails": [sys.executable, "-c", FAILS,
                   *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
-        "refused": [*SHELL, "--batch=1"]}
+        "is refused": [*SHELL, "--batch=1"],
+        "is killed": [*SHELL, *LONG]}
     runs = {}
     for name in words:
-        folder = tmp_path_factory.mktemp(name)
-        runs[name] = start_torchrun(folder, *words[name], "--data", shards), folder
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        process = torchrun(folder, *words[name], "--data", shards)
+        start = process.start
+        if name == "is killed":
+            start = functools.partial(start_and_kill, process, folder / "out")
+        # In a thread: the first process waits until the server of the ranks has imported torch
+        runs[name] = process, folder, begin(start)
     return runs
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torchruns_first(request):
-    """Starts them before the first test, if any wants them: they mostly import torch, six times."""
+    """Starts them before the first test, if any wants them: they mostly import torch."""
     if any("torchruns" in item.fixturenames for item in request.session.items):
         with contextlib.suppress(Exception):         # told by the tests that want them
             request.getfixturevalue("torchruns")

@@ -120,6 +120,11 @@ def together(*calls):
         return list(pool.map(operator.call, calls))
 
 
+def begin(function, *arguments, **options):
+    """Returns a future of what a function returns, which runs in a thread of its own."""
+    return ThreadPoolExecutor(1).submit(function, *arguments, **options)
+
+
 def computed(process):
     """Returns the seconds that a process has computed until now."""
     try:
@@ -243,20 +248,20 @@ def _script(arguments, cwd, environment, folder):
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def start_script(folder, *arguments, cwd=ROOT):
+def script(folder, *arguments, cwd=ROOT):
     """Returns a process, in a fork of the server and a session of its own, of a Python file and its
-    arguments; what it prints is in the files stdout and stderr of the folder."""
+    arguments, which is to be started; what it prints is in the files stdout and stderr of the
+    folder."""
     start_server()
-    process = CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
-                                                    folder), daemon=True)
-    process.start()
-    return process
+    return CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
+                                                 folder), daemon=True)
 
 
 def run_script(*arguments, cwd=ROOT):
-    """Returns the completed process of `start_script`."""
+    """Returns the completed process of `script`."""
     with tempfile.TemporaryDirectory() as folder:
-        process = start_script(folder, *arguments, cwd=cwd)
+        process = script(folder, *arguments, cwd=cwd)
+        process.start()
         process.join(240)
         stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
         assert process.exitcode is not None, f"{arguments} hangs; it has printed:\n{stdout}{stderr}"

@@ -1,44 +1,20 @@
 """How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
-import contextlib
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
 import dist
-from tests.ranks import start_script
-from tests.training import SHELL, column, start_torchrun, steps_kept
+from tests.ranks import script
+from tests.training import LONG, alive, column, steps_kept, wait_for_a_step
 
 SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
-# So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
-LONG = "--batch 128 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
 
 
-def wait_for(condition, what):
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline, f"in 200 s {what}"
-        time.sleep(0.05)
-
-
-def wait_for_a_step(out):
-    wait_for(lambda: steps_kept(out), f"no first step is saved in {out}")
-
-
-def alive(words):
-    """Returns the numbers of the processes whose command lines have these words."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):                     # it has just ended
-            if words in path.read_text():
-                found.append(int(path.parent.name))
-    return found
-
-
-def ended(process, folder):
+def ended(process, folder, begun=None):
     """Returns (status, stdout, stderr, what train.py says) of a program, at its end."""
+    if begun:
+        begun.result()
     process.join(100)
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     assert process.exitcode is not None, f"it does not end; it has printed:\n{stdout}{stderr}"
@@ -81,7 +57,8 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
 
 def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
-    process = start_script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
+    process = script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
+    process.start()
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
     status, stdout, _, (said,) = ended(process, tmp_path)
@@ -93,25 +70,15 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
 
 # ----- Under torchrun -----
 
-def test_ranks_do_not_train_on_without_their_torchrun(shards, tmp_path):
-    process = start_torchrun(tmp_path, *SHELL, *LONG, "--data", shards)
-    out = tmp_path / "out"
-    try:
-        wait_for_a_step(out)
-        process.kill()
-        wait_for(lambda: not alive(str(out)), "ranks train on")
-    finally:
-        process.kill()
-        for pid in alive(str(out)):
-            with contextlib.suppress(ProcessLookupError):      # it has just ended
-                os.kill(pid, signal.SIGKILL)
-    *_, (said,) = ended(process, tmp_path)
-    assert_stopped(out, said)
+def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
+    process, folder, begun = torchruns["is killed"]
+    *_, (said,) = ended(process, folder, begun)
+    assert_stopped(folder / "out", said)
 
 
 def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
-    process, folder = torchruns["fails"]
-    status, stdout, stderr, (said,) = ended(process, folder)
+    process, folder, begun = torchruns["fails"]
+    status, stdout, stderr, (said,) = ended(process, folder, begun)
     assert status == 0, stderr
     assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
     for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 4), ("Done after step 4", 1):
@@ -121,6 +88,6 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
 
 
 def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
-    status, _, stderr, (said,) = ended(*torchruns["refused"])
+    status, _, stderr, (said,) = ended(*torchruns["is refused"])
     assert status == 1 and "a batch of 1 is too small for 2 ranks" in said
     assert "Traceback" not in stderr.split(said)[0]

@@ -1,4 +1,5 @@
 """Short runs of train.py on a few ranks, for its tests and for those of the variants."""
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +20,12 @@ import data
 import dist
 import optim
 import train
-from tests.ranks import run_ranks, start_script
+from tests.ranks import run_ranks, script
 
 # Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
 SHORT = "--steps 8 6 --batch 9 7 --micro-tokens 128 --save-every 3".split()
+# So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
+LONG = "--batch 128 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
 # As short as a whole program can be
 LITTLE = "--steps 4 2 --batch 8 --precision fp32".split()
 TORCHRUN = [find_spec("torch.distributed.run").origin,
@@ -117,9 +121,45 @@ def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
     return run_ranks(training, size, out.parent, arguments, sabotage, check=check, gpu=gpu)
 
 
-def start_torchrun(folder, *words):
-    """Returns the process of a torchrun of two ranks of a program; results are in folder/out."""
-    return start_script(folder, *TORCHRUN, *words, "--out", folder / "out")
+def torchrun(folder, *words):
+    """Returns the process, to be started, of a torchrun of two ranks of a program; results are in
+    folder/out."""
+    return script(folder, *TORCHRUN, *words, "--out", folder / "out")
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline, f"in 200 s {what}"
+        time.sleep(0.05)
+
+
+def wait_for_a_step(out):
+    wait_for(lambda: steps_kept(out), f"no first step is saved in {out}")
+
+
+def alive(words):
+    """Returns the numbers of the processes whose command lines have these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):                     # it has just ended
+            if words in path.read_text():
+                found.append(int(path.parent.name))
+    return found
+
+
+def start_and_kill(process, out):
+    """Kills a torchrun after a step; returns when its ranks have ended."""
+    process.start()
+    try:
+        wait_for_a_step(out)
+        process.kill()
+        wait_for(lambda: not alive(str(out)), "ranks train on")
+    finally:
+        process.kill()
+        for pid in alive(str(out)):
+            with contextlib.suppress(ProcessLookupError):      # it has just ended
+                os.kill(pid, signal.SIGKILL)
 
 
 def steps_kept(out):
