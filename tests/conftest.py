@@ -105,12 +105,14 @@ def torchruns(shards, tmp_path_factory):
     return runs
 
 
-@pytest.fixture(scope="session", autouse=True)
-def torchruns_first(request):
-    """Starts them before the first test, if any wants them: they mostly import torch."""
-    if any("torchruns" in item.fixturenames for item in request.session.items):
-        with contextlib.suppress(Exception):         # told by the tests that want them
-            request.getfixturevalue("torchruns")
+@pytest.fixture(scope="module", autouse=True)
+def begun_first(request):
+    """Begins, before the first test, what takes long and leaves time to other tests, if any wants
+    it."""
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    for name in wanted & {"torchruns", "in_trouble"}:
+        with contextlib.suppress(Exception):         # told by the tests that want it
+            request.getfixturevalue(name)
 
 
 @pytest.fixture

@@ -135,15 +135,15 @@ def computed(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def end_hanging(ranks, timeout):
+def end_hanging(ranks, timeout, idle):
     """Waits until the processes have ended. If they take too long, or wait for each other, which is
-    to compute less than a second in IDLE, they print where they stand, and are killed. Returns
+    to compute less than a second in `idle`, they print where they stand, and are killed. Returns
     their ranks."""
     end = time.monotonic() + timeout
     busy = time.monotonic()
     before = 0.0
     for process in ranks:
-        while process.is_alive() and time.monotonic() < min(end, busy + IDLE):
+        while process.is_alive() and time.monotonic() < min(end, busy + idle):
             process.join(1)
             now = sum(map(computed, ranks))
             if abs(now - before) > 1:            # it is less when one has ended
@@ -177,7 +177,7 @@ def where(said):
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None, check=True,
-              gpu=False, timeout=60, store=None):
+              gpu=False, timeout=60, store=None, idle=IDLE):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
@@ -210,7 +210,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
                 ranks.append(CONTEXT.Process(target=_main, args=(
                     function, arguments, rank, store, timeout, environment | own, path)))
                 ranks[rank].start()
-        hanging = end_hanging(ranks, 2 * timeout + 10)
+        hanging = end_hanging(ranks, 2 * timeout + 10, idle)
 
         outcomes = []
         places = []

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
@@ -20,10 +21,9 @@ from torch import distributed, nn
 
 import dist
 import optim
-from tests import ranks
 from tests.conftest import SEED
 from tests.local_ranks import on_threads
-from tests.ranks import one_of_two, run_ranks, together
+from tests.ranks import begin, one_of_two, run_ranks
 from tests.tools.plan import wire_bytes
 from tests.variants import common, gradientflow, powersgd, topk
 
@@ -37,6 +37,19 @@ def check_same_bits(outcomes):
         for name, tensor in tensors.items():
             same = torch.equal(tensor, outcomes[0][name])
             assert same, f"{name}: outcome {number} has other bits than outcome 0"
+
+
+@pytest.fixture(scope="module")
+def in_trouble(tmp_path_factory):
+    """Ranks that wait for seconds: {what they do: a future of what they return}, and the folder of
+    what they print."""
+    folder = tmp_path_factory.mktemp("trouble")
+    found = {"folder": folder}
+    for shape in 0, 5000:
+        found[shape] = begin(run_ranks, wait_for_each_other, 2, folder, shape, idle=3)
+    for act in "killed", "stopped", "bug", "mistake":
+        found[act] = begin(run_ranks, leaves, 4, folder, folder / act, act, check=False)
+    return found
 
 
 # ----- The reducer against one process -----
@@ -337,11 +350,10 @@ def wait_for_each_other(world, shape_of_rank_1):
 
 @pytest.mark.parametrize("shape, rank_1", [
     (0, "hangs, as ranks .0, 1. do"), (5000, r"dist.py line \d+ \(average_gradients\)")])
-def test_ranks_that_wait_for_each_other_say_where(tmp_path, monkeypatch, shape, rank_1):
-    monkeypatch.setattr(ranks, "IDLE", 2)
+def test_ranks_that_wait_for_each_other_say_where(in_trouble, shape, rank_1):
     words = rf"order\?\): rank 0: dist.py line \d+ \(average_gradients\), rank 1: {rank_1}"
     with pytest.raises(AssertionError, match=words):
-        run_ranks(wait_for_each_other, 2, tmp_path, shape)
+        in_trouble[shape].result()
 
 
 def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, monkeypatch):
@@ -434,21 +446,16 @@ LOST_RANK = "rank [013]: rank 2 died or did not answer in time; the same command
 OWN = "rank 2: an own\nerror"
 
 
-def test_one_rank_says_who_failed_and_all_end(tmp_path):
-    # what they print, how many end torchrun
-    expected = {"killed": (LOST_RANK, 0), "stopped": (LOST_RANK, 0), "bug": (OWN, 0),
-                "mistake": (OWN, 4)}
-
-    def run(act):
-        return run_ranks(leaves, 4, tmp_path, tmp_path / act, act, check=False)
-
-    ended = together(*[functools.partial(run, act) for act in expected])       # they mostly wait
-    assert ended == [[None] * 4] * 4, "what is left of a rank that has not ended"
-    for act, (words, ends) in expected.items():
-        said = [(tmp_path / f"{act}.{rank}").read_text() for rank in range(4)]
-        assert re.fullmatch(words, "".join(said).strip()), f"{act}: {said}"
-        found = len([*tmp_path.glob(f"{act}.*.ends")])
-        assert found == ends, f"{act}: not {ends} of 4 ranks end their torchrun, but {found}"
+# what they print, how many end torchrun
+@pytest.mark.parametrize("act, words, ends", [
+    ("killed", LOST_RANK, 0), ("stopped", LOST_RANK, 0), ("bug", OWN, 0), ("mistake", OWN, 4)])
+def test_one_rank_says_who_failed_and_all_end(in_trouble, act, words, ends):
+    left = in_trouble[act].result()
+    assert left == [None] * 4, "what is left of a rank that has not ended"
+    said = [(in_trouble["folder"] / f"{act}.{rank}").read_text() for rank in range(4)]
+    assert re.fullmatch(words, "".join(said).strip()), said
+    found = len([*in_trouble["folder"].glob(f"{act}.*.ends")])
+    assert found == ends, f"not {ends} of 4 ranks end their torchrun, but {found}"
 
 
 @pytest.mark.parametrize("place, missing, error", [
@@ -463,7 +470,7 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     """But not of a lost rank after another has failed: that one has spoken."""
     kill = Mock()
     monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: other_failed))
-    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(dist, "os", SimpleNamespace(**vars(os) | {"kill": kill}))  # others need it
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
     monkeypatch.setattr(dist, "time", Mock())
