@@ -4,6 +4,7 @@ import re
 import runpy
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -66,15 +67,27 @@ def text(documents, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run_of(shards, tmp_path_factory):
-    """Returns a function: of a program's name the folder of its two runs."""
+def run_of(request, shards, tmp_path_factory):
+    """Returns a function: of a program's name the folder of its two runs. Three programs train at
+    the same time, those of tests that come later, too."""
+    pool = ThreadPoolExecutor(3)
+
     @functools.cache
-    def run_of(name):
+    def begin(name):
         folder = tmp_path_factory.mktemp(name)
-        run_ranks(train_twice, 1 if name in ALONE else 2, folder, shards, folder, name)
+        size = 1 if name in ALONE else 2
+        return folder, pool.submit(run_ranks, train_twice, size, folder, shards, folder, name)
+
+    def run_of(name):
+        folder, trained = begin(name)
+        trained.result()
         return folder
 
-    return run_of
+    for item in request.session.items:
+        if item.originalname == test_it_resumes_bit_for_bit.__name__:
+            begin(item.callspec.params["name"])
+    yield run_of
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
