@@ -258,9 +258,9 @@ def test_fp16_follows_fp32(shards, tmp_path, variant):
 
 # ----- ZeRO -----
 
-def forty_masters():
-    """Returns masters of 50 to 2,000 elements with gradients, {name: tensor}, and their LAMB."""
-    masters = {str(n): torch.ones(n, 50) for n in range(1, 41)}
+def twenty_masters():
+    """Returns masters of 50 to 1,000 elements with gradients, {name: tensor}, and their LAMB."""
+    masters = {str(n): torch.ones(n, 50) for n in range(1, 21)}
     optimizer = optim.make_optimizer("lamb", masters, (0.9, 0.98))
     for group in optimizer.param_groups:
         group["lr"] = 0.1
@@ -272,7 +272,7 @@ def forty_masters():
 def divided_step(world):
     """Takes a step of a divided optimizer and saves. Returns a namespace of what the rank has, and
     of what it holds of moments, MB: after train.restore, in train.save and at the end."""
-    masters, optimizer = forty_masters()
+    masters, optimizer = twenty_masters()
     state = SimpleNamespace(masters=masters, optimizer=optimizer,
                             reducer=SimpleNamespace(bytes_sent=0))
     rank = SimpleNamespace(masters=masters, state=state, said=[], held=[])
@@ -287,10 +287,10 @@ def divided_step(world):
     return rank
 
 
-@pytest.mark.parametrize("size", [1, 3, 50])
+@pytest.mark.parametrize("size", [1, 3, 25])
 def test_zero_is_the_undivided_optimizer_in_parts(size, monkeypatch):
     """Weights, and on rank 0 what is saved, are the same bits; the moments are divided."""
-    masters, optimizer = forty_masters()
+    masters, optimizer = twenty_masters()
     optimizer.step()
     whole = train.tensors_of(SimpleNamespace(masters=masters, optimizer=optimizer))
 
@@ -303,16 +303,16 @@ def test_zero_is_the_undivided_optimizer_in_parts(size, monkeypatch):
     with installed(zero1.install):
         ranks = on_threads(divided_step, size)
     assert_same(ranks[0].saved, whole, "what rank 0 saves")
-    elements = 50 * 820
+    elements = 50 * 210
     owned = [rank.own for rank in ranks]
     assert sum(owned) == elements, "not each master has one owner"
-    assert max(owned) <= 1.02 * max(50 * 40, elements / size), f"unequal parts: {owned}"
+    assert max(owned) <= 1.02 * max(50 * 20, elements / size), f"unequal parts: {owned}"
     for rank in ranks:
         assert_same(rank.masters, masters, "a rank's weights")
         assert rank.state.reducer.bytes_sent == (size - 1) * 4 * elements // size
         # One element stands for a tensor of others
-        own, most = 8e-6 * rank.own, 8e-6 * (rank.own + 40)
+        own, most = 8e-6 * rank.own, 8e-6 * (rank.own + 20)
         for when, held in zip(["before a save", "in a save", "after a save"], rank.held):
             all_are_due = when == "in a save" and rank is ranks[0]
             assert own <= held <= most or all_are_due, f"moments of others {when}"
-        assert rank.said == [f"moments of {rank.held[0]:.1f} MB on this rank; in train.py 0.3 MB"]
+        assert rank.said == [f"moments of {rank.held[0]:.1f} MB on this rank; in train.py 0.1 MB"]
