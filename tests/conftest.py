@@ -108,11 +108,13 @@ def torchruns(shards, tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def begun_first(request):
     """Begins, before the first test, what takes long and leaves time to other tests, if any wants
-    it."""
+    it: of the course, whose tests have processes of their own, the server of the ranks alone."""
+    from tests.ranks import start_server
     wanted = {name for item in request.session.items for name in item.fixturenames}
     for name in wanted & {"torchruns", "in_trouble"}:
+        start_server()
         with contextlib.suppress(Exception):         # told by the tests that want it
-            request.getfixturevalue(name)
+            "course" in request.path.parts or request.getfixturevalue(name)
 
 
 @pytest.fixture

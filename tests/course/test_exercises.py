@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.course import compete, exercises, rewards, verify
 from tests.course.exercises import EXERCISES
 from tests.course.hints import HINTS
-from tests.ranks import together
+from tests.ranks import begin, together
 
 HEAD = "def learning_rate(done, phase):\n"
 
@@ -46,6 +46,14 @@ def test_what_a_student_has_and_sees(tmp_path):
     """In a copy in which schedule and lamb are blank."""
     folder = tmp_path / "copy"
     exercises.start(folder, ["schedule", "lamb"])
+    right, other = (shutil.copytree(folder, tmp_path / name) for name in ("right", "other"))
+    for released in right, other:
+        exercises.release(released, ["schedule"])
+    path = other / "optim.py"
+    path.write_text(exercises.with_function(
+        path.read_text(), "learning_rate", f"{HEAD}    return 1e-9\n"))
+    solved, wrong = (begin(run, released, "check", "schedule") for released in (right, other))
+
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
     assert "tests/course/README.md" not in names
@@ -60,13 +68,7 @@ def test_what_a_student_has_and_sees(tmp_path):
     for count in 1, 2, 3, 3:
         assert run(folder, "hint", "schedule")[1].count(" of 3: ") == count
 
-    exercises.release(folder, ["schedule"])
-    other = shutil.copytree(folder, tmp_path / "other")
-    path = other / "optim.py"
-    path.write_text(exercises.with_function(
-        path.read_text(), "learning_rate", f"{HEAD}    return 1e-9\n"))
-    (status, said), (status_of_wrong, what_is_wrong) = together(
-        lambda: run(folder, "check", "schedule"), lambda: run(other, "check", "schedule"))
+    (status, said), (status_of_wrong, what_is_wrong) = solved.result(), wrong.result()
     assert status_of_wrong == 1 and "\n   5 of 10  points, the most" in what_is_wrong
     assert "; yours is 1e-09\n" in what_is_wrong
     assert status == 0 and "\n  10 of 10  points\n" in said
@@ -74,7 +76,7 @@ def test_what_a_student_has_and_sees(tmp_path):
 
 
 SUBMISSIONS = [                # points, what is wrong, body of learning_rate
-    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: pass"),    # slowest first
+    (5, "Failed: after 5 s it stands at test_graders.py:", "time.sleep(99)"),      # slowest first
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
@@ -85,6 +87,7 @@ SUBMISSIONS = [                # points, what is wrong, body of learning_rate
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
+    helper += "import time\n"
     folders = [tmp_path / str(number) for number in range(6)]
     for folder, (points, _, body) in zip(folders, SUBMISSIONS):
         inner = folder / "handed in/week"
@@ -99,7 +102,7 @@ def test_grade(tmp_path, monkeypatch):
     shutil.rmtree(folders[3] / "handed in")
     shutil.make_archive(folders[3] / "again", "zip", tmp_path / "packed")
     file, results = tmp_path / "points.csv", tmp_path / "results.json"
-    exercises.grade(folders, ["schedule"], 25, 1, file, jobs=2)
+    exercises.grade(folders, ["schedule"], 25, 1, file, jobs=3)
     header, *rows = file.read_text().splitlines()
     assert header == "submission,schedule,total,\"first thing wrong in each, by seed 1\""
     for row, (points, wrong, _) in zip(rows, SUBMISSIONS, strict=True):
