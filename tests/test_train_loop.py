@@ -385,7 +385,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     state.model.eval()
     # 15 % are masked, whatever --mask-fraction is, and the same tokens with any --seed.
     examples = data.PretrainingData(shards, 32, held_out=True, mask_fraction=0.15)
-    batch = examples.batch(range(32)).to("cpu")
+    batch = examples.batch(range(16)).to("cpu")
     labels = batch.labels["mlm"]
     unigram_losses = data.unigram_losses(shards)[labels[labels != data.IGNORED]]
     expected = {"step": 0, "phase": 2, "unigram_loss": unigram_losses.mean().item()}
@@ -395,7 +395,7 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
         expected[f"{task}_loss"] = F.cross_entropy(logits, labels).item()
         expected[f"{task}_accuracy"] = (logits.argmax(1) == labels).double().mean().item()
     assert found == pytest.approx(expected, rel=1e-5), (
-        "the evaluation differs from that of the 32 held-out examples in one batch, 15 % masked, "
+        "the evaluation differs from that of the 16 held-out examples in one batch, 15 % masked, "
         "without dropout (is the model in eval mode?)")
 
 

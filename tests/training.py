@@ -71,7 +71,7 @@ def shrink(patch=setattr):
     recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe["phases"]]
     patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe | {"phases": short}})
-    patch(train, "EVAL_EXAMPLES", 32)
+    patch(train, "EVAL_EXAMPLES", 16)
     preset = bert.BertConfig.preset
     patch(bert, "PRESETS", bert.PRESETS | {"tiny": (2, 64)})
     patch(bert.BertConfig, "preset", lambda *arguments, **changes: dataclasses.replace(
