@@ -1,6 +1,5 @@
 """What several test files share: a small corpus, its shards, training in this process."""
 import contextlib
-import functools
 import os
 import random
 import sys
@@ -91,17 +90,16 @@ def torchruns(shards, tmp_path_factory):
     words = {
         "fails": [sys.executable, "-c", FAILS,
                   *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
-        "is refused": [*SHELL, "--batch=1"],
-        "is killed": [*SHELL, *LONG]}
+        "refused": [*SHELL, "--batch=1"],
+        "killed": [*SHELL, *LONG]}
     runs = {}
     for name in words:
-        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        folder = tmp_path_factory.mktemp(name)
         process = torchrun(folder, *words[name], "--data", shards)
-        start = process.start
-        if name == "is killed":
-            start = functools.partial(start_and_kill, process, folder / "out")
         # In a thread: the first process waits until the server of the ranks has imported torch
-        runs[name] = process, folder, begin(start)
+        begun = begin(start_and_kill, process, folder / "out") if name == "killed" else (
+            begin(process.start))
+        runs[name] = process, folder, begun
     return runs
 
 

@@ -5,16 +5,15 @@ import signal
 import pytest
 
 import dist
-from tests.ranks import script
+from tests.ranks import begin, script
 from tests.training import LONG, alive, column, steps_kept, wait_for_a_step
 
 SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 
 
-def ended(process, folder, begun=None):
+def ended(process, folder, begun):
     """Returns (status, stdout, stderr, what train.py says) of a program, at its end."""
-    if begun:
-        begun.result()
+    begun.result()
     process.join(100)
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     assert process.exitcode is not None, f"it does not end; it has printed:\n{stdout}{stderr}"
@@ -58,10 +57,10 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
 def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
     process = script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
-    process.start()
+    begun = begin(process.start)
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
-    status, stdout, _, (said,) = ended(process, tmp_path)
+    status, stdout, _, (said,) = ended(process, tmp_path, begun)
     assert status == 1, "whoever waits for the run shall know that it is not done"
     assert_stopped(out, said)
     assert "held out" not in stdout, "there may be no time for an evaluation"
@@ -71,14 +70,13 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
 # ----- Under torchrun -----
 
 def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
-    process, folder, begun = torchruns["is killed"]
-    *_, (said,) = ended(process, folder, begun)
-    assert_stopped(folder / "out", said)
+    *_, (said,) = ended(*torchruns["killed"])
+    assert_stopped(torchruns["killed"][1] / "out", said)
 
 
 def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
-    process, folder, begun = torchruns["fails"]
-    status, stdout, stderr, (said,) = ended(process, folder, begun)
+    _, folder, _ = torchruns["fails"]
+    status, stdout, stderr, (said,) = ended(*torchruns["fails"])
     assert status == 0, stderr
     assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
     for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 4), ("Done after step 4", 1):
@@ -88,6 +86,6 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
 
 
 def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
-    status, _, stderr, (said,) = ended(*torchruns["is refused"])
+    status, _, stderr, (said,) = ended(*torchruns["refused"])
     assert status == 1 and "a batch of 1 is too small for 2 ranks" in said
     assert "Traceback" not in stderr.split(said)[0]

@@ -46,13 +46,13 @@ def test_what_a_student_has_and_sees(tmp_path):
     """In a copy in which schedule and lamb are blank."""
     folder = tmp_path / "copy"
     exercises.start(folder, ["schedule", "lamb"])
-    right, other = (shutil.copytree(folder, tmp_path / name) for name in ("right", "other"))
-    for released in right, other:
-        exercises.release(released, ["schedule"])
+    right = shutil.copytree(folder, tmp_path / "right")
+    exercises.release(right, ["schedule"])
+    other = shutil.copytree(right, tmp_path / "other")
     path = other / "optim.py"
     path.write_text(exercises.with_function(
         path.read_text(), "learning_rate", f"{HEAD}    return 1e-9\n"))
-    solved, wrong = (begin(run, released, "check", "schedule") for released in (right, other))
+    solved, wrong = (begin(run, copy, "check", "schedule") for copy in (right, other))
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert not [name for name in names if name.startswith(exercises.NOT_FOR_STUDENTS)]
