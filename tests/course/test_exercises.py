@@ -76,7 +76,7 @@ def test_what_a_student_has_and_sees(tmp_path):
 
 
 SUBMISSIONS = [                # points, what is wrong, body of learning_rate
-    (5, "Failed: after 5 s it stands at test_graders.py:", "time.sleep(99)"),      # slowest first
+    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: pass"),    # slowest first
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
@@ -87,7 +87,6 @@ SUBMISSIONS = [                # points, what is wrong, body of learning_rate
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
-    helper += "import time\n"
     folders = [tmp_path / str(number) for number in range(6)]
     for folder, (points, _, body) in zip(folders, SUBMISSIONS):
         inner = folder / "handed in/week"
