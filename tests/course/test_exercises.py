@@ -70,13 +70,14 @@ def test_what_a_student_has_and_sees(tmp_path):
 
     (status, said), (status_of_wrong, what_is_wrong) = solved.result(), wrong.result()
     assert status_of_wrong == 1 and "\n   5 of 10  points, the most" in what_is_wrong
-    assert "; yours is 1e-09\n" in what_is_wrong
+    assert "; yours is 1e-09\n" in what_is_wrong and "AssertionError" not in what_is_wrong
     assert status == 0 and "\n  10 of 10  points\n" in said
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
 SUBMISSIONS = [                # points, what is wrong, body of learning_rate
-    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: pass"),    # slowest first
+    # The slowest first
+    (5, "Failed: after 5 s it stands at test_graders.py:", "while True: time.sleep(0)"),
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
@@ -87,6 +88,7 @@ SUBMISSIONS = [                # points, what is wrong, body of learning_rate
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
+    helper += "import time\n"
     folders = [tmp_path / str(number) for number in range(6)]
     for folder, (points, _, body) in zip(folders, SUBMISSIONS):
         inner = folder / "handed in/week"
