@@ -1,4 +1,5 @@
-"""What several test files share: a small corpus, its shards, training in this process."""
+"""What test files share: a small corpus and its shards, training in this process, background runs.
+"""
 import contextlib
 import os
 import random
@@ -11,8 +12,8 @@ import torch
 import data
 
 ROOT = Path(__file__).parent.parent
-# What the course's tests draw by: grading sets another one than the copies of students have.
-SEED = int(os.environ.get("THRIFTBERT_SEED", 0)) % 100         # some tests do more by a larger one
+# The course's tests draw by it. Grading sets one that students do not have in their copies.
+SEED = int(os.environ.get("THRIFTBERT_SEED", 0)) % 100         # some tests do more if it is larger
 WORDS = """
 time year people way day man thing woman life child world school state family student group
 country problem hand part place case week company system program question work government number
@@ -28,10 +29,10 @@ def pytest_configure(config):
         raise pytest.UsageError("python -O leaves out assertions: unset PYTHONOPTIMIZE")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     if config.option.tbstyle == "auto":
-        config.option.tbstyle = "short"      # what a failure says shall stand near its beginning
-    # Two threads take longer than one for tensors as small as those of the tests
+        config.option.tbstyle = "short"      # puts the message of a failure near its beginning
+    # For tensors as small as those of the tests, two threads are slower than one.
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")            # of the programs
+    os.environ.setdefault("OMP_NUM_THREADS", "1")            # in the programs
 
 
 def pytest_collection_modifyitems(items):
@@ -41,8 +42,8 @@ def pytest_collection_modifyitems(items):
 
 
 def make_documents(count=400, seed=0):
-    """Returns documents of made-up sentences, one a line; each has a small set of words of its own.
-    """
+    """Returns documents of made-up sentences, one a line. Each document has its own small set of
+    words."""
     rng = random.Random(seed)
     documents = []
     for _ in range(count):
@@ -55,16 +56,17 @@ def make_documents(count=400, seed=0):
 
 @pytest.fixture(autouse=True)
 def programs_without_gpu(request, monkeypatch):
-    """Programs under test run on the CPU, several ranks too, also where there is a GPU."""
+    """Makes programs under test use the CPU, even if there is a GPU; not in tests marked `gpu`."""
     if "gpu" not in request.keywords:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        # torch has looked in this process before, and would say: there are GPUs, but 0 of them
+        # torch has looked for GPUs in this process before: it would still say that there are some,
+        # but count 0 of them.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def programs_do_not_end_pytest(monkeypatch):
-    """A program that fails in this process raises SystemExit: os._exit would end pytest."""
+    """Makes a program that fails in this process raise SystemExit: os._exit would end pytest."""
     monkeypatch.setattr(os, "_exit", sys.exit)
 
 
@@ -75,7 +77,7 @@ def documents():
 
 @pytest.fixture(scope="session")
 def shards(documents, tmp_path_factory):
-    """A folder of prepared shards: 4 of them and the held-out one, vocabulary of 320 pieces."""
+    """A folder of prepared shards: 4 for training, 1 held out; the vocabulary has 320 pieces."""
     folder = tmp_path_factory.mktemp("prepared") / "shards"
     data.prepare(documents, folder, vocab_size=320, shards=4)
     return folder
@@ -83,8 +85,18 @@ def shards(documents, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def torchruns(shards, tmp_path_factory):
-    """Three runs below a torchrun, {name: (the process, its folder, a future of its start)}; one
-    ends when it is killed."""
+    """Starts three programs, each under its own torchrun: {name: (process, its folder, a future)}.
+
+    The fixture waits for none of them. For each program it starts a thread in pytest's process; the
+    future is done when the thread has done what the table says. The program runs in processes of
+    its own, beside the tests. `ended` in test_stops.py waits for the future, then for the process.
+
+                   the program                   its thread
+        fails      rank 1 raises an error once   starts it
+        refused    train.py refuses its flags    starts it
+        killed     trains on and on              starts it, waits until a step is saved, kills the
+                                                 torchrun, waits until the ranks have ended
+    """
     from tests.ranks import begin
     from tests.training import FAILS, LONG, SHELL, start_and_kill, torchrun
     words = {
@@ -96,7 +108,7 @@ def torchruns(shards, tmp_path_factory):
     for name in words:
         folder = tmp_path_factory.mktemp(name)
         process = torchrun(folder, *words[name], "--data", shards)
-        # In a thread: the first process waits until the server of the ranks has imported torch
+        # In a thread, since `start` waits until the server of the ranks has imported torch.
         begun = begin(start_and_kill, process, folder / "out") if name == "killed" else (
             begin(process.start))
         runs[name] = process, folder, begun
@@ -105,20 +117,26 @@ def torchruns(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def begun_first(request):
-    """Begins, before the first test, what takes long and leaves time to other tests, if any wants
-    it: of the course, whose tests have processes of their own, the server of the ranks alone."""
+    """Begins the slow fixtures early, so that they work in the background of other tests.
+
+    It runs in pytest's main thread, before the first test of each file, and waits for no result.
+    It begins only what some test of the session wants: `torchruns` before the first file outside of
+    the course, `in_trouble` before the first test of test_dist.py. In files of the course, whose
+    tests have processes of their own, it starts only the server of the ranks.
+    """
     from tests.ranks import start_server
     wanted = {name for item in request.session.items for name in item.fixturenames}
     for name in wanted & {"torchruns", "in_trouble"}:
         start_server()
-        with contextlib.suppress(Exception):         # told by the tests that want it
+        # The tests that want the fixture report its error. In other files there is no `in_trouble`.
+        with contextlib.suppress(Exception):
             "course" in request.path.parts or request.getfixturevalue(name)
 
 
 @pytest.fixture
 def train_here(shards, monkeypatch):
-    """Trains on one rank in this process, as short as tests.training.shrink makes it, and leaves
-    the process its signals. Returns train.py's arguments."""
+    """Returns a function that trains on one rank in this process and returns train.py's arguments.
+    Training is small, see tests.training.shrink, and the process keeps its signal handlers."""
     import dist
     import train
     from tests.training import args_of, shrink

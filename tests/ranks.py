@@ -1,6 +1,6 @@
-"""Runs a function on several Gloo ranks: fresh processes (forkserver) that meet in a file.
+"""Runs a function on several Gloo ranks, in fresh processes (forkserver) that meet in a file.
 
-And a program in such a process, which has torch already: to import it takes 3 to 5 seconds.
+It also runs programs in such processes, which have torch already: importing it takes 3 to 5 s.
 """
 import contextlib
 import faulthandler
@@ -33,33 +33,35 @@ from tqdm import tqdm
 import dist
 
 ROOT = Path(__file__).parent.parent
-# pytest shows what is logged in a test that fails
+# pytest shows this log if a test fails.
 LOG = logging.getLogger("ranks")
 LOG.setLevel(logging.INFO)
-# Processes are forked from a server. Whoever needs the first one starts it, with these modules.
-# torch._dynamo is what every optimizer imports when it is first made: a second for each rank
+# Processes are forked from a server, which has imported these modules; see `start_server`. The
+# first optimizer of a process imports torch._dynamo, which would take each rank a second.
 CONTEXT = multiprocessing.get_context("forkserver")
 if len(tempfile.gettempdir()) > 60:
-    tempfile.tempdir = "/tmp"        # its socket lies there, whose path has 107 letters at most
+    tempfile.tempdir = "/tmp"        # of the server's socket, whose path has at most 107 letters
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
 STARTING = threading.Lock()
-# Its own is shared between processes: it outlives a killed rank, and ends pytest with a warning
+# tqdm's own lock is shared between processes: it outlives a killed rank, and then pytest ends with
+# a warning.
 tqdm.set_lock(threading.RLock())
-IDLE = 30                    # seconds after which ranks that only wait are taken to hang
-# A frame of a stack, as Python prints it for an error, and faulthandler of a thread
+IDLE = 30                    # seconds after which ranks that only wait count as hanging
+# A stack frame, as Python prints it for an error, and faulthandler for a thread.
 FRAME = re.compile(r'File "(.*)", line (\d+),? in (\w+)')
 COLLECTIVES = {*vars(dist.World), "watch"}
 
 
 def start_server():
-    """Starts the server that ranks are forked from, unless it runs."""
-    with STARTING, contextlib.chdir(ROOT):           # where it finds train
+    """Starts the server that ranks are forked from, unless it runs; does not wait for its imports.
+    """
+    with STARTING, contextlib.chdir(ROOT):           # the server imports train from here
         multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def no_room(room=0):
-    """Within it no file of this process grows beyond `room` bytes, as on a full disk."""
+    """A context in which no file of this process grows beyond `room` bytes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
@@ -69,13 +71,13 @@ def no_room(room=0):
 
 
 def doze(seconds):
-    """Waits half as long, a tenth of what is less than a second."""
+    """Sleeps half as long, or a tenth as long if `seconds` is less than 1."""
     time.sleep(seconds / 2 if seconds >= 1 else seconds / 10)
 
 
 def _begin(environment, stdout, stderr):
-    """Gives a fork of the server the environment of a test, and files for what it prints."""
-    gc.freeze()  # else each collection, and the one at exit, goes through all of torch: 0.15 s
+    """Gives a fork of the server the environment of a test, and files for its output."""
+    gc.freeze()  # or each collection, also that at exit, goes through all of torch: 0.15 s
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate([stdout, stderr], 1):
@@ -85,21 +87,21 @@ def _begin(environment, stdout, stderr):
 def _main(function, arguments, rank, store, timeout, environment, path):
     _begin(environment, f"{path}.said", f"{path}.said")
     sys.stdout = sys.stderr = open(f"{path}.said", "a", buffering=1)
-    faulthandler.enable(sys.stderr)                # prints where its threads stand at a crash
-    faulthandler.register(signal.SIGURG, sys.stderr)           # and when it is asked
+    faulthandler.enable(sys.stderr)                # prints the threads' stacks after a crash
+    faulthandler.register(signal.SIGURG, sys.stderr)           # and on this signal
     torch.set_num_threads(1)
-    # Ranks look at their store ten times as often: there is no network to spare
+    # Ranks may poll their store ten times as often, since no network is between them.
     dist.time = types.SimpleNamespace(**vars(time) | {"sleep": doze})
     outcome = None
     try:
         world = dist.init(timeout, f"file://{store}")
         outcome = function(world, *arguments)
-        with contextlib.suppress(dist.DistError):  # of a rank that is not there any more
+        with contextlib.suppress(dist.DistError):  # another rank may be gone already
             world.barrier()
     except BaseException as error:
         traceback.print_exc()
         if not isinstance(error, (AssertionError, ValueError, dist.DistError, ArithmeticError)):
-            error = RuntimeError(repr(error))      # others may not survive pickle
+            error = RuntimeError(repr(error))      # others may not be picklable
         error.add_note(f"on rank {rank}\n{traceback.format_exc()}")
         outcome = error
     Path(path).write_bytes(pickle.dumps(outcome))
@@ -108,27 +110,27 @@ def _main(function, arguments, rank, store, timeout, environment, path):
 
 
 def one_of_two():
-    """Returns a World of two ranks of which only this one is there: collectives do nothing."""
+    """Returns a World of two ranks of which only this one exists: its collectives do nothing."""
     world = dist.World(size=2)
     world._run = lambda *arguments, **options: None
     return world
 
 
 def together(*calls):
-    """Returns what each of the calls of run_ranks returns: at the same time, as there are cores."""
+    """Makes several calls of run_ranks at the same time, on more cores; returns their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(operator.call, calls))
 
 
 def begin(function, *arguments, **options):
-    """Returns a future of what a function returns, which runs in a thread of its own."""
+    """Starts function(*arguments, **options) in a new thread. Returns a future of its result."""
     return ThreadPoolExecutor(1).submit(function, *arguments, **options)
 
 
 def computed(process):
-    """Returns the seconds that a process has computed until now."""
+    """Returns the CPU seconds that a process has used so far."""
     try:
-        # "PID (NAME) STATE ...", where NAME can be anything
+        # "PID (NAME) STATE ...", where NAME can be anything.
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:                                # it has ended
         return 0.0
@@ -136,9 +138,11 @@ def computed(process):
 
 
 def end_hanging(ranks, timeout, idle):
-    """Waits until the processes have ended. If they take too long, or wait for each other, which is
-    to compute less than a second in `idle`, they print where they stand, and are killed. Returns
-    their ranks."""
+    """Waits until the processes have ended; returns the ranks that hang.
+
+    Ranks hang if they take longer than `timeout`, or if they wait for each other: all together then
+    compute for less than a second in `idle` seconds. They print their stacks and are killed.
+    """
     end = time.monotonic() + timeout
     busy = time.monotonic()
     before = 0.0
@@ -146,7 +150,7 @@ def end_hanging(ranks, timeout, idle):
         while process.is_alive() and time.monotonic() < min(end, busy + idle):
             process.join(1)
             now = sum(map(computed, ranks))
-            if abs(now - before) > 1:            # it is less when one has ended
+            if abs(now - before) > 1:            # a rank that has ended counts 0
                 busy = time.monotonic()
                 before = now
     hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
@@ -160,8 +164,8 @@ def end_hanging(ranks, timeout, idle):
 
 
 def where(said):
-    """Returns where a rank stands, by the stacks that it has printed last: of each thread the
-    innermost line of the program that is no collective, as text, "" if there is none."""
+    """Returns where a rank is, as text, from the stacks that it printed last: for each thread, the
+    innermost line of the program that is not in a collective. "" if there is none."""
     *_, last = said.rpartition("Traceback (most recent call last)")
     stacks = [FRAME.findall(last)[::-1]]
     if "(most recent call first)" in last:
@@ -180,11 +184,14 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
               gpu=False, timeout=60, store=None, idle=IDLE):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
-    An exception of a rank is raised here, or is the rank's outcome where `check` is False; None is
-    the outcome of a rank that was killed. Of several exceptions the cause is raised: one that is
-    not of a rank which has lost another one. What ranks print is logged, and in a test that fails
-    it is shown. nodes: how many ranks each node has, if not local_size. store: a file in tmp_path
-    that ranks met in before.
+    An exception of a rank is raised here; of several, one that is the cause, not a RankLost. If
+    there is no cause, but ranks hang, were killed or have lost others, an AssertionError names the
+    line where each is. With check=False, only ranks that hang raise an error; otherwise a rank's
+    exception is its outcome, and a killed rank has the outcome None. The output of the ranks is
+    logged, and pytest shows it if the test fails.
+
+    nodes: the number of ranks of each node, if not local_size. store: the name of a file in
+    tmp_path in which ranks met before.
     """
     __tracebackhide__ = True                 # pytest shows the call, not these lines
     start_server()
@@ -193,7 +200,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
     nodes = nodes or [local_size] * (size // local_size)
     environment = os.environ | {"WORLD_SIZE": str(size)}
     if not gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""      # Gloo also where there is a GPU
+        environment["CUDA_VISIBLE_DEVICES"] = ""      # Gloo, even if there is a GPU
     one_gpu = gpu and torch.cuda.device_count() < size
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -203,7 +210,8 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
                 own = {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}",
                        "LOCAL_WORLD_SIZE": f"{node_size}"}
                 if one_gpu:
-                    # NCCL refuses two ranks of one host on one GPU; those of two meet over sockets
+                    # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts: then
+                    # they meet over sockets.
                     own["NCCL_HOSTID"] = f"{rank}"
                 path = f"{folder}/{rank}"
                 Path(f"{path}.said").touch()
@@ -214,7 +222,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
 
         outcomes = []
         places = []
-        ended = True                         # all of them, and have left an outcome
+        ended = True                         # whether all ranks have left an outcome
         for rank, process in enumerate(ranks):
             fate = f"ended with exit code {process.exitcode}"
             if rank in hanging:
@@ -240,8 +248,9 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
 
 def _script(arguments, cwd, environment, folder):
     _begin(environment | {"CUDA_VISIBLE_DEVICES": ""}, f"{folder}/stdout", f"{folder}/stderr")
-    os.setsid()  # a group that tests can send signals to
-    # Else pytest's, at its end, prints the semaphores that a killed program has left
+    os.setsid()  # makes a process group that tests can send signals to
+    # Forget pytest's resource tracker: at its end it would report the semaphores that a killed
+    # program has left.
     multiprocessing.resource_tracker._resource_tracker._fd = None
     os.chdir(cwd)
     sys.argv = arguments
@@ -249,8 +258,8 @@ def _script(arguments, cwd, environment, folder):
 
 
 def script(folder, *arguments, cwd=ROOT):
-    """Returns a process, in a fork of the server and a session of its own, of a Python file and its
-    arguments, which is to be started; what it prints is in the files stdout and stderr of the
+    """Returns a process that runs a Python file with its arguments; the caller starts it. It is a
+    fork of the server, in its own session. Its output is in the files stdout and stderr of the
     folder."""
     start_server()
     return CONTEXT.Process(target=_script, args=([*map(str, arguments)], cwd, dict(os.environ),
@@ -258,11 +267,11 @@ def script(folder, *arguments, cwd=ROOT):
 
 
 def run_script(*arguments, cwd=ROOT):
-    """Returns the completed process of `script`."""
+    """Runs a process of `script` to its end; returns a subprocess.CompletedProcess."""
     with tempfile.TemporaryDirectory() as folder:
         process = script(folder, *arguments, cwd=cwd)
         process.start()
         process.join(240)
         stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
-        assert process.exitcode is not None, f"{arguments} hangs; it has printed:\n{stdout}{stderr}"
+        assert process.exitcode is not None, f"{arguments} hangs. It has printed:\n{stdout}{stderr}"
         return subprocess.CompletedProcess(process.name, process.exitcode, stdout, stderr)

@@ -1,6 +1,6 @@
-"""dist.py: the reducer against one process, on ranks of Gloo and on threads, bit for bit; what is
-lost in compression; how ranks meet and fail. Order, overlap and its errors, sums in 16 bits:
-course/test_graders.py."""
+"""Tests dist.py: the Reducer against one process, with equal bits on Gloo ranks and on threads;
+what compression loses; how ranks meet and fail. course/test_graders.py tests the order of buckets,
+overlap and its errors, and sums in 16 bits."""
 import functools
 import math
 import os
@@ -27,22 +27,28 @@ from tests.ranks import begin, one_of_two, run_ranks
 from tests.tools.plan import wire_bytes
 from tests.variants import common, gradientflow, powersgd, topk
 
-# (ranks, ranks of a node, of how many each exchanges with the others)
+# (ranks, ranks of a node, how many exchange: the ranks of a single node, or the nodes' leaders)
 SIZES = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 2, 2)]
 
 
 def check_same_bits(outcomes):
-    """Compares what ranks returned, {name: tensor} each, to the first."""
+    """Asserts that outcomes, each {name: tensor}, have the same bits as the first of them."""
     for number, tensors in enumerate(outcomes):
         for name, tensor in tensors.items():
             same = torch.equal(tensor, outcomes[0][name])
-            assert same, f"{name}: outcome {number} has other bits than outcome 0"
+            assert same, f"{name}: outcome {number} differs in bits from outcome 0"
 
 
 @pytest.fixture(scope="module")
 def in_trouble(tmp_path_factory):
-    """Ranks that wait for seconds: {what they do: a future of what they return}, and the folder of
-    what they print."""
+    """Begins six runs whose ranks hang or fail, which takes seconds: {shape or act: a future}; and
+    {"folder": where the ranks of `leaves` write}.
+
+    `begun_first` in conftest.py begins it before the other tests of this file; it waits for no run.
+    Six threads of pytest's process call run_ranks at the same time. Each starts its ranks, 20 in
+    all, and waits until they have ended or are killed. The two tests that want this fixture wait
+    for the futures, which hold the outcomes of run_ranks or its error.
+    """
     folder = tmp_path_factory.mktemp("trouble")
     found = {"folder": folder}
     for shape in 0, 5000:
@@ -55,14 +61,14 @@ def in_trouble(tmp_path_factory):
 # ----- The reducer against one process -----
 
 def toy(seed=0):
-    """A model with all that troubles a reducer: a frozen parameter, one used twice, a buffer."""
+    """Returns a model that is hard to reduce: one frozen parameter, one used twice, a buffer."""
     table = nn.Embedding(11, 6)
     output = nn.Linear(6, 11)
     output.weight = table.weight
     frozen = nn.Linear(6, 6).requires_grad_(False)
     model = nn.Sequential(table, frozen, nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), output)
     model.register_buffer("buffer", torch.zeros(6))
-    # A generator of its own, since ranks on threads draw at the same time.
+    # Its own generator, since ranks on threads draw at the same time.
     generator = torch.Generator().manual_seed(100 + SEED + seed)
     for tensor in model.state_dict().values():
         tensor.uniform_(-1, 1, generator=generator)
@@ -70,7 +76,7 @@ def toy(seed=0):
 
 
 def mean_loss(model, tokens):
-    """Returns a rank's part of the mean over 12 examples."""
+    """Returns this rank's share of a mean over 12 examples: a sum, divided by 12."""
     return model(tokens).logsumexp(-1).square().sum() / 12
 
 
@@ -84,7 +90,7 @@ def gradients_of(model):
 
 @functools.cache
 def one_process(accumulation=1):
-    """Gradients of the mean over the whole batch, without any of dist.py."""
+    """Returns the gradients of the mean over the whole batch, computed without dist.py."""
     model = toy()
     mean_loss(model, batch(accumulation)).backward()
     return gradients_of(model)
@@ -94,8 +100,8 @@ def assert_near(model, expected, tolerance, case):
     for name, gradient in expected.items():
         error = (model.get_parameter(name).grad.cpu() - gradient).abs().max() / gradient.abs().max()
         assert error <= tolerance, (
-            f"{case}: the mean gradient of {name} is {error:.2g} of its largest element away from "
-            "that of one process")
+            f"{case}: the mean gradient of {name} differs from that of one process by {error:.2g} "
+            "of its largest element")
 
 
 def own_part(world, accumulation=1):
@@ -104,10 +110,10 @@ def own_part(world, accumulation=1):
 
 
 def reduced(world, compression, accumulation, bucket_mb):
-    """Returns (a model with the mean gradients of the batch, its Reducer)."""
-    model = toy(world.rank).to(world.device)                   # only rank 0's weights shall count
+    """Returns a model with the mean gradients of the batch, and its Reducer."""
+    model = toy(world.rank).to(world.device)                   # only rank 0's weights may count
     reducer = dist.Reducer(model, world, compression, bucket_mb)
-    for _ in range(2):                                         # the second step begins clean
+    for _ in range(2):                                         # step 2 must begin clean
         reducer.zero_grad()
         for number, tokens in enumerate(own_part(world, accumulation)):
             reducer.last_micro_batch = number + 1 == accumulation
@@ -121,7 +127,7 @@ TOLERANCES = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}        # int8 and onebit
 
 
 def in_many_ways(world, exchanging):
-    """Returns the bits of each model, {case and name: tensor}."""
+    """Averages in many ways. Returns the weights and gradients of each, {case and name: tensor}."""
     model = toy()
     (mean_loss(model, *own_part(world)) * world.size).backward()
     dist.average_gradients(model, world)
@@ -134,12 +140,14 @@ def in_many_ways(world, exchanging):
             if compression in TOLERANCES:
                 assert_near(model, one_process(accumulation), TOLERANCES[compression], case)
             norm = float(torch.cat(reducer.flats).norm())
-            assert reducer.norm() == pytest.approx(norm), f"{case}: the norm"
-            # By each that exchanges: the ranks, or the nodes
+            assert reducer.norm() == pytest.approx(norm), (
+                f"{case}: `norm` returns {reducer.norm():.6g}, not {norm:.6g}")
+            # Summed over all that exchange, see SIZES.
             expected = exchanging * sum(
                 wire_bytes(compression, len(flat), exchanging) for flat in reducer.flats)
             sent = world.sum(sent=reducer.bytes_sent)["sent"]
-            assert abs(sent - expected) <= 64, f"{case}: {sent} bytes are sent, not {expected}"
+            assert abs(sent - expected) <= 64, (
+                f"{case}: the ranks send {sent} bytes in all, not {expected}")
             for name, tensor in (model.state_dict() | gradients_of(model)).items():
                 bits[f"{case}: {name}"] = tensor.detach()
     return bits
@@ -152,7 +160,7 @@ def test_gradients_are_those_of_one_process_on_gloo_and_on_threads(
     threads = on_threads(in_many_ways, size, exchanging, local_size=local_size)
     check_same_bits(processes)
     check_same_bits(threads)
-    if size != 3:                                  # there Gloo sums in another order
+    if size != 3:                                  # there Gloo adds up in a different order
         check_same_bits([processes[0], threads[0]])
 
 
@@ -172,7 +180,8 @@ def test_averaging_takes_one_core_and_backward_keeps_its_own():
     try:
         reducer = dist.Reducer(toy(), one_of_two())
         averaging = reducer.thread.submit(torch.get_num_threads).result()
-        assert (averaging, torch.get_num_threads()) == (1, 2), "threads of averaging, of backward"
+        assert (averaging, torch.get_num_threads()) == (1, 2), (
+            "averaging must use 1 core, and leave backward its 2")
     finally:
         torch.set_num_threads(1)
 
@@ -180,25 +189,25 @@ def test_averaging_takes_one_core_and_backward_keeps_its_own():
 # ----- Lossy compression: what comes in goes out, if not in this step then later -----
 
 SHAPES = {"matrix": (64, 48), "vector": (37,), "small": (3, 5), "other": (70, 30)}
-COUNT = 5224                                                   # their elements
+COUNT = 5224                                                   # elements of all SHAPES
 VARIANTS = {"topk": topk.topk, "powersgd": powersgd.powersgd, "chunk": gradientflow.chunk}
-BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}              # of 512 elements, and their scale
-OVERFLOWS = {3: math.inf, 5: -math.inf, 7: math.nan}           # in these steps, on the last rank
+BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}              # codes of 512 elements, and a scale
+OVERFLOWS = {3: math.inf, 5: -math.inf, 7: math.nan}           # {step: value}, on the last rank
 
 
 @pytest.fixture(params=[*BLOCK_BYTES, *VARIANTS])
 def lossy(request, monkeypatch):
-    """The name of a compressor of dist.py, or of tests/variants."""
+    """Returns the name of a lossy compressor, of dist.py or of tests/variants."""
     if request.param in VARIANTS:
         wire = functools.partial(dist.ErrorFeedback, VARIANTS[request.param])
         monkeypatch.setattr(dist, "COMPRESSORS", dist.COMPRESSORS | {request.param: wire})
         monkeypatch.setattr(dist, "Bucket", dist.Bucket)
-        common.tell_shapes()                                   # to powersgd
+        common.tell_shapes()                                   # powersgd needs them
     return request.param
 
 
 def gradient(rank, step):
-    """Returns a rank's gradient; from step 10 on zeros."""
+    """Returns a rank's gradient; from step 10 on it is 0."""
     if step >= 10:
         return torch.zeros(COUNT)
     generator = torch.Generator().manual_seed(1000 * rank + step + 10_000 * SEED)
@@ -206,7 +215,7 @@ def gradient(rank, step):
 
 
 def exchange(world, name, exchanging):
-    """Takes ten steps, of which some overflow, and then steps in which all gradients are zero."""
+    """Takes ten steps, some with an overflow, then more with gradients of 0 until the mean is 0."""
     model = nn.ParameterDict({key: torch.zeros(shape) for key, shape in SHAPES.items()})
     reducer = dist.Reducer(model, world, name, bucket_mb=0.01)
 
@@ -222,29 +231,32 @@ def exchange(world, name, exchanging):
         gradients[-1][7] += OVERFLOWS.get(step, 0)
         mean = mean_of(gradients[world.rank], 2.0 ** (step % 3))
         taken = math.isfinite(reducer.norm())
-        assert taken != (step in OVERFLOWS), f"{name}: the mean of step {step} is finite: {taken}"
+        assert taken != (step in OVERFLOWS), (
+            f"{name}: the norm in step {step} is {'' if taken else 'not '}finite, which is wrong")
         reducer.commit(taken)
         if taken:
             came_in = came_in + sum(gradients) / world.size
             went_out = went_out + mean
         if step >= 10 and not mean.any():
-            break                                  # nothing is left
+            break                                  # no residual is left
     lost = (came_in - went_out).norm() / came_in.norm()
     assert lost < {"onebit": 0.05}.get(name, 1e-6), (
-        f"{name}: what came in is not what went out, but {lost:.2g} of it away, after steps with "
-        "three loss scales and three overflows")
+        f"{name}: the sum of all means differs from that of the exact means by {lost:.2g} of its "
+        "norm, after steps with three loss scales and three overflows")
 
     if name in BLOCK_BYTES:
         blocks = sum(-(-len(flat) // (exchanging * 512)) for flat in reducer.flats)
         leads = world.rank % world.local_size == 0 or world.local_size == world.size
         expected = 2 * (exchanging - 1) * blocks * BLOCK_BYTES[name] * leads
-        assert reducer.bytes_sent == expected, f"{name}: not {expected} bytes on rank {world.rank}"
+        assert reducer.bytes_sent == expected, (
+            f"{name}: rank {world.rank} sends {reducer.bytes_sent} bytes, not {expected}")
     mean_of(gradient(world.rank, 0))
     reducer.commit(True)
     reducer.forget()
     mean = mean_of(torch.zeros(COUNT))
-    assert not mean.any(), f"{name}: after `forget` {mean.abs().max():.2g} is sent"
-    return {f"{name}: what went out": went_out}
+    assert not mean.any(), (
+        f"{name}: after `forget` the mean of zeros is up to {mean.abs().max():.2g}, not 0")
+    return {f"{name}: the sum of all means": went_out}
 
 
 @pytest.mark.parametrize("size, local_size, exchanging", SIZES)
@@ -261,12 +273,13 @@ def test_codes_are_as_their_equations_say():
             (dist.encode_onebit, dist.decode_onebit, x.abs().mean(1, keepdim=True).copysign(x))]:
         codes, sent = encode(x)
         torch.testing.assert_close(sent, exact, rtol=1e-6, atol=0, msg=lambda text: (
-            f"{encode.__name__}: what it sends is not C(x), of one scale a block: {text}"))
-        assert torch.equal(decode(codes), sent), f"{decode.__name__} finds other numbers"
+            f"{encode.__name__} does not return C(x), with one scale for each block: {text}"))
+        assert torch.equal(decode(codes), sent), (
+            f"{decode.__name__} does not return the C(x) of {encode.__name__}")
 
 
 def collectives_of_a_bucket(world):
-    """Returns the collectives that this rank calls within its node and across nodes."""
+    """Returns the names of this rank's collectives within its node and across nodes."""
     for level in world.levels:
         level._run = Mock(side_effect=level._run)
     dist.Bucket({"weight": (600,)}, world, "none").average(1.0)
@@ -283,12 +296,12 @@ def test_only_the_first_rank_of_a_node_exchanges_with_other_nodes():
 # ----- Ranks -----
 
 def collectives(world):
-    """Returns what they give."""
+    """Returns the results of small collectives, {name: result}."""
     tensor = nn.Parameter(torch.full((2,), world.rank + 5.0))
     world.broadcast(tensor)
     mine = [world.rank]
     everyone = world.all_gather_object(mine)
-    everyone[0].append("changed")                  # it is a copy
+    everyone[0].append("changed")                  # a copy of `mine`
     with pytest.raises(dist.DistError) as caught:
         world.check_same({"a": 2, "c": 1} if world.rank == 3 else {"a": 0, "b": 1}, "differs")
     total = world.sum(large=2 ** 50 + 1, rank=world.rank, bad=math.nan if world.rank else 0.0)
@@ -339,7 +352,8 @@ def test_ranks_that_are_started_again_do_not_meet_the_dead(tmp_path):
 
 
 def wait_for_each_other(world, shape_of_rank_1):
-    """Rank 0 waits for the gradients of rank 1, which waits for rank 0 or has another shape."""
+    """Rank 0 waits for the gradient of rank 1, which has a different shape; if shape_of_rank_1
+    is 0, rank 1 calls no collective and waits forever."""
     if world.rank == 1 and not shape_of_rank_1:
         threading.Event().wait()
     layer = nn.Linear([3, shape_of_rank_1][world.rank], 1, bias=False)
@@ -363,7 +377,7 @@ def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, m
     with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*rank 1, 2 did not come"):
         dist.init(0.2, "file://" + path)
     store = distributed.FileStore(path, 3)
-    store.set("2/here/1", "")                                  # now they wait for rank 0
+    store.set("2/here/1", "")                                  # now the others wait for rank 0
     store.set("2/here/2", "")
     monkeypatch.setattr(dist, "torchrun_died", lambda: True)
     with pytest.raises(dist.RankLost, match="torchrun has died"):
@@ -392,8 +406,8 @@ def test_a_lack_of_memory_is_no_lost_rank(monkeypatch):
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_tasks_without_torchrun_are_refused(monkeypatch, name):
-    monkeypatch.setenv("SLURM_NTASKS", "2")                    # a batch script's own process, too
-    monkeypatch.setenv("LOCAL_RANK", "")                       # as some launchers leave it
+    monkeypatch.setenv("SLURM_NTASKS", "2")                    # is set in a batch script, too
+    monkeypatch.setenv("LOCAL_RANK", "")                       # some launchers set it so
     monkeypatch.delenv("RANK", raising=False)
     assert dist.init().size == 1
     monkeypatch.setenv(name, "2")
@@ -406,12 +420,12 @@ def test_tasks_without_torchrun_are_refused(monkeypatch, name):
 # ----- Failures: who failed, said once -----
 
 def leaves(world, said, act):
-    """Rank 2 acts, the others go on until a collective fails, or do not notice. What each prints is
-    in a file; if it ends its torchrun there is another one."""
+    """Rank 2 fails as `act` says; the others go on until a collective fails, or do not notice. Each
+    rank prints into the file SAID.RANK, and makes SAID.RANK.ends if it would end its torchrun."""
     sys.stderr = open(f"{said}.{world.rank}", "w", buffering=1)
-    distributed.destroy_process_group()                        # all are here now: a short --timeout
+    distributed.destroy_process_group()                        # all have met: --timeout is short
     if act == "bug":
-        distributed.set_debug_level(distributed.DebugLevel.DETAIL)       # torch's, which wraps Gloo
+        distributed.set_debug_level(distributed.DebugLevel.DETAIL)       # torch then wraps Gloo
     if act == "mistake":
         soon = functools.partial(dist.faulthandler.dump_traceback_later, 0.3, file=sys.__stderr__)
         dist.faulthandler = Mock(dump_traceback_later=lambda limit, exit: soon(exit=exit))
@@ -427,9 +441,9 @@ def leaves(world, said, act):
                 subprocess.Popen(["bash", "-c", late, f"{said}.late", str(process)])
                 os.kill(process, signal.SIGSTOP)
             raise ZeroDivisionError("an own\nerror")
-        if act == "mistake":                                   # nobody notices, as in NCCL
+        if act == "mistake":                                   # others see nothing, as in NCCL
             threading.Event().wait(20)
-            return "it was not ended"
+            return "`watch` did not end this rank"
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)               # as torchrun does
             time.sleep(2)                                      # busy, but alive
@@ -437,7 +451,7 @@ def leaves(world, said, act):
             world.barrier()
     except (dist.RankLost, ZeroDivisionError) as error:
         if os.path.exists(f"{said}.late"):
-            error = "Gloo does not raise after --timeout, but when the stopped rank is killed"
+            error = "Gloo raises only when the stopped rank is killed, not after --timeout"
         rank_lost = isinstance(error, dist.RankLost)
         dist.leave(f"rank {world.rank}: {error}", act != "mistake", rank_lost)
 
@@ -446,16 +460,16 @@ LOST_RANK = "rank [013]: rank 2 died or did not answer in time; the same command
 OWN = "rank 2: an own\nerror"
 
 
-# what they print, how many end torchrun
+# words: all that the ranks print; ends: how many ranks end their torchrun.
 @pytest.mark.parametrize("act, words, ends", [
     ("killed", LOST_RANK, 0), ("stopped", LOST_RANK, 0), ("bug", OWN, 0), ("mistake", OWN, 4)])
 def test_one_rank_says_who_failed_and_all_end(in_trouble, act, words, ends):
     left = in_trouble[act].result()
-    assert left == [None] * 4, "what is left of a rank that has not ended"
+    assert left == [None] * 4, f"a rank did not end itself; the outcomes are {left}"
     said = [(in_trouble["folder"] / f"{act}.{rank}").read_text() for rank in range(4)]
     assert re.fullmatch(words, "".join(said).strip()), said
     found = len([*in_trouble["folder"].glob(f"{act}.*.ends")])
-    assert found == ends, f"not {ends} of 4 ranks end their torchrun, but {found}"
+    assert found == ends, f"{found} of 4 ranks end their torchrun, not {ends}"
 
 
 @pytest.mark.parametrize("place, missing, error", [
@@ -467,10 +481,10 @@ def test_one_rank_says_who_failed_and_all_end(in_trouble, act, words, ends):
 def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
         monkeypatch, capsys, place, missing, error, local_rank, rank_lost, restart_helps,
         other_failed, speaks):
-    """But not of a lost rank after another has failed: that one has spoken."""
+    """A lost rank is not reported if `watch` has seen a failure before: that one was reported."""
     kill = Mock()
     monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: other_failed))
-    monkeypatch.setattr(dist, "os", SimpleNamespace(**vars(os) | {"kill": kill}))  # others need it
+    monkeypatch.setattr(dist, "os", SimpleNamespace(**vars(os) | {"kill": kill}))  # dist's alone
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
     monkeypatch.setattr(dist, "time", Mock())
@@ -482,7 +496,9 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
         dist.leave("the reason", restart_helps, rank_lost)
     assert capsys.readouterr().err == "the reason\n" * speaks
     ends = [] if restart_helps else [call(4711, signal.SIGTERM)]
-    assert kill.mock_calls == ends, "torchrun ends where, and only where, a restart is in vain"
+    assert kill.mock_calls == ends, (
+        f"the signals sent are {kill.mock_calls}, not {ends}: torchrun is ended if, and only if, a "
+        "restart does not help")
     if error is TimeoutError:
         absent.assert_called_once_with(timeout=10)
 
@@ -493,7 +509,7 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     monkeypatch.setattr(dist, "open_store", lambda: store)
     monkeypatch.setattr(dist, "time", Mock())
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
-    monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: True))      # it has seen itself fail
+    monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: True))      # it saw its own failure
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
@@ -508,7 +524,8 @@ def test_a_store_that_is_gone_is_not_asked(monkeypatch):
     store = Mock(check=Mock(side_effect=distributed.DistNetworkError("gone")))
     monkeypatch.setattr(dist, "open_store", lambda: store)
     dist.watch(0)
-    monkeypatch.setattr(dist, "open_store", lambda: pytest.fail("that waits for --timeout"))
+    monkeypatch.setattr(dist, "open_store", lambda: pytest.fail(
+        "`agree` connects to the store that is gone, and waits until --timeout"))
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError):
         dist.agree("the reason", True, True)
@@ -542,6 +559,6 @@ def on_gpus(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size, local_size", [(2, 2), (4, 2)])           # the second in two levels
+@pytest.mark.parametrize("size, local_size", [(2, 2), (4, 2)])           # the second has two levels
 def test_gradients_on_gpus_are_those_of_one_process(tmp_path, size, local_size):
     check_same_bits(run_ranks(on_gpus, size, tmp_path, local_size=local_size, gpu=True))

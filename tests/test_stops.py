@@ -1,4 +1,4 @@
-"""How a run of train.py ends before its last step: signals, failing ranks, a torchrun that dies."""
+"""Tests how a run of train.py ends early: signals, failing ranks, a torchrun that dies."""
 import os
 import signal
 
@@ -12,11 +12,12 @@ SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 
 
 def ended(process, folder, begun):
-    """Returns (status, stdout, stderr, what train.py says) of a program, at its end."""
+    """Waits for the future `begun`, see `torchruns` in conftest.py, then for the process to end.
+    Returns its exit status, stdout, stderr, and the lines of stderr that begin with "train.py:"."""
     begun.result()
     process.join(100)
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    assert process.exitcode is not None, f"it does not end; it has printed:\n{stdout}{stderr}"
+    assert process.exitcode is not None, f"the run does not end. It has printed:\n{stdout}{stderr}"
     said = [line for line in stderr.splitlines() if line.startswith("train.py:")]
     return process.exitcode, stdout, stderr, said
 
@@ -24,7 +25,7 @@ def ended(process, folder, begun):
 def assert_stopped(out, said):
     last = column(out, "step")[-1]
     assert f"stopped after step {last}; the same command resumes" in said, said
-    assert steps_kept(out)[-1] == last, "the last step is not saved"
+    assert steps_kept(out)[-1] == last, f"step {last} is the last, but not saved"
     assert (out / "model").exists()
 
 
@@ -32,7 +33,7 @@ def assert_stopped(out, said):
 
 @pytest.fixture
 def handlers(monkeypatch):
-    """Puts back what listens to signals, and what has come."""
+    """Restores, after a test, the signal handlers and dist.stop_requests, which begins empty."""
     monkeypatch.setattr(dist, "stop_requests", [])
     before = {number: signal.getsignal(number) for number in dist.STOP_SIGNALS}
     yield
@@ -51,7 +52,8 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
     signal.raise_signal(signal.Signals[name])
     assert dist.stop_requests == [name] * asks
     if asks:
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the next Ctrl-C does not end it"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, (
+            "the next Ctrl-C does not end the process")
 
 
 def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
@@ -61,9 +63,9 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
     status, stdout, _, (said,) = ended(process, tmp_path, begun)
-    assert status == 1, "whoever waits for the run shall know that it is not done"
+    assert status == 1, f"the exit status is {status}, not 1, so the run looks as if it were done"
     assert_stopped(out, said)
-    assert "held out" not in stdout, "there may be no time for an evaluation"
+    assert "held out" not in stdout, "a stopped run evaluates: there may be no time for it"
     assert "Done" not in stdout
 
 
@@ -80,9 +82,9 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
     assert status == 0, stderr
     assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
     for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 4), ("Done after step 4", 1):
-        assert stdout.count(words) == times, f"not {times} times {words!r}:\n{stdout}"
+        assert stdout.count(words) == times, f"{words!r} is not printed {times} times:\n{stdout}"
     assert column(folder / "out", "step") == [1, 2, 3, 4]
-    assert not alive(str(folder)), "ranks are left"
+    assert not alive(str(folder)), "ranks still run after their torchrun has ended"
 
 
 def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):

@@ -1,4 +1,4 @@
-"""Short runs of train.py on a few ranks, for its tests and for those of the variants."""
+"""Short runs of train.py on a few ranks, for tests of train.py and of the variants."""
 import contextlib
 import dataclasses
 import json
@@ -22,15 +22,15 @@ import optim
 import train
 from tests.ranks import run_ranks, script
 
-# Batches that 2, 3 and 4 ranks cannot divide, accumulation, both phases
+# Accumulation; two phases, whose batches do not divide evenly among 2 or 4 ranks, nor 7 among 3.
 SHORT = "--steps 8 6 --batch 9 7 --micro-tokens 128 --save-every 3".split()
-# So many steps that no run here comes to its end, of many micro-batches: signals come amid a step
+# More steps than any test waits for; each has many micro-batches, so a signal comes within a step.
 LONG = "--batch 128 --micro-tokens 256 --steps 5000 --save-every 5000 --precision fp32".split()
-# As short as a whole program can be
+# The shortest whole program.
 LITTLE = "--steps 4 2 --batch 8 --precision fp32".split()
 TORCHRUN = [find_spec("torch.distributed.run").origin,
             *"--standalone --max-restarts=1 --nproc_per_node=2 --no-python".split()]
-# train.py below a shell that stays, so that torchrun is not its parent
+# train.py in a shell that stays alive, so that torchrun is not its parent.
 SHELL = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train.py"]
 FAILS = """
 import os, train
@@ -49,8 +49,7 @@ train.main()
 
 
 def metrics(out, kind="train"):
-    """Returns the lines of a run's metrics.jsonl that are of a kind; of a step that stands there
-    twice the last one."""
+    """Returns the lines of one kind in a run's metrics.jsonl; if a step has two, the last one."""
     found = {}
     for text in (out / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
@@ -60,14 +59,14 @@ def metrics(out, kind="train"):
 
 
 def column(out, *names):
-    """Returns the values of these fields, step by step."""
+    """Returns the values of these fields, step by step, in one list."""
     return [line[name] for line in metrics(out) for name in names]
 
 
 def shrink(patch=setattr):
-    """Makes all of this process's training so small that a CPU without bf16 instructions does not
-    notice: a model of 2 x 64, half the lengths, few held-out examples. Its weights begin as those
-    of a wider one, so that gradients of few examples fit in fp16."""
+    """Makes training in this process small enough for a CPU without bf16 instructions: 2 layers of
+    width 64, half the lengths, few held-out examples. The initial weights are as small as those of
+    a wider model, so that gradients of few examples fit in fp16."""
     recipe = optim.RECIPES["demo"]
     short = [dataclasses.replace(phase, seq_len=phase.seq_len // 2) for phase in recipe["phases"]]
     patch(optim, "RECIPES", optim.RECIPES | {"demo": recipe | {"phases": short}})
@@ -79,23 +78,23 @@ def shrink(patch=setattr):
 
 
 def args_of(*argv):
-    """Returns what train.py makes of a command line."""
+    """Returns train.py's arguments for a command line."""
     return train.parse_arguments([str(word) for word in argv])
 
 
 def built(shards, *flags):
-    """Returns what train.py makes of flags, in fp32 if they do not say it, and the State before the
-    first step, on one rank."""
+    """Returns train.py's arguments for some flags and the State before the first step, on one rank;
+    in fp32, unless the flags set a precision."""
     args = args_of("--data", shards, "--precision", "fp32", *flags)
     train.prepare_run(args, dist.World())
     return args, train.build(args, dist.World())
 
 
 def training(world, argv, sabotage):
-    """Trains on one rank of several; `sabotage` (function, *arguments) may patch this process
-    first. Returns what the bits of the rank's weights add up to."""
+    """Trains on one rank of several, after `sabotage` (function, *arguments), if any, has patched
+    this process. Returns a checksum of the rank's masters: the sum of their bits as integers."""
     shrink()
-    train.STARTED = time.monotonic()             # not when the server of the ranks imported it
+    train.STARTED = time.monotonic()             # was set when the ranks' server imported train
     masters = {}
     restore = train.restore
 
@@ -114,7 +113,7 @@ def training(world, argv, sabotage):
 def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
     """Returns what `training` returns on each of `size` ranks, in order of rank.
 
-    check=False: the outcome of a rank that failed is its exception, of one that was killed None.
+    With check=False, the outcome of a failed rank is its exception, that of a killed rank is None.
     """
     out.parent.mkdir(exist_ok=True)
     arguments = ["--data", shards, "--out", out, *argv]
@@ -122,24 +121,24 @@ def run(shards, out, *argv, size=1, sabotage=None, check=True, gpu=False):
 
 
 def torchrun(folder, *words):
-    """Returns the process, to be started, of a torchrun of two ranks of a program; results are in
-    folder/out."""
+    """Returns a process that runs a program on two ranks under torchrun; the caller starts it. The
+    run's --out is folder/out."""
     return script(folder, *TORCHRUN, *words, "--out", folder / "out")
 
 
 def wait_for(condition, what):
     deadline = time.monotonic() + 200
     while not condition():
-        assert time.monotonic() < deadline, f"in 200 s {what}"
+        assert time.monotonic() < deadline, f"after 200 s {what}"
         time.sleep(0.05)
 
 
 def wait_for_a_step(out):
-    wait_for(lambda: steps_kept(out), f"no first step is saved in {out}")
+    wait_for(lambda: steps_kept(out), f"no step is saved in {out}")
 
 
 def alive(words):
-    """Returns the numbers of the processes whose command lines have these words."""
+    """Returns the ids of the processes whose command lines contain these words."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):                     # it has just ended
@@ -149,12 +148,12 @@ def alive(words):
 
 
 def start_and_kill(process, out):
-    """Kills a torchrun after a step; returns when its ranks have ended."""
+    """Starts a torchrun, kills it after a step is saved, and waits until its ranks have ended."""
     process.start()
     try:
         wait_for_a_step(out)
         process.kill()
-        wait_for(lambda: not alive(str(out)), "ranks train on")
+        wait_for(lambda: not alive(str(out)), "ranks still train, though their torchrun was killed")
     finally:
         process.kill()
         for pid in alive(str(out)):
@@ -168,13 +167,13 @@ def steps_kept(out):
 
 
 def last_state(out):
-    """Returns what is in a run's newest checkpoint."""
+    """Returns the content of a run's newest checkpoint."""
     return torch.load(train.checkpoints_in(out)[steps_kept(out)[-1]], weights_only=True)
 
 
 def random_batch(vocabulary, examples=8, length=128, device="cpu"):
-    """Returns a batch of random tokens as data.PretrainingData makes it, but without padding:
-    `examples` times `length` is a multiple of 64. 15 % are masked. Tensors."""
+    """Returns a batch of random tokens, 15 % masked, as tensors and in the form of
+    data.PretrainingData, but without padding: `examples` times `length` is a multiple of 64."""
     generator = np.random.default_rng(0)
     rows = examples * length
     tokens = generator.integers(5, vocabulary, rows)
@@ -192,7 +191,7 @@ def random_batch(vocabulary, examples=8, length=128, device="cpu"):
 
 
 def padded(batch):
-    """Returns a Batch as the keyword arguments of transformers' model: each example padded to the
+    """Returns a Batch as keyword arguments of transformers' model, with each example padded to the
     longest."""
     labels = torch.full_like(batch.tokens, data.IGNORED)
     kept = batch.labels["mlm"] != data.IGNORED
@@ -207,38 +206,39 @@ def padded(batch):
 
 
 def losses_of(logits, batch):
-    """Returns the sums of each task's losses, {task: tensor}."""
+    """Returns the sum of each task's losses, {task: tensor}."""
     return {task: train.loss_sum(logits[task], labels) for task, labels in batch.labels.items()}
 
 
 def assert_same(a, b, where="the checkpoint"):
-    """Compares all of two checkpoints, tensors bit for bit; but not the seconds."""
-    assert type(a) is type(b), f"{where} is {type(b)}, not {type(a)}"
+    """Asserts that two checkpoints are equal, tensors bit for bit, except for their seconds. where:
+    names b in the message."""
+    assert type(a) is type(b), f"{where} is of {type(b)}, not {type(a)}"
     if isinstance(a, dict):
-        assert a.keys() == b.keys(), f"{where} has {list(b)}, not {list(a)}"
+        assert a.keys() == b.keys(), f"{where} has the entries {list(b)}, not {list(a)}"
         tensors = [key for key in a if torch.is_tensor(a[key])]
         off = [key for key in tensors if not torch.equal(a[key], b[key])]
         assert not off, (
-            f"{where}: {len(off)} of {len(tensors)} tensors have other bits, the first is {off[0]} "
-            "(all of them: the steps differed; some: what became of these?)")
+            f"{where}: {len(off)} of {len(tensors)} tensors have wrong bits, the first is {off[0]} "
+            "(if all have, the steps differed; if only some have, what happened to these?)")
         for key in a.keys() - {"seconds", *tensors}:
             assert_same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, (list, tuple)):
         assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
     else:
-        assert a == b, f"{where} is {b}, not {a}: not saved, not restored, or counted otherwise"
+        assert a == b, f"{where} is {b}, not {a}: not saved, not restored, or counted differently"
 
 
 # ----- Sabotage: patches of a rank's process, see `training` -----
 
 def on_own_disk(world):
-    """Each rank is a node with a disk of its own."""
+    """Gives each rank its own disk, as on a node of its own: its own folder --out."""
     parse = train.parse_arguments
     train.parse_arguments = lambda argv: parse([*argv, "--out", f"{argv[3]}{world.rank}"])
 
 
 def spoil(world, rank, part, value):
-    """After an update, one weight or moment of one rank has another value."""
+    """Sets one weight or moment of one rank to `value` after each update."""
     step = optim.LAMB.step
 
     def patched(self):
@@ -251,7 +251,7 @@ def spoil(world, rank, part, value):
 
 
 def fake_clock(world, seconds_of_step, patch=setattr):
-    """Steps take seconds_of_step(step, rank), all else no time. The program begins now, at 0."""
+    """Sets a clock on which only steps take time, seconds_of_step(step, rank); now it is 0."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now,
                             sleep=lambda seconds: threading.Event().wait())
     update = optim.LossScaler.update
@@ -260,14 +260,14 @@ def fake_clock(world, seconds_of_step, patch=setattr):
         clock.now += seconds_of_step(step - 1, world.rank)
         return update(scaler, overflow, step)
 
-    patch(optim.LossScaler, "update", update_slowly)     # once in a step, before the clock is read
+    patch(optim.LossScaler, "update", update_slowly)     # once a step, before the clock is read
     patch(train, "STARTED", 0.0)
     patch(train, "time", clock)
 
 
 def by_the_clock(world, killed_in=None):
-    """Steps of 1 s each. In a step kill -9 of the last rank when it is over, before anything of it
-    is saved."""
+    """Makes each step take 1 s. At the end of step `killed_in`, before anything of it is saved, the
+    last rank is killed with SIGKILL."""
     fake_clock(world, lambda step, rank: 1.0)
     write = train.Log.step
 
@@ -280,8 +280,8 @@ def by_the_clock(world, killed_in=None):
 
 
 def power_fails(world):
-    """After each save the power fails: what os.fsync has not put onto the disk is lost."""
-    synced = set()           # which file, by its number, which no rename changes, and how long
+    """After each save the power fails: checkpoints that os.fsync has not put on disk are lost."""
+    synced = set()           # (inode, which no rename changes; length) of each file
     fsync = os.fsync
     save = train.save
 

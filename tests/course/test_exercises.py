@@ -1,4 +1,4 @@
-"""exercises.py: its table, copies, checks, hints and grades; the rewards and the open task."""
+"""Tests exercises.py: its table, copies, checks, hints, grades; verify, rewards, the open task."""
 import ast
 import json
 import re
@@ -24,7 +24,7 @@ def test_the_table_fits_the_code(name):
         blanked = exercises.blank(source, function)
         node = exercises.find(blanked, function)
         assert ast.get_docstring(node) and len(node.body) == 2, (
-            f"{function} has nothing to write it from")
+            f"blanked, {function} must be a docstring and one statement, to write it from")
         text = exercises.text_of(source, function)
         assert exercises.with_function(blanked, function, text) == source
     assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10 and len(HINTS[name]) == 3
@@ -36,14 +36,14 @@ def test_the_table_fits_the_code(name):
 
 
 def run(folder, *arguments):
-    """Runs exercises.py in a folder; returns (its status, what it prints)."""
+    """Runs exercises.py in a folder. Returns its exit status, and its output as text."""
     done = subprocess.run([sys.executable, "tests/course/exercises.py", *arguments], cwd=folder,
                           capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_what_a_student_has_and_sees(tmp_path):
-    """In a copy in which schedule and lamb are blank."""
+    """The copy has the exercises schedule and lamb blank."""
     folder = tmp_path / "copy"
     exercises.start(folder, ["schedule", "lamb"])
     right = shutil.copytree(folder, tmp_path / "right")
@@ -63,7 +63,7 @@ def test_what_a_student_has_and_sees(tmp_path):
         assert run(folder, *command) == (1, refused)
     assert run(folder, "check", "schedule") == (
         1, "schedule: still blank: learning_rate, progress\n")
-    # It would give LAMB away.
+    # The variant LANS would give LAMB away.
     assert exercises.BLANK in (folder / "tests/variants/lans.py").read_text()
     for count in 1, 2, 3, 3:
         assert run(folder, "hint", "schedule")[1].count(" of 3: ") == count
@@ -75,13 +75,13 @@ def test_what_a_student_has_and_sees(tmp_path):
     assert "nvidia-64k, phase 1" in said and "still blank in this folder: lamb" in said
 
 
-SUBMISSIONS = [                # points, what is wrong, body of learning_rate
-    # The slowest first
+SUBMISSIONS = [                # (points, what is wrong, the body of learning_rate)
+    # The slowest is first.
     (5, "Failed: after 5 s it stands at test_graders.py:", "while True: time.sleep(0)"),
     (0, "the tests ended without a report", "import posix; posix._exit(0)"),
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
-    (5, "NotImplementedError at optim.py:", None),              # not there; `progress` is right
+    (5, "NotImplementedError at optim.py:", None),              # no optim.py; `progress` is right
     (0, "optim.py is in it twice", "return 1")]
 
 
@@ -98,7 +98,7 @@ def test_grade(tmp_path, monkeypatch):
         if body:
             (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
     shutil.copytree(folders[5] / "handed in", folders[5] / "old")
-    # A zip in a zip, beside a loose file
+    # A zip in a zip, beside a loose file.
     shutil.make_archive(tmp_path / "packed/week", "zip", folders[3] / "handed in")
     shutil.rmtree(folders[3] / "handed in")
     shutil.make_archive(folders[3] / "again", "zip", tmp_path / "packed")
@@ -110,9 +110,10 @@ def test_grade(tmp_path, monkeypatch):
         said = f"{points},{points},{'schedule: ' * (points < 10)}{wrong}"
         assert said in row.replace('"', ""), row
         look = "look at it yourself: " in row
-        assert look == ("without a report" in wrong), "only what imports and exits is unusual"
+        assert look == ("without a report" in wrong), (
+            "the lecturer must look at the submission that imports posix, and at no other")
 
-    # Ended in the middle, it goes on with those that have no row.
+    # After an interruption, grading goes on with submissions that have no row.
     file.write_text("\n".join([header, *rows[:3], *rows[4:]]) + "\n")
     monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": (["", "again"], "")})
     exercises.grade(folders, ["schedule"], 25, 1, file, gradescope=results)
@@ -129,7 +130,7 @@ def test_grade(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("section", ["0. A first evening", "17. profile"])
 def test_the_handout_s_programs_run(section, capsys):
-    """On a smaller model, with smaller messages."""
+    """The model and the messages are smaller than in the handout."""
     text = (ROOT / "tests/course/handout.md").read_text().partition(f"## {section}")[2]
     for large, small in ("512", "64"), ("600_000", "9_000"), ("mini", "tiny"), ("8192", "320"):
         text = text.replace(large, small)
@@ -150,7 +151,7 @@ def test_what_is_unusual_is_told():
 
 
 def test_verify_says_what_is_not_as_it_should_be(monkeypatch, capsys):
-    """With tests that find all wrong."""
+    """Its tests find everything wrong."""
     red = exercises.no_marks("schedule", "red")
     monkeypatch.setattr(exercises, "try_out", lambda *_: red)
     assert verify.verify(["schedule"], 1, 1) == 1
@@ -167,11 +168,11 @@ def test_a_reward_is_shown(name, shards, monkeypatch, capsys):
 
 
 def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
-    """Of a file that sends as "none" does, and from rank 1 as much again, and tells other bytes."""
+    """The file sends as much as "none", and rank 1 sends as much again; it returns wrong bytes."""
     monkeypatch.setattr(compete, "STEPS", 4)
     monkeypatch.setattr(compete, "SEEDS", [0])
     file = tmp_path / "mine.py"
-    # The padding of value is left out, as "none" has none
+    # The file leaves out the padding of `value`, since "none" has no padding.
     file.write_text(
         "import math\n"
         "from torch import distributed\n"
@@ -185,5 +186,6 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
     (sent, loss), (sent_by_none, loss_of_none) = together(
         lambda: compete.score(shards, "mine", (compete.enter, str(file))),
         lambda: compete.score(shards, "none"))
-    assert sent == 2 * sent_by_none, "not the bytes of rank 1, which sends most, were counted"
+    assert sent == 2 * sent_by_none, (
+        f"{sent} bytes are counted, not the {2 * sent_by_none} of rank 1, which sends the most")
     assert loss == pytest.approx(loss_of_none, rel=1e-3)

@@ -78,7 +78,8 @@ def trained(world, make, values, decays, grads, frozen):
         if hasattr(optimizer, "begin_step"):
             local = optimizer.begin_step(frozen[t])
             again = optimizer.begin_step(frozen[t])
-            assert again == local, "after a skipped step it answers otherwise"
+            assert again == local, (
+                f"begin_step returns {again}, not {local}, when it is called again after a skip")
         for p, g in zip(params, step):
             p.grad = torch.tensor(g[world.rank] if local else g.mean(0))
         optimizer.step()
@@ -115,11 +116,12 @@ def check_equations(equations, make, ranks=1, frozen=[False] * 30):
             for rank, history in enumerate(histories):
                 error = np.linalg.norm(history[t][0][number] - s.w[rank])
                 assert error <= 1e-8 * np.linalg.norm(s.w[rank]), (
-                    f"tensor {number} of shape {g.shape[1:]} is {error:.2g} off its equations "
-                    f"after step {t + 1}, on rank {rank} of {ranks}")
+                    f"tensor {number} of shape {g.shape[1:]} is off its equations by a norm of "
+                    f"{error:.2g} after step {t + 1}, on rank {rank} of {ranks}")
         expected = sum(s.sent for s in states)
         sent = [history[t][1] for history in histories]
-        assert sent == [expected] * ranks, f"{sent} bytes until step {t + 1}, not {expected}"
+        assert sent == [expected] * ranks, (
+            f"up to step {t + 1} the ranks have sent {sent} bytes, not {expected} each")
     return states
 
 
@@ -204,12 +206,12 @@ def powersgd_in_float64(world):
         rest = value
         vector = sum(slopes)[n:] / world.size
         found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
-                 "the mean of the vector, which goes dense,": (mean[n:], vector),
-                 "what is left of the matrix": (rest[:n], errors[world.rank].flatten()),
-                 "what is left of the vector, nothing,": (rest[n:], torch.zeros(VECTOR))}
+                 "the mean of the vector, which is sent in full,": (mean[n:], vector),
+                 "the residual of the matrix": (rest[:n], errors[world.rank].flatten()),
+                 "the residual of the vector, which must be 0,": (rest[n:], torch.zeros(VECTOR))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
-            assert error <= 1e-4, f"{what} is up to {error:.2g} off in step {step + 1} of four"
+            assert error <= 1e-4, f"{what} is wrong by up to {error:.2g} in step {step + 1} of 4"
     return all_sent
 
 
