@@ -130,7 +130,7 @@ def begun_first(request):
         start_server()
         # The tests that want the fixture report its error. In other files there is no `in_trouble`.
         with contextlib.suppress(Exception):
-            "course" in request.path.parts or request.getfixturevalue(name)
+            request.path.parent.name == "course" or request.getfixturevalue(name)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import gc
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.resource_tracker
 import operator
 import os
@@ -43,6 +44,9 @@ if len(tempfile.gettempdir()) > 60:
     tempfile.tempdir = "/tmp"        # of the server's socket, whose path has at most 107 letters
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sentencepiece", "pytest", "train"])
 STARTING = threading.Lock()
+# A process that starts would first poll all others; but two threads that poll the same one at the
+# same time can read a wrong exit code, 255.
+multiprocessing.process._cleanup = lambda: None
 # tqdm's own lock is shared between processes: it outlives a killed rank, and then pytest ends with
 # a warning.
 tqdm.set_lock(threading.RLock())
@@ -181,24 +185,25 @@ def where(said):
 
 
 def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None, check=True,
-              gpu=False, timeout=60, store=None, idle=IDLE):
+              gpu=False, timeout=60, store=None, idle=IDLE, environment=os.environ):
     """Returns what function(world, *arguments) returned on each rank, in order of rank.
 
     An exception of a rank is raised here; of several, one that is the cause, not a RankLost. If
     there is no cause, but ranks hang, were killed or have lost others, an AssertionError names the
     line where each is. With check=False, only ranks that hang raise an error; otherwise a rank's
-    exception is its outcome, and a killed rank has the outcome None. The output of the ranks is
-    logged, and pytest shows it if the test fails.
+    exception is its outcome, and a killed rank has the outcome None. pytest shows the output of the
+    ranks if the test fails: it is logged, or a note of the error.
 
     nodes: the number of ranks of each node, if not local_size. store: the name of a file in
-    tmp_path in which ranks met before.
+    tmp_path in which ranks met before. environment: of the ranks; outside of the main thread a
+    copy, since tests change os.environ.
     """
     __tracebackhide__ = True                 # pytest shows the call, not these lines
     start_server()
     store = tmp_path / (store or f"store-{uuid.uuid4().hex}")
     local_size = local_size or size
     nodes = nodes or [local_size] * (size // local_size)
-    environment = os.environ | {"WORLD_SIZE": str(size)}
+    environment = environment | {"WORLD_SIZE": str(size)}
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""      # Gloo, even if there is a GPU
     one_gpu = gpu and torch.cuda.device_count() < size
@@ -222,13 +227,14 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
 
         outcomes = []
         places = []
+        output = ""
         ended = True                         # whether all ranks have left an outcome
         for rank, process in enumerate(ranks):
             fate = f"ended with exit code {process.exitcode}"
             if rank in hanging:
                 fate = f"hangs, as ranks {hanging} do,"
             said = Path(folder, f"{rank}.said").read_text(errors="replace")
-            LOG.info(f"rank {rank} {fate} and has printed:\n{said[-5000:]}")
+            output += f"rank {rank} {fate} and has printed:\n{said[-5000:]}\n"
             places.append(f"rank {rank}: {where(said) or fate}")
             result = Path(folder, f"{rank}")
             ended = ended and result.exists()
@@ -237,12 +243,14 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     causes = [error for error in errors if not isinstance(error, dist.RankLost)]
     if check or hanging:
-        if causes:
-            raise causes[0]
-        if errors or not ended:
-            raise AssertionError(
+        if not causes and (errors or not ended):
+            causes = [AssertionError(
                 "the ranks wait for each other, or one has died (do all call the same collectives, "
-                f"in the same order?): {', '.join(places)}; {errors or ''}")
+                f"in the same order?): {', '.join(places)}; {errors or ''}")]
+        if causes:
+            causes[0].add_note(output)
+            raise causes[0]
+    LOG.info(output)
     return outcomes
 
 

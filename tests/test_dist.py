@@ -51,10 +51,13 @@ def in_trouble(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("trouble")
     found = {"folder": folder}
+    environment = dict(os.environ)
     for shape in 0, 5000:
-        found[shape] = begin(run_ranks, wait_for_each_other, 2, folder, shape, idle=3)
+        found[shape] = begin(run_ranks, wait_for_each_other, 2, folder, shape, idle=3,
+                             environment=environment)
     for act in "killed", "stopped", "bug", "mistake":
-        found[act] = begin(run_ranks, leaves, 4, folder, folder / act, act, check=False)
+        found[act] = begin(run_ranks, leaves, 4, folder, folder / act, act, check=False,
+                           environment=environment)
     return found
 
 

@@ -60,6 +60,7 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
     process = script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
     begun = begin(process.start)
+    begun.result()
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
     status, stdout, _, (said,) = ended(process, tmp_path, begun)

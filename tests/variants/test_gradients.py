@@ -60,8 +60,10 @@ def test_one_rank_alone_averages_its_buckets_after_backward(monkeypatch):
     averaged = []                    # a clock that advances only while a bucket is averaged
     monkeypatch.setattr(dist, "time", SimpleNamespace(perf_counter=lambda: len(averaged)))
     for bucket in reducer.buckets:
-        bucket.average = lambda scale: averaged.append(scale) or 0
+        bucket.average = lambda scale, average=bucket.average: averaged.append(scale) or (
+            average(scale))
     reducer.finish()
+    assert reducer.norm() > 0
     assert len(averaged) == len(reducer.buckets), "not every bucket is averaged once"
     assert reducer.wait_seconds == 0, "a single rank has waited, with nobody to wait for"
 
