@@ -238,7 +238,7 @@ def attention(qkv, bounds, lengths, dropout):
     if not qkv.is_cuda:
         return attention_by_length(qkv, lengths, dropout)
     longest = int(lengths.max())
-    # FlashAttention needs 16 bits and an Ampere GPU, which is (8, 0), or a newer one.
+    # FlashAttention needs 16 bits and a GPU of compute capability 8.0 (Ampere) or newer.
     if qkv.dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0):
         return flash_attention(qkv, bounds, longest, dropout)
     return padded_attention(qkv, bounds, longest, dropout)
