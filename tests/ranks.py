@@ -192,7 +192,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
     there is no cause, but ranks hang, were killed or have lost others, an AssertionError names the
     line where each is. With check=False, only ranks that hang raise an error; otherwise a rank's
     exception is its outcome, and a killed rank has the outcome None. pytest shows the output of the
-    ranks if the test fails: it is logged, or a note of the error.
+    ranks if the test fails: it is logged, and outside of the main thread a note of the error.
 
     nodes: the number of ranks of each node, if not local_size. store: the name of a file in
     tmp_path in which ranks met before. environment: of the ranks; outside of the main thread a
@@ -239,6 +239,7 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
             result = Path(folder, f"{rank}")
             ended = ended and result.exists()
             outcomes.append(pickle.loads(result.read_bytes()) if result.exists() else None)
+    LOG.info(output)
 
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     causes = [error for error in errors if not isinstance(error, dist.RankLost)]
@@ -248,9 +249,9 @@ def run_ranks(function, size, tmp_path, *arguments, local_size=None, nodes=None,
                 "the ranks wait for each other, or one has died (do all call the same collectives, "
                 f"in the same order?): {', '.join(places)}; {errors or ''}")]
         if causes:
-            causes[0].add_note(output)
+            if threading.current_thread() is not threading.main_thread():
+                causes[0].add_note(output)       # the log is that of the test which runs meanwhile
             raise causes[0]
-    LOG.info(output)
     return outcomes
 
 
