@@ -375,8 +375,9 @@ def hint(name):
     with open(ROOT / f".hints-{name}", "a") as file:         # a dot for each call
         file.write(".")
         shown = file.tell()
-    for number, text in enumerate(HINTS[name][:shown], 1):
-        print(f"{number} of {len(HINTS[name])}: {text}")
+    hints = HINTS[name].strip().split("\n\n")
+    for number, text in enumerate(hints[:shown], 1):
+        print(f"{number} of {len(hints)}: {text}")
 
 
 # ----- For lecturers -----
