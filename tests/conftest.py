@@ -130,7 +130,8 @@ def begun_first(request):
         start_server()
         # The tests that want the fixture report its error. In other files there is no `in_trouble`.
         with contextlib.suppress(Exception):
-            request.path.parent.name == "course" or request.getfixturevalue(name)
+            if request.path.parent.name != "course":
+                request.getfixturevalue(name)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ For masks, pairs and dealing see course/test_graders.py.
 """
 import bz2
 import contextlib
-import gc
 import functools
+import gc
 import gzip
 import itertools
 import json

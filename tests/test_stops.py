@@ -5,16 +5,18 @@ import signal
 import pytest
 
 import dist
-from tests.ranks import begin, script
+from tests.ranks import script
 from tests.training import LONG, alive, column, steps_kept, wait_for_a_step
 
 SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 
 
-def ended(process, folder, begun):
-    """Waits for the future `begun`, see `torchruns` in conftest.py, then for the process to end.
-    Returns its exit status, stdout, stderr, and the lines of stderr that begin with "train.py:"."""
-    begun.result()
+def ended(process, folder, begun=None):
+    """Waits for the future `begun` of a run of `torchruns`, see conftest.py, then for the process to
+    end. Returns its exit status, stdout, stderr, and the lines of stderr that begin with
+    "train.py:"."""
+    if begun:
+        begun.result()
     process.join(100)
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     assert process.exitcode is not None, f"the run does not end. It has printed:\n{stdout}{stderr}"
@@ -59,11 +61,10 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
 def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
     process = script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)
-    begun = begin(process.start)
-    begun.result()
+    process.start()
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
-    status, stdout, _, (said,) = ended(process, tmp_path, begun)
+    status, stdout, _, (said,) = ended(process, tmp_path)
     assert status == 1, f"the exit status is {status}, not 1, so the run looks as if it were done"
     assert_stopped(out, said)
     assert "held out" not in stdout, "a stopped run evaluates: there may be no time for it"
