@@ -12,8 +12,8 @@ SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 
 
 def ended(process, folder, begun=None):
-    """Waits for the future `begun` of a run of `torchruns`, see conftest.py, then for the process to
-    end. Returns its exit status, stdout, stderr, and the lines of stderr that begin with
+    """Waits for the future `begun`, if it is a run of `torchruns` in conftest.py, then for the
+    process to end. Returns its exit status, stdout, stderr, and the lines of stderr that begin with
     "train.py:"."""
     if begun:
         begun.result()
