@@ -27,7 +27,8 @@ def test_the_table_fits_the_code(name):
             f"blanked, {function} must be a docstring and one statement, to write it from")
         text = exercises.text_of(source, function)
         assert exercises.with_function(blanked, function, text) == source
-    assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10 and HINTS[name].count("\n\n") == 2
+    assert sum(points for points, _, _ in exercises.ideas_of(name)) == 10
+    assert HINTS[name].count("\n\n") == 2, f"{name} has not three hints"
     cases = verify.solutions(name)
     assert {"wrong", "right"} <= {kind for _, kind, _ in cases} <= {*verify.POINTS}
     assert len(cases) == verify.FILE.read_text().count(f"### {name}, ")
