@@ -7,8 +7,8 @@ The first half is the core, from simple to hard. `World` is a group of ranks. `a
 averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` decide what goes
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail. The first half needs only one fact of it: a collective over Gloo raises
-RankLost when a rank is gone.
+ranks meet, stop and fail; `init` there makes the World. The first half needs only one more fact of
+it: a collective over Gloo raises RankLost when a rank is gone.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; with a
 single rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -203,6 +203,7 @@ class Reducer:
         train.Clock             notices when the machine was suspended
         communication thread    averages buckets (`_average`); only if W > 1
         `watch`                 waits until some rank has failed; only if W > 1
+        `leave`'s thread        asks the store, only after an error
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, from optim.cast_with_masters;
     without them the optimizer steps the parameters themselves, in fp32. `finish` sets `bytes_sent`,
@@ -477,14 +478,14 @@ class ErrorFeedback:
 
     After a skipped step (an overflow) the next one begins with the same e_r.
 
-    mean: a function (world, value, state) -> (mean, next state, bytes sent):
+    mean: a function (world, value, state) -> (mean, residual, next state, bytes sent):
 
-        value (n + padding,)   v_r, then padding, so that each rank has whole blocks. The padding
-                               has a residual, too. The function subtracts c_r in place, which
-                               leaves e'_r
-        mean (n + padding,)    q
-        state                  a dict, empty at first, for what the function keeps from step to
-                               step. It is not changed: the next state is a new dict
+        value (n + padding,)       v_r, then padding, so that each rank has whole blocks; the
+                                   function may overwrite it
+        mean (n + padding,)        q
+        residual (n + padding,)    e'_r; the padding has a residual, too
+        state                      a dict, empty at first, for what the function keeps from step to
+                                   step. It is not changed: the next state is a new dict
     """
 
     def __init__(self, mean):
@@ -498,11 +499,10 @@ class ErrorFeedback:
         if residual is None:
             # n, rounded up to whole blocks for each rank.
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
-        value = torch.empty_like(residual)
-        torch.add(residual[:n], flat, alpha=1 / loss_scale, out=value[:n])
-        value[n:] = residual[n:]                   # of the padding: onebit sends a 0 as +-scale
-        mean, next_state, sent = self.mean(world, value, state)
-        self.next = value, next_state              # value is now the next residual
+        value = residual.clone()
+        value[:n].add_(flat, alpha=1 / loss_scale)
+        mean, residual, next_state, sent = self.mean(world, value, state)
+        self.next = residual, next_state
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent
 
@@ -527,14 +527,14 @@ def compressed_mean(encode, decode, world, value, state):
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
         encode         3      1               2      5
-        left in value  0.4    0.0             0.0    0.2          the next residuals
+        residual       0.4    0.0             0.0    0.2          for the next step
         all_to_all     3      2               1      5            now part 0 of both; part 1 of both
         mean           2.5                    3.0                 plus s, which is 0 at first
         encode         2                      3                   0.5 and 0.0 are the next s
         all_gather     2      3               2      3            the mean, on both
 
     In letters: rank r has the value v_r, see `ErrorFeedback`, and the rank that averages a part
-    keeps a residual of its own, s:
+    keeps a residual of its own, s, the `part_residual`:
 
         c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
         m = mean_r c_r + s
@@ -546,7 +546,7 @@ def compressed_mean(encode, decode, world, value, state):
 
     # 1. Send each part to the rank that averages it.
     codes, decoded = encode(parts)                         # codes: (W, blocks, bytes of a block)
-    parts -= decoded
+    residual = parts.sub_(decoded).view(-1)                # in place, to save memory
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
@@ -555,9 +555,10 @@ def compressed_mean(encode, decode, world, value, state):
 
     # 3. Send the average to all.
     part_codes, part_decoded = encode(part_mean)
-    part_mean -= part_decoded                              # the next part residual
+    part_residual = part_mean.sub_(part_decoded)
     mean = decode(world.all_gather(part_codes)).view(-1)
-    return mean, {"part_residual": part_mean}, 2 * (world.size - 1) * part_codes.numel()
+    sent = 2 * (world.size - 1) * part_codes.numel()
+    return mean, residual, {"part_residual": part_residual}, sent
 
 
 def encode_int8(blocks):
@@ -634,17 +635,6 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 
 
 # ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
-#
-# When something is wrong, every wait has an end; the names are explained below:
-#
-#     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
-#     10 s                    `leave` gives up asking the store
-#     --timeout               a collective over Gloo raises an exception
-#     2 x --timeout           meeting; a collective over NCCL aborts the process
-#     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM
-#                             when a rank of this node has failed
-#     60 s after "failed"     `watch` ends its process: on nodes where no rank has ended, torchrun
-#                             has sent no SIGTERM
 
 # ----- How the ranks meet -----
 
@@ -875,21 +865,30 @@ def end_torchrun():
 #
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
-#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            SIGTERM, which ranks
-#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               take as a request
+#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            SIGTERM: to ranks
+#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               only a request
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
 #
 # `agree` decides who waits, and prints:
 #
-#     this rank                    waits     because                                  prints
-#     first, with its own error    no                                                 its error
-#     first, with a RankLost       2 s       the living need time to set "alive"      who is lost
-#     later                        2 s *     its `watch` has to set "alive"           nothing
+#     this rank                    waits                                         prints
+#     first, with its own error    not at all                                    its error
+#     first, with a RankLost       2 s, so that the living can set "alive"       who is lost
+#     later                        until its `watch` has set "alive" and then    nothing
+#                                  `may_leave`, 2 s at most
 #
-# * At most, and only until `watch` sets `may_leave`: errors pass from neighbour to neighbour, so
-# one may come late.
+# When something is wrong, every wait has an end:
+#
+#     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
+#     10 s                    `leave` gives up asking the store
+#     --timeout               a collective over Gloo raises an exception
+#     2 x --timeout           meeting; a collective over NCCL aborts the process
+#     30 s after SIGTERM      torchrun kills the ranks of its node that are left. It sends SIGTERM
+#                             when a rank of this node has failed
+#     60 s after "failed"     `watch` ends its process: on nodes where no rank has ended, torchrun
+#                             has sent no SIGTERM
 
 def open_store():
     """Returns the ranks' store, by a connection of its own: another thread may use the old one."""

@@ -59,7 +59,7 @@ def test_the_example_of_the_docstring():
 
 
 def rows_of(world, values):
-    """Returns a rank's part of each row in compressed_mean's table, and what is left after each."""
+    """Returns a rank's part of each row in compressed_mean's table, and the residual of each."""
     rows = []
 
     def encode(numbers):
@@ -71,17 +71,17 @@ def rows_of(world, values):
         return codes
 
     value = torch.tensor(values[world.rank])
-    _, state, _ = dist.compressed_mean(encode, decode, world, value, {})
+    _, residual, state, _ = dist.compressed_mean(encode, decode, world, value, {})
     none = torch.zeros(0)
-    return rows, [none, value, none, none, state["part_residual"], none]
+    return rows, [none, residual, none, none, state["part_residual"], none]
 
 
 def test_the_table_of_compressed_mean(monkeypatch):
     monkeypatch.setattr(dist, "BLOCK", 1)                      # a block is one number
     ranks = on_threads(rows_of, 2, [[3.4, 1.0], [2.0, 5.2]])
     (first, first_left), (second, second_left) = ranks
-    # "left in value" becomes a part of the row before it.
-    text = re.sub("\n +left in value", "", inspect.getdoc(dist.compressed_mean))
+    # The row "residual" becomes a part of the row before it.
+    text = re.sub("\n +residual  ", "", inspect.getdoc(dist.compressed_mean))
     table = re.findall(r"(?m)^ +(value|encode|all_to_all|mean|all_gather) {3}(.*)$", text)
     for (name, row), *parts in zip(table, first, second, first_left, second_left, strict=True):
         computed = torch.cat([part.flatten() for part in parts]).tolist()

@@ -104,8 +104,8 @@ thread, on one rank, `finish` averages all buckets itself.
 averages a list of tensors with one all-reduce: one for P, and one for Q and everything that goes
 dense.
 
-All ranks have P and Q, so all have P Q^T: write it to `mean`. What remains in `value` is value -
-mean, and zeros where it went dense.
+All ranks have P and Q, so all have P Q^T: write it to `mean`. The residual is value - mean, and
+zeros where it went dense.
 
 Return a new state with a new list, and never change tensors of the old state, which counts again
 after a skipped step. The first Q, the same on all ranks, is torch.randn of a generator with seed
@@ -116,10 +116,10 @@ Residuals are unscaled, gradients are not, because the next step may have anothe
 is longer than `flat`: its length is a multiple of BLOCK * world.size. The padding is zero at
 first; later it has a residual like the rest.
 
-`average` calls self.mean(world, value, state), which leaves the residual in `value` and returns
-mean, next state, bytes. The mean, times the loss scale, goes to `flat`.
+`average` calls self.mean(world, value, state), which returns mean, residual, next state, bytes.
+The mean, times the loss scale, goes to `flat`.
 
-`next` is (value, next state), which waits for `commit`. `kept` is what the next step begins with;
+`next` is (residual, next state), which waits for `commit`. `kept` is what the next step begins with;
 None in it means a residual of zeros. `commit` sets `kept` to `next` if the step is taken. In any
 case both are the same afterwards.
 """,

@@ -183,7 +183,7 @@ def test_the_open_task_counts_bytes_itself(shards, tmp_path, monkeypatch):
         "    distributed.all_reduce(mean[:n])\n"
         "    pass_on = distributed.send if world.rank == 1 else distributed.recv\n"
         "    pass_on(value[:n], 1 - world.rank)\n"
-        "    return mean, state, value.zero_()\n")
+        "    return mean, value.zero_(), state, 1\n")
     (sent, loss), (sent_by_none, loss_of_none) = together(
         lambda: compete.score(shards, "mine", (compete.enter, str(file))),
         lambda: compete.score(shards, "none"))

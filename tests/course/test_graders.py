@@ -835,10 +835,10 @@ def test_powersgd_is_algorithm_1(tmp_path):
 
 def test_powersgd_keeps_the_state():
     """2 points: the state of the step before stays unchanged."""
-    _, state, _ = powersgd.powersgd(dist.World(), gradient(0, 0), {"shapes": POWERSGD_SHAPES})
+    _, _, state, _ = powersgd.powersgd(dist.World(), gradient(0, 0), {"shapes": POWERSGD_SHAPES})
     before = copy.deepcopy(state)                # has factors
     bad = torch.full_like(gradient(0, 0), torch.inf)
-    mean, _, _ = powersgd.powersgd(dist.World(), bad, state)
+    mean, *_ = powersgd.powersgd(dist.World(), bad, state)
     assert not mean.isfinite().all(), "the gradients are inf, but their mean is finite"
     assert_same(before, state, "after a step, which may still be skipped, the old state")
 
@@ -900,7 +900,7 @@ def test_feedback_loses_nothing(compression, size):
 def test_feedback_tells_bytes(rng):
     """1 points: the bytes sent are returned."""
     told = rng.randrange(1000, 9000)
-    wire = dist.ErrorFeedback(lambda world, value, state: (value, state, told))
+    wire = dist.ErrorFeedback(lambda world, value, state: (value, value, state, told))
     sent = wire.average(dist.World(), torch.zeros(N_BUCKET), 1.0)
     assert sent == told, f"`mean` returns {told} bytes, but `average` returns {sent}"
 

@@ -192,23 +192,22 @@ def powersgd_in_float64(world):
     state = {"shapes": POWERSGD_SHAPES}
     q = torch.randn(K, B, generator=torch.Generator().manual_seed(0)).double().T
     errors = [0.0] * world.size
-    rest = torch.zeros(n + VECTOR)
+    residual = torch.zeros(n + VECTOR)
     all_sent = []
     for step in range(4):
         slopes = [gradient(rank, step) for rank in range(world.size)]
-        value = slopes[world.rank] + rest
-        mean, state, sent = powersgd.powersgd(world, value, state)
+        value = slopes[world.rank] + residual
+        mean, residual, state, sent = powersgd.powersgd(world, value, state)
         all_sent.append(sent)
         v = [g[:n].view(A, B).double() + e for g, e in zip(slopes, errors)]
         p = torch.linalg.qr(sum(v_r @ q for v_r in v) / world.size).Q
         q = sum(v_r.T @ p for v_r in v) / world.size
         errors = [v_r - p @ q.T for v_r in v]
-        rest = value
         vector = sum(slopes)[n:] / world.size
         found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
                  "the mean of the vector, which is sent in full,": (mean[n:], vector),
-                 "the residual of the matrix": (rest[:n], errors[world.rank].flatten()),
-                 "the residual of the vector, which must be 0,": (rest[n:], torch.zeros(VECTOR))}
+                 "the residual of the matrix": (residual[:n], errors[world.rank].flatten()),
+                 "the residual of the vector, which must be 0,": (residual[n:], torch.zeros(VECTOR))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
             assert error <= 1e-4, f"{what} is wrong by up to {error:.2g} in step {step + 1} of 4"

@@ -40,11 +40,10 @@ def chunk(world, value, state):
     chosen = norms.topk(count).indices
     [means], sent_chunks = common.mean_of_each(world, [chunks[chosen]])
 
-    chunks[chosen] = 0
-    value.copy_(chunks.flatten()[:n])
+    residual = chunks.index_fill(0, chosen, 0)
     mean = torch.zeros_like(chunks)
     mean[chosen] = means
-    return mean.flatten()[:n], state, sent_norms + sent_chunks
+    return mean.flatten()[:n], residual.flatten()[:n], state, sent_norms + sent_chunks
 
 
 def install():

@@ -62,8 +62,8 @@ def powersgd(world, value, state):
     for v, v_mean, exact in zip(others, other_means, averaged[len(matrices):]):
         v.copy_(exact)                             # so that nothing is left of it below
         v_mean.copy_(exact)
-    value.sub_(mean)
-    return mean, state | {"factors": right}, sent_left + sent_right
+    residual = value - mean
+    return mean, residual, state | {"factors": right}, sent_left + sent_right
 
 
 def first_factors(matrices, rank):

@@ -181,13 +181,12 @@ def test_powersgd_is_its_algorithm(monkeypatch):
 
 
 def exchanged(world, compressor):
-    """Returns (value before, what is left of it, mean, bytes sent)."""
+    """Returns (value, residual, mean, bytes sent)."""
     generator = torch.Generator().manual_seed(world.rank)
-    before = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
-    before = before.roll(1024 * world.rank)                # each rank has a different largest chunk
-    value = before.clone()
-    mean, _, sent = compressor(world, value, {})
-    return before, value, mean, sent
+    value = torch.randn(3109, generator=generator) * torch.linspace(0, 1, 3109)
+    value = value.roll(1024 * world.rank)                  # each rank has a different largest chunk
+    mean, residual, _, sent = compressor(world, value.clone(), {})
+    return value, residual, mean, sent
 
 
 def largest_elements(values, rank):
@@ -204,13 +203,13 @@ def largest_chunk(values, rank):
 
 @pytest.mark.parametrize("compressor, chosen, sent", [
     (topk.topk, largest_elements, 31 * 8), (gradientflow.chunk, largest_chunk, (4 + 1024) * 4)])
-def test_what_is_largest_is_sent_and_the_rest_is_left(compressor, chosen, sent):
+def test_what_is_largest_is_sent_and_the_rest_is_the_residual(compressor, chosen, sent):
     ranks = on_threads(exchanged, 2, compressor)
-    values = [before for before, *_ in ranks]
+    values = [value for value, *_ in ranks]
     mean = sum(value * chosen(values, rank) for rank, value in enumerate(values)) / 2
-    for rank, (before, rest, found, bytes_sent) in enumerate(ranks):
-        assert torch.equal(rest, before * ~chosen(values, rank)), (
-            f"what is left on rank {rank} is not its value without the elements sent")
+    for rank, (value, residual, found, bytes_sent) in enumerate(ranks):
+        assert torch.equal(residual, value * ~chosen(values, rank)), (
+            f"the residual of rank {rank} is not its value without the elements sent")
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-6,
                                    msg="the mean is not that of the chosen elements")
         assert torch.equal(found, ranks[0][2]), "the ranks' means differ in bits"
@@ -222,7 +221,7 @@ def mean_with_inf(world, compressor):
     value = torch.linspace(1, 2, 3109)
     value[5] = torch.inf if world.rank else 0.0
     state = {"shapes": [(64, 48), (37,)]}
-    mean, _, _ = compressor(world, value, state)
+    mean, *_ = compressor(world, value, state)
     assert state == {"shapes": [(64, 48), (37,)]}, "the state from before a skipped step is lost"
     return mean
 
@@ -238,7 +237,7 @@ def test_a_compressor_is_told_shapes_and_what_it_kept():
 
     def mean(world, value, state):
         told.append(state)
-        return value.clone(), {"kept": len(told)}, 0
+        return value, torch.zeros_like(value), {"kept": len(told)}, 0
 
     with installed(common.tell_shapes):
         common.use_compression("spy", mean)

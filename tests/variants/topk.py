@@ -10,7 +10,7 @@ k = FRACTION n largest:
 
 An all-gather gives every rank's elements to all ranks, at 8 bytes each. The bytes therefore grow
 with the number of ranks, and beyond W = 1 / FRACTION ranks exceed those of fp32. Elements that are
-not sent stay in v_r; error feedback is in dist.ErrorFeedback.
+not sent are the residual; error feedback is in dist.ErrorFeedback.
 
 What is changed: dist.COMPRESSORS gets an entry "topk", now the default of --compression.
 """
@@ -39,14 +39,14 @@ def topk(world, value, state):
     else:
         places = sizes.topk(k, sorted=False).indices
     elements = value[places]                                             # (k,)
-    value.index_fill_(0, places, 0)
+    residual = value.index_fill(0, places, 0)
 
     mean = torch.zeros_like(value)
     all_places = world.all_gather(places.int())                          # (W, k)
     all_elements = world.all_gather(elements)
     for places_of_rank, elements_of_rank in zip(all_places, all_elements):
         mean.index_add_(0, places_of_rank, elements_of_rank, alpha=1 / world.size)
-    return mean, state, (world.size - 1) * 8 * k
+    return mean, residual, state, (world.size - 1) * 8 * k
 
 
 def install():
