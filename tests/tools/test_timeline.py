@@ -19,17 +19,20 @@ from tests.training import SHORT, shrink
 LONG = """[
     ["rank 0  460 ms", "=w", [0, 200, 460]],
     ["  bucket 0.0  2.10 MB", ".#", [50, 50, 130]],
-    ["  bucket 0.1  2.10 MB", ".#", [80, 130, 131]],
+    ["  bucket 0.1  2.10 MB", ".#~#", [80, 130, 150, 190, 200]],
+    ["  bucket 0.2  0.01 MB", ".#~#", [200, 200, 201, 202, 203]],
     ["rank 1  240 ms", "=w", [0, 200, 240]],
     ["  rank 1: all in finish", ".#", [200, 200, 240]]]"""
 SHORTER = '[["rank 0  230 ms", "=w", [0, 100, 230]]]'
-TEXT = """\
-shorter:  = backward  w waiting  . complete, not begun  # averaging
+KEY = "= backward  w waiting  . complete, not begun  # averaging: computing  ~ in collectives"
+TEXT = f"""\
+shorter:  {KEY}
 rank 0  230 ms          ==========wwwwwwwwwwwww
-long:  = backward  w waiting  . complete, not begun  # averaging
+long:  {KEY}
 rank 0  460 ms          ====================wwwwwwwwwwwwwwwwwwwwwwwwww
   bucket 0.0  2.10 MB        ########
-  bucket 0.1  2.10 MB           .....#
+  bucket 0.1  2.10 MB           .....##~~~~#
+  bucket 0.2  0.01 MB                       #
 rank 1  240 ms          ====================wwww
   rank 1: all in finish                     ####
 """
@@ -51,8 +54,7 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == TEXT
     # Letters are drawn as curves; their text is in comments.
     written = re.findall("<!-- (.*) -->", (tmp_path / "x.svg").read_text())
-    for label in ("long", "shorter", "rank 1  240 ms", "backward", "waiting in finish",
-                  "bucket complete, not begun", "averaging"):
+    for label in ("long", "shorter", "rank 1  240 ms", *timeline.NAMES.values()):
         assert written.count(label) == 1, f"{label!r} occurs {written.count(label)} times, not once"
 
 
@@ -61,11 +63,14 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path):
 def test_a_rank_draws_what_was_noted_in_this_step(monkeypatch):
     # Start and end of two micro-batches' backward and of `finish`, in seconds.
     monkeypatch.setattr(timeline, "MOMENTS", [7, 8, 9, 9.25, 9.5, 10])
+    # Collectives: one in the other, and one after `now`.
+    monkeypatch.setattr(
+        timeline, "COLLECTIVES", [(9.3125, 9.34375), (9.28125, 9.34375), (9.5, 9.75)])
     now = SimpleNamespace(bytes_sent=2.1e6, launched=9.125, began=9.25, ended=9.375)
     before = SimpleNamespace(began=6)
     of_rank = ("rank 3  1000 ms", "=w", [0, 500, 1000])
-    of_bucket = ("  bucket 3.1  2.10 MB", ".#", [125, 250, 375])
-    of_none = ("  rank 3: all in finish", ".#", [500, 500, 1000])
+    of_bucket = ("  bucket 3.1  2.10 MB", ".#~#", [125, 250, 281.25, 343.75, 375])
+    of_none = ("  rank 3: all in finish", ".#~#", [500, 500, 500, 750, 1000])
     assert timeline.rows_of(3, [before, now]) == [of_rank, of_bucket]
     untimed = SimpleNamespace()                      # as in a variant
     for buckets in [before, untimed], []:
@@ -93,11 +98,11 @@ def record(world, folder, argv):
     return end.value.code, drawn
 
 
-@pytest.mark.parametrize("size, variant, megabytes", [
-    (2, [], 0.64),                       # 160,000 numbers of 4 bytes
-    (2, ["--variant", "topk"], 0.013),   # a hundredth of them, and their indices
-    (1, [], 0)])
-def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabytes):
+@pytest.mark.parametrize("size, variant, megabytes, in_a_bucket", [
+    (2, [], 0.64, 1),                    # 160,000 numbers of 4 bytes, by one all_reduce
+    (2, ["--variant", "topk"], 0.013, 2),    # a hundredth of them, and their indices
+    (1, [], 0, 0)])
+def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabytes, in_a_bucket):
     path = tmp_path / "step.json"
     argv = ["--data", shards, *SHORT, "--bucket-mb", 0.1, "--at-step", 2, "--save", path, *variant]
     by_rank_0, *others = run_ranks(record, size, tmp_path, tmp_path, argv)
@@ -106,7 +111,8 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
     rows = json.loads(path.read_text())
     ranks = []
     sent = 0                             # MB, by all ranks
-    for label, _, (begin, middle, end) in rows:
+    collectives = []                     # of each bucket
+    for label, kinds, (begin, middle, *others, end) in rows:
         if label.startswith("rank "):
             ranks.append(label.split()[1])
             assert 0 == begin < middle < end, label
@@ -115,10 +121,13 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
         else:
             assert free <= middle < end <= ended, label
             assert 0 < begin < waits if size > 1 else waits <= begin == middle, label
+            assert others == sorted(others) and len(others) == 2 * kinds.count("~"), label
+            collectives.append(kinds.count("~"))
             free = end
             sent += float(label.split()[2])
     assert ranks == ["0", "1"][:size] and len(rows) > 3 * size, rows
     assert sent == pytest.approx(size * megabytes, abs=0.03), rows
+    assert set(collectives) == {in_a_bucket}, f"{collectives} collectives are drawn in the buckets"
 
 
 @pytest.mark.parametrize("gbps, argv, said", [

@@ -18,7 +18,8 @@ clocks of two ranks are not compared. A rank has a row for its main thread, with
 and a row for each bucket, with the MB that the rank sent for it; 1.3 is bucket 3 of rank 1:
 
     .   complete, like the buckets before it, but not yet begun by the communication thread
-    #   averaging, which includes waiting for the other ranks
+    #   averaging: this rank computes, for example encodes
+    ~   averaging: in collectives, which send, or wait for the other ranks
 
 A single rank averages in `finish`, without a thread. A variant without buckets has one row in place
 of the bucket rows.
@@ -26,7 +27,8 @@ of the bucket rows.
 What an optimizer exchanges after `finish` (1-bit Adam, ZeRO) is not drawn.
 
 On a GPU the CPU only puts work into a stream. There, `=` is the CPU's calls of backward, `w`
-includes waiting for the rest of backward, and `.` begins with the call that completed the bucket.
+includes waiting for the rest of backward, `.` begins with the call that completed the bucket, and
+`#` includes the collectives.
 """
 import functools
 import importlib
@@ -44,11 +46,14 @@ import torch
 
 import data
 import dist
-from tests.variants import common
+from tests.variants import slow_network
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart, and a light grey.
-COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#009E73"}
+COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#CC79A7", "~": "#009E73"}
+NAMES = {"=": "backward", "w": "waiting", ".": "complete, not begun", "#": "averaging: computing",
+         "~": "in collectives"}
 MOMENTS = []                 # perf_counter() at the start and end of each noted call
+COLLECTIVES = []             # the same in pairs, for each collective of tensors on a CPU
 
 
 # ----- Record a step -----
@@ -65,10 +70,23 @@ def note(owner, name):
     setattr(owner, name, call)
 
 
+def note_collective(name):
+    """Makes the collective dist.World.name add its start and end to COLLECTIVES."""
+    collective = getattr(dist.World, name)
+
+    def call(world, tensor):
+        began = perf_counter()
+        result = collective(world, tensor)
+        if world.size > 1 and tensor.is_cpu:
+            COLLECTIVES.append((began, perf_counter()))
+        return result
+
+    setattr(dist.World, name, call)
+
+
 def rows_of(rank, buckets):
     """Returns this rank's rows of the step that has just ended, a list of (label, kinds, moments).
-    kinds: two keys of COLOURS. moments: in ms, the start of the first, the start of the second and
-    its end."""
+    kinds: keys of COLOURS. moments: in ms, the start of each kind, and the end of the last."""
     start, _, waits, ended = MOMENTS[-4:]            # of the last backward and `finish`
 
     def ms(*moments):
@@ -78,11 +96,25 @@ def rows_of(rank, buckets):
     for number, bucket in enumerate(buckets):
         if getattr(bucket, "began", 0) > start:      # it has times, from this step
             launched = getattr(bucket, "launched", bucket.began)         # not set on one rank
-            rows.append((f"  bucket {rank}.{number}  {1e-6 * bucket.bytes_sent:.2f} MB", ".#",
-                         ms(launched, bucket.began, bucket.ended)))
+            kinds, moments = averaging(launched, bucket.began, bucket.ended)
+            rows.append((f"  bucket {rank}.{number}  {1e-6 * bucket.bytes_sent:.2f} MB", kinds,
+                         ms(*moments)))
     if len(rows) == 1:
-        rows.append((f"  rank {rank}: all in finish", ".#", ms(waits, waits, ended)))
+        kinds, moments = averaging(waits, waits, ended)
+        rows.append((f"  rank {rank}: all in finish", kinds, ms(*moments)))
     return rows
+
+
+def averaging(launched, began, ended):
+    """Returns (kinds, moments) of a bucket that was averaged from `began` to `ended`."""
+    kinds = ".#"
+    moments = [launched, began]
+    for start, end in sorted(COLLECTIVES):
+        # A broadcast over two levels calls others, which are part of it.
+        if moments[-1] <= start and end <= ended:
+            kinds += "~#"
+            moments += start, end
+    return kinds, [*moments, ended]
 
 
 # ----- Draw steps, {title: rows of all ranks} -----
@@ -92,10 +124,15 @@ def draw(steps, picture):
     # Columns per millisecond: the longest step gets 46, after 24 for the label.
     scale = 46 / max(row[-1][-1] for rows in steps.values() for row in rows)
     for title, rows in steps.items():
-        print(f"{title}:  = backward  w waiting  . complete, not begun  # averaging")
+        print(f"{title}:", *(f" {kind} {name}" for kind, name in NAMES.items()))
         for label, kinds, moments in rows:
-            a, b, c = [round(moment * scale) for moment in moments]
-            print(f"{label:<24}{' ' * a}{kinds[0] * (b - a)}{kinds[1] * max(c - b, 1)}")
+            columns = [round(moment * scale) for moment in moments]
+            bar = " " * columns[0]
+            for kind, begin, end in zip(kinds, columns, columns[1:]):
+                bar += kind * (end - begin)
+            if columns[1] == columns[-1]:
+                bar += kinds[1]                      # too short to be seen
+            print(f"{label:<24}{bar}")
     if picture:
         try:
             draw_picture(steps, picture)
@@ -107,6 +144,7 @@ def draw(steps, picture):
 def draw_picture(steps, path):
     """Draws steps into a file, with a panel for each."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
     heights = [len(rows) for rows in steps.values()]
     figure = Figure(figsize=(8, 1.5 + 0.18 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(steps), sharex=True, squeeze=False, height_ratios=heights)
@@ -117,9 +155,9 @@ def draw_picture(steps, path):
                 axes.barh(label, end - begin, left=begin, color=COLOURS[kind])
         axes.invert_yaxis()
     axes.set_xlabel("ms since backward began")
-    # Names for the first four bars, which are those of the first rank and its first bucket.
-    figure.legend(["backward", "waiting in finish", "bucket complete, not begun", "averaging"],
-                  loc="outside upper center", ncols=4)
+    patches = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=5, handlelength=1,
+                  columnspacing=1)
     figure.savefig(path, dpi=200)
 
 
@@ -164,12 +202,16 @@ def main():
             importlib.import_module(f"tests.variants.{name}").install()
         except ModuleNotFoundError:
             train_flags += [f"--variant={name}"]             # train.py will refuse it
+    if "GBPS" in os.environ:
+        slow_network.install()
+    for name in slow_network.SENT:
+        note_collective(name)
     note(torch.Tensor, "backward")
     note(dist.Reducer, "finish")
     train.save = functools.partial(draw_and_end, options)
     options.folder = tempfile.TemporaryDirectory()
     sys.argv[1:] = ["--out", options.folder.name, *train_flags, "--save-every", options.at_step]
-    common.main()            # which applies GBPS
+    train.main()
 
 
 if __name__ == "__main__":
