@@ -55,7 +55,8 @@ class World:
     """A group of ranks, seen from one of them, with its collectives.
 
         library moves                                   if a rank is gone
-        NCCL    tensors on GPUs, such as buckets        waits for it, then aborts the process
+        NCCL    tensors on GPUs, such as buckets        waits for the lost rank, then aborts the
+                                                        process
         Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
                                                         which rank it is
 
@@ -84,10 +85,6 @@ class World:
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place on every rank."""
         self._run(distributed.all_reduce, tensor)
-
-    def reduce(self, tensor):
-        """Sums a tensor over all ranks, in place on rank 0; elsewhere it is undefined."""
-        self._run(distributed.reduce, tensor, group_dst=0)
 
     def broadcast(self, tensor):
         """Overwrites a tensor, in place, with rank 0's tensor of the same shape. Each node receives
@@ -218,7 +215,7 @@ class Reducer:
         world.barrier()                            # before NCCL's first call, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        masters = masters or {name: p.detach() for name, p in parameters.items()}
+        masters = masters or {}
         for tensor in [*module.state_dict().values(), *masters.values()]:
             world.broadcast(tensor)
         self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
@@ -227,18 +224,19 @@ class Reducer:
         for bucket in self.buckets:
             self.views.update(bucket.views)
         for name, p in parameters.items():
-            masters[name].grad = self.views[name]
+            if masters:
+                masters[name].grad = self.views[name]
             p.grad_dtype = None                    # allows p.grad to be fp32 if p has 16 bits
-            # `detach` makes a second tensor of the same memory, so that `_ready` can tell if p.grad
-            # has moved: a later cast of the module would move p.grad, but not the view.
+            # `detach` makes a second tensor of the same memory. A later cast of the module would
+            # give p.grad other memory, and `_ready` would see that it is not the view's.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         self.thread = self.stream = None
         if world.size > 1:
-            # This thread, and no other, computes on one core. With more it would slow backward: a
-            # step of `tiny` took 1.36 times as long.
+            # The number of cores holds for the thread that sets it. With more than one this thread
+            # would slow backward: a step of `tiny` took 1.36 times as long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
@@ -325,7 +323,9 @@ class Reducer:
         if self.stream:
             # Let backward end first, so that wait_seconds counts the averaging alone.
             torch.cuda.current_stream().synchronize()
-            self.world.barrier()                   # a rank may have died in backward, see `World`
+            # A rank may have died in backward, see `World`. This call is over Gloo, so it does not
+            # mix with the thread's calls, which are over NCCL.
+            self.world.barrier()
         if not self.thread:
             # One rank sends nothing, but compression rounds here, too: a single rank already shows
             # the effect on the loss.
@@ -387,7 +387,7 @@ class Bucket:
     rank of each node is its leader, here 0 and 2:
 
         node 0: ranks 0 1, node 1: ranks 2 3
-        1. reduce            1 -> 0    3 -> 2      a node's mean, at the leader
+        1. all_reduce        0 <-> 1    2 <-> 3    the mean of each node
         2. wire.average      0 <-> 2               the leaders exchange
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
@@ -414,7 +414,7 @@ class Bucket:
         two levels, only those to other nodes. loss_scale: the factor in the gradients."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
-            self.within_node.reduce(self.flat)
+            self.within_node.all_reduce(self.flat)
         sent = 0
         if self.within_node.rank == 0:
             sent = self.wire.average(self.across_nodes, self.flat, loss_scale)
@@ -450,10 +450,10 @@ class Dense:
         sends (W - 1) / W of the tensor to its neighbour twice, first to add up, then to spread the
         sums."""
         flat.div_(world.size)                      # before the sum, which could overflow fp16
-        sent = flat.to(self.dtype)                 # for fp32 this is `flat` itself
-        world.all_reduce(sent)
-        flat.copy_(sent)
-        return 2 * (world.size - 1) * sent.nbytes // world.size
+        rounded = flat.to(self.dtype)              # for fp32 this is `flat` itself
+        world.all_reduce(rounded)
+        flat.copy_(rounded)
+        return 2 * (world.size - 1) * rounded.nbytes // world.size
 
     def commit(self, step_taken):
         """Does nothing."""
@@ -510,7 +510,7 @@ class ErrorFeedback:
         """Keeps the residual and state of `average` if the step is taken, else the old ones."""
         if step_taken:
             self.kept = self.next
-        self.next = self.kept
+        self.next = self.kept                      # ranks that are no leaders never set `next`
 
     def forget(self):
         """Drops the residual and the state."""
@@ -593,7 +593,8 @@ SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 def encode_onebit(blocks):
     """Returns the codes of blocks (..., 512), bytes (..., 68): a bit for each element and an fp32
-    scale for the block; and C(blocks), the values that the codes stand for.
+    scale for the block; and C(blocks), the values that the codes stand for. An inf or NaN is in the
+    scale, so it makes the whole block inf or NaN.
 
     1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
 
@@ -698,9 +699,10 @@ def meet(world, init_method, limit):
     `limit`, with their numbers; or if this rank's torchrun dies.
 
     A store is a small dictionary that all ranks share, kept by a process of node 0. Torch's own
-    store lives as long as torchrun, which may restart dead ranks: the new processes would find the
-    keys of the dead. The number of the restart cannot tell them apart, because a torchrun that was
-    itself restarted counts from 0.
+    store lives as long as torchrun, which may restart dead ranks. Say ranks 0 and 1 have set their
+    keys and die: the new rank 1 finds the key of the dead rank 0, and would wait for it. The number
+    of the restart cannot tell them apart, because a torchrun that was itself restarted counts from
+    0.
 
     Therefore each attempt to meet has a number, which is the prefix of its keys. Each new process
     begins an attempt, by adding 1 to a count. While it waits, it joins the newest attempt, by
@@ -773,7 +775,7 @@ def two_levels(world, limit):
     if world.local_size == world.size:
         return None
     if world.device.type == "cuda":
-        limit = 2 * limit                            # of NCCL, see `start_groups`
+        limit = 2 * limit                            # of NCCL, which alone is used in these groups
     ranks = torch.arange(world.size).view(-1, world.local_size)    # a row for each node
     levels = []
     for teams in ranks, ranks.T:
@@ -833,7 +835,8 @@ TORCHRUN = find_torchrun()
 
 
 def torchrun_died():
-    """Returns whether torchrun started this process and is gone: ranks must not train on alone."""
+    """Returns whether torchrun started this process and is gone: ranks must not train on alone. The
+    parent of an orphan is another process."""
     return find_torchrun() != TORCHRUN
 
 
@@ -973,7 +976,7 @@ def agree(message, restart_helps, rank_lost):
         return "", first.endswith("True")
     if rank_lost:
         time.sleep(2)
-    silent = ""
-    with contextlib.suppress(RuntimeError):        # the store has gone meanwhile
-        silent = ranks_without(store, "alive", distributed.get_world_size())
-    return message.replace("rank ?", f"rank {silent or '?'}"), restart_helps
+        with contextlib.suppress(RuntimeError):    # the store has gone meanwhile
+            silent = ranks_without(store, "alive", distributed.get_world_size())
+            message = message.replace("rank ?", f"rank {silent or '?'}")
+    return message, restart_helps

@@ -53,7 +53,7 @@ class LocalWorld(dist.World):
     """The World of a rank that is a thread, on the CPU. `group` is its Group."""
 
     @torch.no_grad()                               # torch, too, overwrites trainable tensors
-    def _run(self, collective, own, *sent, group_src=0, group_dst=0):
+    def _run(self, collective, own, *sent, group_src=0):
         """Does what torch's collective does. Raises RankLost if a rank fails or does not come in
         time, and DistError on all ranks if they call different collectives.
 
@@ -81,7 +81,7 @@ class LocalWorld(dist.World):
         self._wait(call)                           # until all have read: `own` may be a value
         if collective is distributed.all_gather_object:
             own[:] = result
-        elif collective is not distributed.reduce or self.rank == group_dst:
+        else:
             own.copy_(result)
 
     def _wait(self, call):

@@ -291,8 +291,8 @@ def collectives_of_a_bucket(world):
 
 
 def test_only_the_first_rank_of_a_node_exchanges_with_other_nodes():
-    leader = [["reduce", "broadcast"], ["all_reduce"]]
-    other = [["reduce", "broadcast"], []]
+    leader = [["all_reduce", "broadcast"], ["all_reduce"]]
+    other = [["all_reduce", "broadcast"], []]
     assert on_threads(collectives_of_a_bucket, 4, local_size=2) == [leader, other] * 2
 
 

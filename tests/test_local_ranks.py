@@ -91,13 +91,14 @@ def test_the_table_of_compressed_mean(monkeypatch):
 
 
 def meetings(world):
-    """Returns {collective: the ranks that meet in it}, for this rank's calls in Bucket.average."""
+    """Returns {(level, collective): the ranks that meet in it}, for this rank's calls in
+    Bucket.average. level: 0 within the node, 1 across nodes."""
     met = {}
-    for level in world.levels:
+    for number, level in enumerate(world.levels):
         ranks, run = level.all_gather_object(world.rank), level._run
 
-        def noted(collective, *arguments, ranks=ranks, run=run, **options):
-            met[collective.__name__] = ranks
+        def noted(collective, *arguments, number=number, ranks=ranks, run=run, **options):
+            met[number, collective.__name__] = ranks
             run(collective, *arguments, **options)
 
         level._run = noted
@@ -111,9 +112,10 @@ def meetings(world):
 def test_the_picture_of_two_levels():
     docstring = inspect.getdoc(dist.Bucket)
     outcomes = on_threads(meetings, 4, local_size=2)
-    for step, collective, arrow in [("1. reduce", "reduce", "{1} -> {0}"),
-                                    ("2. wire.average", "all_reduce", "{0} <-> {1}"),
-                                    ("3. broadcast", "broadcast", "{0} -> {1}")]:
-        arrows = {arrow.format(*met[collective]) for met in outcomes if collective in met}
+    for step, level, collective, arrow in [("1. all_reduce", 0, "all_reduce", "{0} <-> {1}"),
+                                           ("2. wire.average", 1, "all_reduce", "{0} <-> {1}"),
+                                           ("3. broadcast", 0, "broadcast", "{0} -> {1}")]:
+        arrows = {arrow.format(*met[level, collective]) for met in outcomes
+                  if (level, collective) in met}
         row = f"{step:<21}{'    '.join(sorted(arrows))}  "
         assert row in docstring, f"the docstring lacks this row, which the ranks compute: {row!r}"

@@ -11,7 +11,6 @@ off. GBPS is the speed of the link between two nodes, in Gb/s. Each collective f
     all_reduce      2 (W - 1) / W n         in a ring, see ring.py
     all_to_all      (W - 1) / W n           longer between two ranks, see IN_TURNS
     all_gather      (W - 1) n               the same
-    reduce          n                       from rank to rank, in small pieces
     broadcast       n
 
 and then does its work. It sleeps in the thread that calls it. For a bucket that is the
@@ -45,7 +44,6 @@ SENT = {                     # method of World: what one of W ranks sends, in si
     "all_reduce": lambda W: 2 * (W - 1) / W,
     "all_to_all": lambda W: (W - 1) / W,
     "all_gather": lambda W: W - 1,
-    "reduce": lambda W: 1,
     "broadcast": lambda W: 1,
 }
 # How much longer these two take over Gloo between two ranks, measured on links of 0.1 Gb/s: the
