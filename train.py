@@ -196,7 +196,8 @@ def run_settings(args, manifest):
 
 def code_digests():
     """Returns {file name: digest} of all *.py here and of the program that was started, which may
-    be a variant. A run may resume with changed code, but logs a warning."""
+    be a variant. They must be equal on all ranks. A run may resume with changed code, but logs a
+    warning."""
     paths = [*Path(__file__).parent.glob("*.py"), Path(sys.argv[0])]
     return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
 
@@ -222,11 +223,11 @@ def fit_to_device(args, device):
 
 
 def check_ranks(args, world):
-    """Raises dist.DistError on all ranks if their settings, FREE flags, torch versions or
+    """Raises dist.DistError on all ranks if their settings, FREE flags, code, torch versions or
     processors differ, or if two ranks share a GPU, which NCCL refuses. Collective.
 
-    With different flags, ranks would deadlock or average unrelated gradients. With a different
-    torch or processor, sums would be rounded differently and weights would drift apart.
+    With different flags or code, ranks would deadlock or average unrelated gradients. With a
+    different torch or processor, sums would be rounded differently and weights would drift apart.
     """
     alike = {name: vars(args)[name] for name in FREE} | {"torch": torch.__version__}
     alike["processor"] = torch.backends.cpu.get_cpu_capability()
@@ -235,7 +236,7 @@ def check_ranks(args, world):
         alike["processor"] = gpu.major, gpu.minor, gpu.multi_processor_count
         if len(set(world.all_gather_object(str(gpu.uuid)))) < world.size:
             raise dist.DistError("several ranks have the same GPU; lower --nproc_per_node")
-    world.check_same(args.settings | alike, "was started differently")
+    world.check_same(args.settings | args.code | alike, "was started differently")
 
 
 def prepare_run(args, world):
@@ -957,7 +958,7 @@ def training_loop(args, world, log, state, clock):
 
 def keep_freed_memory():
     """Makes the C library keep the CPU memory that torch frees, for the next tensors. Getting new
-    memory from Linux, page by page, takes a tenth of a small model's step."""
+    memory from Linux, page by page, takes a tenth of a small model's step on a CPU."""
     with contextlib.suppress(AttributeError):        # macOS has no mallopt
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)                          # M_MMAP_MAX: map no block separately
@@ -1036,7 +1037,8 @@ def main():
                 time.sleep(10)
             dist.end_torchrun()
         raise
-    keep_freed_memory()
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     torch.set_num_threads(data.usable_cores())
     faulthandler.enable(2)       # a traceback on SIGBUS, if a shard is truncated while it is read
     world = dist.World()
@@ -1050,9 +1052,10 @@ def main():
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
         disk_lost = getattr(error, "errno", None) in DISK_AWAY
-        # A restart may help after a bug or a lost rank or disk, but not where the user must act or
-        # has stopped the run.
-        restart_helps = line is None or rank_lost or disk_lost
+        # A restart may help after a lost rank or disk and after an error of torch or a GPU, but not
+        # where the user must act or has stopped the run, nor after a bug: it would come again.
+        runtime_error = line is None and isinstance(error, RuntimeError)
+        restart_helps = rank_lost or disk_lost or runtime_error
         dist.leave(f"train.py: {rank}{line or traceback.format_exc()}", restart_helps, rank_lost)
 
 

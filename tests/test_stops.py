@@ -82,7 +82,7 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
     _, folder, _ = torchruns["fails"]
     status, stdout, stderr, (said,) = ended(*torchruns["fails"])
     assert status == 0, stderr
-    assert said.startswith("train.py: rank 1:") and "a bug in a checkpoint" in stderr, stderr
+    assert said.startswith("train.py: rank 1:") and "CUDA error: in a checkpoint" in stderr, stderr
     for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 4), ("Done after step 4", 1):
         assert stdout.count(words) == times, f"{words!r} is not printed {times} times:\n{stdout}"
     assert column(folder / "out", "step") == [1, 2, 3, 4]
