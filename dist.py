@@ -29,7 +29,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import distributed, nn
 
@@ -190,7 +189,7 @@ class Reducer:
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
         reducer.finish()                # now every master.grad is g, the same bits on all ranks
-        reducer.commit(step_taken)      # for int8 and onebit, see `ErrorFeedback`
+        reducer.commit(step_taken)      # for int8, see `ErrorFeedback`
 
     The threads of a rank:
 
@@ -345,8 +344,8 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 and onebit keep for the next step the residuals, what rounding has left
-        unsent. If this step is skipped, they keep what they had before it."""
+        """Ends a step: int8 keeps for the next step the residuals, what rounding has left unsent. If
+        this step is skipped, it keeps what it had before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
@@ -466,7 +465,7 @@ BLOCK = 512                  # elements that share a block's scale, see `encode_
 
 
 class ErrorFeedback:
-    """The wire of int8 and onebit, which round what they send. The residual, what rounding took
+    """The wire of int8, and of the compressors in tests/variants. The residual, what rounding took
     away, is added to what the next step sends. Residuals are unscaled, because the next step may
     have a different loss scale:
 
@@ -519,8 +518,7 @@ class ErrorFeedback:
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """The mean of int8 and onebit: an all-reduce that compresses twice (1-bit Adam, arXiv
-    2102.02888). The value is cut into W parts. Rank j averages part j of all ranks, and sends the
+    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The value is cut into W parts. Rank j averages part j of all ranks, and sends the
     average to all. C(x) is x encoded and then decoded. For example, the first step of two ranks,
     with a C that rounds down to whole numbers:
 
@@ -584,54 +582,11 @@ def decode_int8(codes):
     return levels.mul_(codes[..., -4:].view(torch.float32))
 
 
-# Both tables are copied to the GPU on use; with non_blocking the CPU goes on meanwhile.
-POWERS = (1 << torch.arange(7, -1, -1)).byte()               # 128, 64, ..., 1: the bits of a byte
-# The eight signs that each of the 256 bytes stands for, (256, 8). A bit of 1 is -1: row 3, or
-# 00000011, is 1 1 1 1 1 1 -1 -1.
-SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
-
-
-def encode_onebit(blocks):
-    """Returns the codes of blocks (..., 512), bytes (..., 68): a bit for each element and an fp32
-    scale for the block; and C(blocks), the values that the codes stand for. An inf or NaN is in the
-    scale, so it makes the whole block inf or NaN.
-
-    1-bit Adam's compressor in the blocks of Zheng et al. (arXiv 1905.10936):
-
-        block_scale = mean |x|      bit = sign of x            C(x) = block_scale or -block_scale
-
-    LAMB learns much less from it in the demo, because v, its mean of squares, then holds squares of
-    scales. 1-bit LAMB and 1-bit Adam begin with full gradients and then freeze v (tests/variants).
-
-    mean |x| has the smallest error (Karimireddy et al., arXiv 1901.09847). 1-bit Adam has one
-    scale, ||x|| / sqrt(n), for a whole tensor. With it the residual of an embedding grows from step
-    to step, since most of its rows have hardly any gradient in a step.
-    """
-    scales = blocks.abs().mean(-1, keepdim=True)
-    if blocks.is_cpu:                              # NumPy packs several times faster than torch
-        packed = torch.from_numpy(np.packbits(np.signbit(blocks.numpy()), axis=-1))
-    else:
-        eights = blocks.signbit().unflatten(-1, (-1, 8))
-        bits = eights * POWERS.to(blocks.device, non_blocking=True)
-        packed = bits.sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
-
-
-def decode_onebit(codes):
-    """Returns the blocks (..., 512) that codes, bytes (..., 68), stand for."""
-    table = SIGNS.to(codes.device, non_blocking=True)
-    signs = nn.functional.embedding(codes[..., :-4].int(), table)                   # (..., 64, 8)
-    return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
-
-
 COMPRESSORS = {              # name: makes the wire of a bucket
     "none": lambda: Dense(torch.float32),
     "fp16": lambda: Dense(torch.float16),
     "bf16": lambda: Dense(torch.bfloat16),
-    "int8": lambda: ErrorFeedback(
-        functools.partial(compressed_mean, encode_int8, decode_int8)),
-    "onebit": lambda: ErrorFeedback(
-        functools.partial(compressed_mean, encode_onebit, decode_onebit)),
+    "int8": lambda: ErrorFeedback(functools.partial(compressed_mean, encode_int8, decode_int8)),
 }
 
 

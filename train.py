@@ -184,8 +184,8 @@ def run_settings(args, manifest):
     A run resumes only from a checkpoint with the same settings.
 
     What changes results only slightly is left out: the number of ranks and micro_tokens, which
-    affect rounding and dropout; bucket_mb; and, with int8 and onebit, the steps of checkpoints,
-    because each save drops the residuals.
+    affect rounding and dropout; bucket_mb; and, with int8, the steps of checkpoints, because each
+    save drops the residuals.
     """
     left_out = LOCAL | FREE | {"phases"}
     settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
@@ -367,9 +367,6 @@ def log_start(args, world, log, state):
     made_for = optim.RECIPES[args.recipe]["optimizer"]
     if args.optimizer != made_for:
         log.say(f"warning: the recipe's rates and betas are for {made_for}")
-    if args.compression == "onebit":
-        log.say("warning: with onebit alone the demo learns much less; see README, Which "
-                "compression")
     for number, phase in enumerate(args.phases, 1):
         steps = "by the clock" if args.hours and phase.steps else f"{phase.steps:,} steps"
         part = data.part_long_enough(args.data, phase.seq_len)
@@ -528,8 +525,8 @@ def save(args, world, log, state):
 
     Raises what check_weights raises, and ConfigError if another run has begun in the folder or if
     not even a first checkpoint can be saved. Otherwise a full disk is only a warning, since older
-    checkpoints are whole. Drops the residuals of int8 and onebit, so that continuing and resuming
-    give the same run.
+    checkpoints are whole. Drops the residuals of int8, so that continuing and resuming give the
+    same run.
     """
     check_weights(world, state)
     state.reducer.forget()
@@ -920,7 +917,7 @@ def training_loop(args, world, log, state, clock):
 
         # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step.
         step_taken = state.scaler.update(not math.isfinite(norm), counters.step + 1)
-        state.reducer.commit(step_taken)             # for int8 and onebit
+        state.reducer.commit(step_taken)             # for int8
 
         # 7. Unscale, clip, step the fp32 masters, and copy them to the model.
         lr = optim.learning_rate(done, phase)

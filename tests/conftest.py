@@ -101,7 +101,7 @@ def torchruns(shards, tmp_path_factory):
     from tests.training import FAILS, LONG, SHELL, start_and_kill, torchrun
     words = {
         "fails": [sys.executable, "-c", FAILS,
-                  *"--steps 4 0 --batch 2 --save-every 1 --compression onebit".split()],
+                  *"--steps 4 0 --batch 2 --save-every 1 --compression int8".split()],
         "refused": [*SHELL, "--batch=1"],
         "killed": [*SHELL, *LONG]}
     runs = {}

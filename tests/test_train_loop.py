@@ -263,7 +263,7 @@ def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path,
     monkeypatch.setattr(optim.LAMB, "step", noted_step)
     monkeypatch.setattr(dist.Bucket, "average", noted_average)
     args = train_here(tmp_path, *SHORT, "--precision", "fp16")           # loss scale: 65536
-    assert scales == {65536}, f"int8 and onebit would unscale by {scales}, not by 65536"
+    assert scales == {65536}, f"int8 would unscale by {scales}, not by 65536"
     expected = [optim.learning_rate(step / (phase.steps + 1), phase)
                 for phase in args.phases for step in range(1, phase.steps + 1)]
     assert column(tmp_path, "lr") == pytest.approx(expected)
@@ -308,7 +308,7 @@ def test_fp16_doubles_its_scale_after_a_thousand_steps(shards):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
     # A rank has two micro-batches a step: number 8 is the last of step 4, 11 the first of step 6.
     run(shards, tmp_path / "out", *"--steps 20 0 --max-steps 7 --batch 4 --micro-tokens 32 "
-        "--precision fp16 --compression onebit".split(), size=2,
+        "--precision fp16 --compression int8".split(), size=2,
         sabotage=(spoil_loss, {(0, 11)}, {(1, 8)}))
     found = column(tmp_path / "out", "skipped")
     assert found == [0, 0, 0, 1, 1, 2, 2], (

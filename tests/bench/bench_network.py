@@ -39,8 +39,9 @@ import bert
 import dist
 import optim
 from tests.training import random_batch
-from tests.variants import buckets_after, one_by_one, ring, slow_network
+from tests.variants import buckets_after, one_by_one, onebit, ring, slow_network
 
+onebit.install()
 METHODS = ["ddp", *dist.COMPRESSORS]
 REDUCERS = {                 # only if --methods names them
     "one-by-one": one_by_one.OneByOne,

@@ -36,7 +36,6 @@ TRAIN = {        # runs of train.py: {name: (baseline, flags)}
     "bf16": ("fp32", "--precision bf16"),
     "fp16": ("fp32", "--precision fp16"),
     "int8": ("lamb", "--compression int8"),
-    "onebit": ("lamb", "--compression onebit"),
 }
 VARIANTS = {     # runs of the files in tests/variants
     "lans": ("lamb", ""),
@@ -55,6 +54,7 @@ VARIANTS = {     # runs of the files in tests/variants
     "gradientflow": ("lamb", ""),
     "powersgd": ("lamb", ""),
     "topk": ("lamb", ""),
+    "onebit": ("lamb", ""),
     "onebit_adam": ("adamw", "--lr-scale 0.125"),
     "onebit_lamb": ("lamb", ""),
     "zeroone_adam": ("adamw", "--lr-scale 0.125"),

@@ -90,7 +90,7 @@ def compete(files):
         shards = Path(folder, "shards")
         # The same text on every machine. A small model soon learns something from it.
         data.prepare(make_documents(1000), shards, vocab_size=512, shards=2)
-        for name in "none", "onebit":
+        for name in "none", "int8":
             rows.append((*score(shards, name), f"--compression {name}"))
         for file in files:
             try:

@@ -52,7 +52,7 @@ USABLE = 0.8                     # the usable fraction of a GPU's memory, as the
 # What the compressions of dist.py send: bytes per element, or bytes per block of 512 elements, four
 # of them for the block's scale.
 ELEMENT_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
-BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}
+BLOCK_BYTES = {"int8": 512 + 4}
 BLOCK = 512
 
 AMOUNT = data.number_in(float, 1e-6)

@@ -145,7 +145,7 @@ def test_the_seconds_add_up(printed):
 
 
 @pytest.mark.parametrize("flags, bits, bytes_each", [
-    ("", 16, 18), ("--precision fp32", 32, 16), ("--compression onebit", 16, 26),
+    ("", 16, 18), ("--precision fp32", 32, 16), ("--compression int8", 16, 26),
     ("--model small", 16, 18), ("--batch 65536 8", 16, 18)])
 def test_the_memory_adds_up(printed, flags, bits, bytes_each):
     text = printed("--tflops 10 --model base --recipe nvidia-64k --gpu-memory 8 "

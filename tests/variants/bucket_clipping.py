@@ -9,8 +9,8 @@ as soon as backward has filled it:
     g_rb = min(1, c / sqrt(K) / ||g_rb||) g_rb       then averaged over the ranks, as usual
 
 The norm of a mean is at most the mean of the norms, so each averaged bucket has a norm of at most
-c / sqrt(K), and all K together of at most c. With --compression int8 or onebit, the residuals of
-earlier steps come on top. Unlike with the global norm, only large buckets shrink, which changes the
+c / sqrt(K), and all K together of at most c. With --compression int8, the residuals of earlier
+steps come on top. Unlike with the global norm, only large buckets shrink, which changes the
 direction of the gradient, and the noise of a rank is shrunk before it can cancel.
 
 What is changed: dist.Reducer, by a subclass that clips before each bucket's `average`, in the

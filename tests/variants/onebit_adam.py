@@ -1,6 +1,6 @@
 """1-bit Adam: the ranks average momentum in one bit an element, in place of gradients.
 
-    torchrun --nproc_per_node=2 tests/variants/onebit_adam.py --lr-scale 0.125 --out runs/onebit
+    torchrun --nproc_per_node=2 tests/variants/onebit_adam.py --lr-scale 0.125 --out runs/onebit-adam
 
 Tang et al., arXiv 2102.02888, algorithm 1; microsoft/DeepSpeed, onebit/adam.py. Gradients compress
 badly, because Adam would divide by a v made of compression errors. Momentum m is smoother, and a
@@ -35,7 +35,7 @@ import torch
 
 import dist
 import optim
-from tests.variants import common
+from tests.variants import common, onebit
 from tests.variants.synchronised import LocalReducer
 
 FREEZE = 0.2                 # v is frozen after this fraction of a phase, or a longer warm-up
@@ -163,9 +163,10 @@ class CompressedMean:
 
     def __init__(self, masters, params, world):
         # In buckets, because compression takes several times the memory of its input.
-        self.buckets = dist.fill_buckets(masters, world, "onebit", 25.0)
+        self.buckets = dist.fill_buckets(masters, world, "int8", 25.0)
         views = {}
         for bucket in self.buckets:
+            bucket.wire = dist.ErrorFeedback(onebit.onebit)      # in place of int8's
             views.update(bucket.views)
         named = {master: views[name] for name, master in masters.items()}
         self.views = [named[p] for p in params]

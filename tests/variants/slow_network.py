@@ -1,6 +1,6 @@
 """A slow network on one machine, without root: collectives that wait as long as a link would take.
 
-    GBPS=0.1 torchrun --nproc_per_node=2 tests/variants/slow_network.py --compression onebit
+    GBPS=0.1 torchrun --nproc_per_node=2 tests/variants/slow_network.py --compression int8
     GBPS=0.1 torchrun --nproc_per_node=2 tests/variants/one_by_one.py
 
 Ranks on one machine exchange gradients through its memory, so fast that nothing in dist.py pays

@@ -20,7 +20,7 @@ What is changed:
   each phase.
 - train.begin_phase, which the loop calls before the first step of each phase, begins the stage: it
   copies the layers, sets requires_grad, and makes the Reducer pack what trains. The residuals of
-  int8 and onebit are already gone then, since each phase ends with a checkpoint. A stage of 0 steps
+  int8 are already gone then, since each phase ends with a checkpoint. A stage of 0 steps
   copies, too. train.restore sets the stage of a new run or of a checkpoint.
 - the model's `encode`, which uses only the blocks of the stage. All blocks exist from the start, so
   a checkpoint has the same tensors in each stage, and the one at the end of a stage begins the

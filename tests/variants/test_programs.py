@@ -48,7 +48,7 @@ def train_twice(world, shards, folder, name):
     # window.
     steps = {"stacking": (2, 7, 0, 0), "stream": (0, 9)}.get(name, (5, 4))
     precision = "bf16" if world.size > 1 else "fp32"
-    compression = "onebit" if name == "stacking" else "none"    # its buckets change
+    compression = "int8" if name == "stacking" else "none"    # its buckets change
     for run in "whole", "parts":
         train_as(install, world, shards, folder / run, "--batch", 4, "--lr-scale", 0.1,
                  "--precision", precision, "--compression", compression, "--save-every", 7,
