@@ -518,9 +518,10 @@ class ErrorFeedback:
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The value is cut into W parts. Rank j averages part j of all ranks, and sends the
-    average to all. C(x) is x encoded and then decoded. For example, the first step of two ranks,
-    with a C that rounds down to whole numbers:
+    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The value
+    is cut into W parts. Rank j averages part j of all ranks, and sends the average to all. C(x) is x
+    encoded and then decoded. For example, the first step of two ranks, with a C that rounds down to
+    whole numbers:
 
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank
