@@ -344,8 +344,8 @@ class Reducer:
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 keeps for the next step the residuals, what rounding has left unsent. If
-        this step is skipped, it keeps what it had before it."""
+        """Ends a step: int8 keeps the residuals, what rounding has left unsent, for the next
+        step. If this step is skipped, it keeps those from before it."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
@@ -518,10 +518,11 @@ class ErrorFeedback:
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888). The value
-    is cut into W parts. Rank j averages part j of all ranks, and sends the average to all. C(x) is x
-    encoded and then decoded. For example, the first step of two ranks, with a C that rounds down to
-    whole numbers:
+    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888).
+
+    The value is cut into W parts. Rank j averages part j of all ranks, and sends the average to
+    all. C(x) is x encoded and then decoded. For example, the first step of two ranks, with a C that
+    rounds down to whole numbers:
 
                        rank 0                 rank 1
         value          3.4    1.0             2.0    5.2          part 0 and part 1 of each rank

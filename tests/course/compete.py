@@ -3,11 +3,11 @@
     python tests/course/exercises.py compete mine.py theirs.py
 
 Each file has a function compress(world, value, state) -> (mean, residual, next state, bytes), like
-the `mean` of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with error feedback
-around it; the loss is a mean over SEEDS. The bytes that count are those given to torch.distributed,
-whatever the function returns. A file that sends more than BUDGET bytes in a step is out of the
-race. This is no sandbox: it runs your files, and only reading a file shows whether it sends in
-another way.
+the `mean` of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with
+error feedback around it; the loss is a mean over SEEDS. The bytes that count are those given to
+torch.distributed, whatever the function returns. A file that sends more than BUDGET bytes in a step
+is out of the race. This is no sandbox: it runs your files, and only reading a file shows whether it
+sends in another way.
 """
 import functools
 import re
@@ -61,7 +61,8 @@ def enter(world, file):
     def compressor(world, value, state):
         sent.clear()
         mean, residual, next_state, _ = compress(world, value, state)
-        return mean, residual, next_state, max(world.all_gather_object(sum(sent)))     # of the rank with most
+        most = max(world.all_gather_object(sum(sent)))         # of the rank that sends most
+        return mean, residual, next_state, most
 
     dist.COMPRESSORS["mine"] = lambda: dist.ErrorFeedback(compressor)
     common.tell_shapes()

@@ -119,8 +119,8 @@ first; later it has a residual like the rest.
 `average` calls self.mean(world, value, state), which returns mean, residual, next state, bytes.
 The mean, times the loss scale, goes to `flat`.
 
-`next` is (residual, next state), which waits for `commit`. `kept` is what the next step begins with;
-None in it means a residual of zeros. `commit` sets `kept` to `next` if the step is taken. In any
+`next` is (residual, next state), which waits for `commit`. `kept` is what the next step begins
+with; None in it means a residual of zeros. `commit` sets `kept` to `next` if the step is taken. In any
 case both are the same afterwards.
 """,
     "resume": """

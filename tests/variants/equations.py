@@ -207,7 +207,8 @@ def powersgd_in_float64(world):
         found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
                  "the mean of the vector, which is sent in full,": (mean[n:], vector),
                  "the residual of the matrix": (residual[:n], errors[world.rank].flatten()),
-                 "the residual of the vector, which must be 0,": (residual[n:], torch.zeros(VECTOR))}
+                 "the residual of the vector, which must be 0,": (
+                     residual[n:], torch.zeros(VECTOR))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
             assert error <= 1e-4, f"{what} is wrong by up to {error:.2g} in step {step + 1} of 4"

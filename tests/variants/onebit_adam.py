@@ -1,6 +1,6 @@
 """1-bit Adam: the ranks average momentum in one bit an element, in place of gradients.
 
-    torchrun --nproc_per_node=2 tests/variants/onebit_adam.py --lr-scale 0.125 --out runs/onebit-adam
+    torchrun --nproc_per_node=2 tests/variants/onebit_adam.py --lr-scale 0.125 --out runs/onebit
 
 Tang et al., arXiv 2102.02888, algorithm 1; microsoft/DeepSpeed, onebit/adam.py. Gradients compress
 badly, because Adam would divide by a v made of compression errors. Momentum m is smoother, and a
