@@ -120,8 +120,8 @@ first; later it has a residual like the rest.
 The mean, times the loss scale, goes to `flat`.
 
 `next` is (residual, next state), which waits for `commit`. `kept` is what the next step begins
-with; None in it means a residual of zeros. `commit` sets `kept` to `next` if the step is taken. In any
-case both are the same afterwards.
+with; None in it means a residual of zeros. `commit` sets `kept` to `next` if the step is taken.
+In any case both are the same afterwards.
 """,
     "resume": """
 `save`: first `check_weights` on all ranks, then `forget`. Only rank 0 writes: args.settings as
