@@ -74,7 +74,10 @@ class World:
         on every rank. Integers are exact below 2^53; NaN and inf survive. All ranks pass the same
         names in the same order."""
         total = torch.tensor([*numbers.values()], dtype=torch.float64)
-        self.all_reduce(total)
+        # A sum goes around a ring of ranks, twice. 32 nodes of 8 ranks have rings of 8 and of 32, in
+        # place of one of 256, which would take seven times as many messages one after another.
+        for level in self.levels or [self]:
+            level.all_reduce(total)
         return dict(zip(numbers, total.tolist()))
 
     def barrier(self):
@@ -705,21 +708,26 @@ def start_groups(world, store, limit):
     """Starts torch's process group (Gloo, and NCCL for GPUs) and the thread `watch`. From here on
     signals are requests to stop, see `listen_to_signals`."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    # Gloo should time out first, because it raises where NCCL aborts: NCCL gets twice the limit.
-    # Only a private function of torch sets the limit of one library.
     distributed.init_process_group(
         backend,
         timeout=2 * limit,
         world_size=world.size,
         rank=world.rank,
         store=store)
-    gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
-    gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    gloo._set_default_timeout(limit)
+    limit_gloo(distributed.group.WORLD, limit)
     # When a rank has died torchrun sends SIGTERM to the others. The signal must not end them at
     # once: they still have to say which rank died.
     listen_to_signals()
     threading.Thread(target=watch, args=[world.rank], daemon=True).start()
+
+
+def limit_gloo(group, limit):
+    """Sets the timeout of a group's collectives over Gloo. Gloo should time out first, because it
+    raises where NCCL aborts: groups begin with twice the limit, which NCCL keeps. Only a private
+    function of torch sets the limit of one library."""
+    gloo = group._get_backend(torch.device("cpu"))
+    gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    gloo._set_default_timeout(limit)
 
 
 def two_levels(world, limit):
@@ -731,14 +739,12 @@ def two_levels(world, limit):
     """
     if world.local_size == world.size:
         return None
-    if world.device.type == "cuda":
-        limit = 2 * limit                            # of NCCL, which alone is used in these groups
     ranks = torch.arange(world.size).view(-1, world.local_size)    # a row for each node
     levels = []
     for teams in ranks, ranks.T:
-        # Every rank must create all groups, in the same order, and gets its own back. The group
-        # (1 3) is not used.
-        group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), limit)
+        # Every rank must create all groups, in the same order, and gets its own back.
+        group, _ = distributed.new_subgroups_by_enumeration(teams.tolist(), 2 * limit)
+        limit_gloo(group, limit)
         levels.append(World(group.rank(), group.size(), device=world.device, group=group))
     return levels
 
