@@ -74,8 +74,8 @@ class World:
         on every rank. Integers are exact below 2^53; NaN and inf survive. All ranks pass the same
         names in the same order."""
         total = torch.tensor([*numbers.values()], dtype=torch.float64)
-        # A sum goes around a ring of ranks, twice. 32 nodes of 8 ranks have rings of 8 and of 32, in
-        # place of one of 256, which would take seven times as many messages one after another.
+        # A sum goes around a ring of ranks, twice. 32 nodes of 8 ranks have rings of 8 and of 32;
+        # one of 256 would take seven times as many messages, one after another.
         for level in self.levels or [self]:
             level.all_reduce(total)
         return dict(zip(numbers, total.tolist()))
@@ -468,15 +468,16 @@ BLOCK = 512                  # elements that share a block's scale, see `encode_
 
 
 class ErrorFeedback:
-    """The wire of int8, and of the compressors in tests/variants. The residual, what rounding took
-    away, is added to what the next step sends. Residuals are unscaled, because the next step may
+    """The wire of int8, and of the compressors in tests/variants. The residual, what was not
+    sent, is added to what the next step sends. Residuals are unscaled, because the next step may
     have a different loss scale:
 
         v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
         g = loss_scale * q                     goes back into the bucket
         e'_r = v_r - c_r                       the next residual, which `commit` keeps if the step
-                                               is taken; c_r: v_r rounded, as rank r sends it
+                                               is taken; c_r: what rank r sends of v_r, for int8 v_r
+                                               rounded
 
     After a skipped step (an overflow) the next one begins with the same e_r.
 
@@ -503,8 +504,8 @@ class ErrorFeedback:
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
         value = residual.clone()
         value[:n].add_(flat, alpha=1 / loss_scale)
-        mean, residual, next_state, sent = self.mean(world, value, state)
-        self.next = residual, next_state
+        mean, next_residual, next_state, sent = self.mean(world, value, state)
+        self.next = next_residual, next_state
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent
 
@@ -512,7 +513,7 @@ class ErrorFeedback:
         """Keeps the residual and state of `average` if the step is taken, else the old ones."""
         if step_taken:
             self.kept = self.next
-        self.next = self.kept                      # ranks that are no leaders never set `next`
+        self.next = self.kept                      # a commit without an `average` keeps all
 
     def forget(self):
         """Drops the residual and the state."""

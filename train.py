@@ -75,7 +75,8 @@ DISK_AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHO
 
 
 def explain(error):
-    """Returns an exception as one line for the user, or None if it is a bug in this program."""
+    """Returns an exception as one line for the user, or None if it is none of those: a bug, or an
+    error of torch or a GPU."""
     # How Python, CUDA, torch on a CPU, cuBLAS and oneDNN report a lack of memory, in this order.
     if re.search("MemoryError|out of memory|allocate memory|ALLOC_F|create a primitive",
                  repr(error)):
@@ -989,7 +990,7 @@ def use_masters(args, state):
 def train(args, world):
     """Trains as the flags ask; all results go to the folder args.out. Collective.
 
-    Raises what `explain` knows, and whatever a bug raises; see `main`.
+    Raises what `explain` knows, and any other error; see `main`.
     """
     prepare_run(args, world)
     log = Log(args.out, world.rank == 0)
@@ -1049,10 +1050,11 @@ def main():
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         rank_lost = isinstance(error, dist.RankLost)
         disk_lost = getattr(error, "errno", None) in DISK_AWAY
-        # A restart may help after a lost rank or disk and after an error of torch or a GPU, but not
-        # where the user must act or has stopped the run, nor after a bug: it would come again.
-        runtime_error = line is None and isinstance(error, RuntimeError)
-        restart_helps = rank_lost or disk_lost or runtime_error
+        # A restart may help after a lost rank or disk, and after a RuntimeError, as torch and GPUs
+        # raise. It does not help where the user must act or has stopped the run, nor after other
+        # errors: a bug would come again.
+        torch_error = line is None and isinstance(error, RuntimeError)
+        restart_helps = rank_lost or disk_lost or torch_error
         dist.leave(f"train.py: {rank}{line or traceback.format_exc()}", restart_helps, rank_lost)
 
 

@@ -55,7 +55,7 @@ def in_trouble(tmp_path_factory):
     for shape in 0, 5000:
         found[shape] = begin(run_ranks, wait_for_each_other, 2, folder, shape, idle=3,
                              environment=environment)
-    for act in "killed", "stopped", "bug", "mistake":
+    for act in "killed", "stopped", "error", "mistake":
         found[act] = begin(run_ranks, leaves, 4, folder, folder / act, act, check=False,
                            environment=environment)
     return found
@@ -199,7 +199,7 @@ BLOCK_BYTES = {"int8": 512 + 4, "onebit": 64 + 4}              # codes of 512 el
 OVERFLOWS = {3: math.inf, 5: -math.inf, 7: math.nan}           # {step: value}, on the last rank
 
 
-@pytest.fixture(params=["int8", *VARIANTS])
+@pytest.fixture(params=[*(BLOCK_BYTES | VARIANTS)])
 def lossy(request, monkeypatch):
     """Returns the name of a lossy compressor, of dist.py or of tests/variants."""
     if request.param in VARIANTS:
@@ -277,9 +277,8 @@ def test_codes_are_as_their_equations_say():
             (onebit.encode, onebit.decode, x.abs().mean(1, keepdim=True).copysign(x))]:
         codes, sent = encode(x)
         torch.testing.assert_close(sent, exact, rtol=1e-6, atol=0, msg=lambda text: (
-            f"{encode.__name__} does not return C(x), with one scale for each block: {text}"))
-        assert torch.equal(decode(codes), sent), (
-            f"{decode.__name__} does not return the C(x) of {encode.__name__}")
+            f"{encode} does not return C(x), with one scale for each block: {text}"))
+        assert torch.equal(decode(codes), sent), f"{decode} does not return the C(x) of {encode}"
 
 
 def collectives_of_a_bucket(world):
@@ -428,7 +427,7 @@ def leaves(world, said, act):
     rank prints into the file SAID.RANK, and makes SAID.RANK.ends if it would end its torchrun."""
     sys.stderr = open(f"{said}.{world.rank}", "w", buffering=1)
     distributed.destroy_process_group()                        # all have met: --timeout is short
-    if act == "bug":
+    if act == "error":
         distributed.set_debug_level(distributed.DebugLevel.DETAIL)       # torch then wraps Gloo
     if act == "mistake":
         soon = functools.partial(dist.faulthandler.dump_traceback_later, 0.3, file=sys.__stderr__)
@@ -466,7 +465,7 @@ OWN = "rank 2: an own\nerror"
 
 # words: all that the ranks print; ends: how many ranks end their torchrun.
 @pytest.mark.parametrize("act, words, ends", [
-    ("killed", LOST_RANK, 0), ("stopped", LOST_RANK, 0), ("bug", OWN, 0), ("mistake", OWN, 4)])
+    ("killed", LOST_RANK, 0), ("stopped", LOST_RANK, 0), ("error", OWN, 0), ("mistake", OWN, 4)])
 def test_one_rank_says_who_failed_and_all_end(in_trouble, act, words, ends):
     left = in_trouble[act].result()
     assert left == [None] * 4, f"a rank did not end itself; the outcomes are {left}"
@@ -552,6 +551,8 @@ def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(capsys):
 # ----- On GPUs -----
 
 def on_gpus(world):
+    wire = functools.partial(dist.ErrorFeedback, onebit.onebit)
+    dist.COMPRESSORS = dist.COMPRESSORS | {"onebit": wire}
     bits = {}
     for name in dist.COMPRESSORS:
         model, _ = reduced(world, name, 1, 0.0002)

@@ -94,14 +94,14 @@ def meetings(world):
     """Returns {(level, collective): the ranks that meet in it}, for this rank's calls in
     Bucket.average. level: 0 within the node, 1 across nodes."""
     met = {}
-    for number, level in enumerate(world.levels):
-        ranks, run = level.all_gather_object(world.rank), level._run
+    for level, team in enumerate(world.levels):
+        ranks, run = team.all_gather_object(world.rank), team._run
 
-        def noted(collective, *arguments, number=number, ranks=ranks, run=run, **options):
-            met[number, collective.__name__] = ranks
+        def noted(collective, *arguments, level=level, ranks=ranks, run=run, **options):
+            met[level, collective.__name__] = ranks
             run(collective, *arguments, **options)
 
-        level._run = noted
+        team._run = noted
     bucket = dist.Bucket({"weight": (600,)}, world, "none")
     bucket.flat.fill_(world.rank)
     bucket.average(1.0)

@@ -266,12 +266,15 @@ def test_a_restart_helps_after_lost_ranks_and_disks_and_errors_of_torch(
     monkeypatch.setattr(dist, "init", init)
     monkeypatch.setattr(dist, "leave", leave)
     monkeypatch.setattr(train, "build", Mock(side_effect=error))
+    keep = Mock()
+    monkeypatch.setattr(train, "keep_freed_memory", keep)
     monkeypatch.setattr(sys, "argv", ["-", f"--data={shards}", f"--out={tmp_path}", "--timeout=7"])
     try:
         train.main()
     except KeyboardInterrupt:                    # it would end pytest
         pytest.fail("Ctrl-C ends in a traceback, not in a message")
     assert init.call_args.args == (7,), "dist.init does not get --timeout"
+    assert keep.called != torch.cuda.is_available(), "freed memory is kept on CPUs, and only there"
     said, helps, *_ = leave.call_args.args
     assert helps == restart_helps, f"after {said!r}, restart_helps is {helps}"
     assert ("Traceback" in said) == (words == "Traceback"), said

@@ -37,10 +37,10 @@ def program(*words, cwd=CODE):
 
 
 def keep_freed_memory():
-    """Keeps freed memory as train.py does. Older checkouts may not."""
+    """Keeps freed memory, as train.py does on CPUs. Older checkouts may not."""
     import train
 
-    if hasattr(train, "keep_freed_memory"):
+    if DEVICE.type == "cpu" and hasattr(train, "keep_freed_memory"):
         train.keep_freed_memory()
 
 

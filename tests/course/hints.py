@@ -114,7 +114,7 @@ after a skipped step. The first Q, the same on all ranks, is torch.randn of a ge
     "feedback": """
 Residuals are unscaled, gradients are not, because the next step may have another scale. `value`
 is longer than `flat`: its length is a multiple of BLOCK * world.size. The padding is zero at
-first; later it has a residual like the rest.
+first; later it may have a residual, like the rest.
 
 `average` calls self.mean(world, value, state), which returns mean, residual, next state, bytes.
 The mean, times the loss scale, goes to `flat`.

@@ -112,7 +112,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
     ranks = []
     sent = 0                             # MB, by all ranks
     collectives = []                     # of each bucket
-    for label, kinds, (begin, middle, *others, end) in rows:
+    for label, kinds, (begin, middle, *inner, end) in rows:
         if label.startswith("rank "):
             ranks.append(label.split()[1])
             assert 0 == begin < middle < end, label
@@ -121,7 +121,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
         else:
             assert free <= middle < end <= ended, label
             assert 0 < begin < waits if size > 1 else waits <= begin == middle, label
-            assert others == sorted(others) and len(others) == 2 * kinds.count("~"), label
+            assert inner == sorted(inner) and len(inner) == 2 * kinds.count("~"), label
             collectives.append(kinds.count("~"))
             free = end
             sent += float(label.split()[2])

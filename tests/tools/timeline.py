@@ -53,7 +53,7 @@ COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#CC79A7", "~": 
 NAMES = {"=": "backward", "w": "waiting", ".": "complete, not begun", "#": "averaging: computing",
          "~": "in collectives"}
 MOMENTS = []                 # perf_counter() at the start and end of each noted call
-COLLECTIVES = []             # the same in pairs, for each collective of tensors on a CPU
+COLLECTIVES = []             # the same in pairs, for each collective; on CPUs only
 
 
 # ----- Record a step -----
@@ -77,7 +77,7 @@ def note_collective(name):
     def call(world, tensor):
         began = perf_counter()
         result = collective(world, tensor)
-        if world.size > 1 and tensor.is_cpu:
+        if world.size > 1 and world.device.type == "cpu":
             COLLECTIVES.append((began, perf_counter()))
         return result
 

@@ -166,7 +166,8 @@ class CompressedMean:
         self.buckets = dist.fill_buckets(masters, world, "int8", 25.0)
         views = {}
         for bucket in self.buckets:
-            bucket.wire = dist.ErrorFeedback(onebit.onebit)      # in place of int8's
+            # In place of int8's wire, which makes a Bucket choose the same levels.
+            bucket.wire = dist.ErrorFeedback(onebit.onebit)
             views.update(bucket.views)
         named = {master: views[name] for name, master in masters.items()}
         self.views = [named[p] for p in params]
