@@ -75,7 +75,7 @@ DISK_AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHO
 
 
 def explain(error):
-    """Returns an exception as one line for the user, or None if it is none of those: a bug, or an
+    """Returns an exception as one line for the user. Returns None if it is a bug, or an unknown
     error of torch or a GPU."""
     # How Python, CUDA, torch on a CPU, cuBLAS and oneDNN report a lack of memory, in this order.
     if re.search("MemoryError|out of memory|allocate memory|ALLOC_F|create a primitive",
