@@ -459,9 +459,11 @@ def tokenizer_json(tokenizer):
     # "Metaspace" cuts before each space. Text before the first [MASK] begins with a new word; text
     # after a [MASK] does so only after a space, as in `encode_with_masks`.
     spaces = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "first"}
+    special_tokens = [
+        {"id": i, "content": tokenizer.id_to_piece(i), "special": True, "normalized": False,
+         "single_word": False, "lstrip": False, "rstrip": False} for i in range(MASK + 1)]
     return {
-        # transformers adds the special tokens from tokenizer_config.json.
-        "added_tokens": [],
+        "added_tokens": special_tokens,
         "normalizer": {"type": "Sequence", "normalizers": normalizer_steps(tokenizer)},
         "pre_tokenizer": spaces,
         "model": {"type": "Unigram", "unk_id": UNK, "vocab": vocab},
@@ -564,6 +566,7 @@ def save_huggingface(model, tokenizer_path, folder, longest):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,       # older transformers would drop spaces
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 

@@ -27,6 +27,7 @@ import io
 import json
 import lzma
 import math
+import mmap
 import os
 import random
 import re
@@ -121,11 +122,16 @@ class Shard(NamedTuple):
 
 def open_shard(path):
     """Returns the Shard in the files PATH.tokens and PATH.documents."""
-    # "c", copy-on-write, reads as well; some network disks (FUSE) refuse "r".
-    tokens = np.memmap(f"{path}.tokens", np.uint16, "c")
-    documents = np.memmap(f"{path}.documents", np.int64, "c")
-    # Plain arrays of the same memory are faster to index than an np.memmap.
-    return Shard(np.asarray(tokens), np.asarray(documents))
+    return Shard(map_file(f"{path}.tokens", np.uint16), map_file(f"{path}.documents", np.int64))
+
+
+def map_file(path, dtype):
+    """Returns the array in a file, mapped into memory."""
+    with open(path, "rb") as file:
+        # Private, since some network disks (FUSE) refuse shared maps; for reading alone, since
+        # Linux refuses maps for writing that are larger than the free memory.
+        memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    return np.frombuffer(memory, dtype)
 
 
 class Text(NamedTuple):
@@ -610,10 +616,14 @@ def usable_cores():
 # ----- Corpora: files -> documents, each one string -----
 
 # The beginnings of files that are not plain text: HTML and XML, by a common tag, since a line of a
-# chat may begin with "<name>"; web archives; PDF; and mail, by a header line.
+# chat may begin with "<name>"; web archives; PDF; mail, by a header line; and what git has in place
+# of a large file that was not fetched.
 MARKUP = re.compile(
     r"(?i)<([!?]|(html|head|body|div|p|doc|page|article|mediawiki|tei|rss)\b)|WARC/\d|%PDF-"
-    r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):")
+    r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):"
+    r"|version https://git-lfs")
+# A line that separates documents. Text from right to left, or from the web, may have marks in it.
+BLANK = re.compile(rf"(\s|\u200b|{INVISIBLE})*")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -660,7 +670,7 @@ def begins_json(beginning):
     plain text."""
     beginning = beginning.lstrip("\ufeff\n\t\f ")
     if MARKUP.match(beginning):
-        raise ValueError("HTML, XML, WARC, PDF or mail: extract the text first")
+        raise ValueError("HTML, XML, WARC, PDF, mail or a git-lfs pointer: get the text first")
     # In UTF-16, one of the two bytes of a letter is 0 or another small number.
     if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
         raise ValueError("UTF-16, or not text")
@@ -677,9 +687,9 @@ def text_of(line, is_json):
         line = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
     if "\0\0" in line:
         raise ValueError("null characters: it is a tar file, or part of it is lost")
-    line = line.strip()
-    if not line:
+    if BLANK.fullmatch(line):
         return ""
+    line = line.strip()
     if is_json:
         # JSON can spell characters that UTF-8 cannot encode, such as "\ud800": they become "?".
         text = json.loads(line)["text"] or ""
@@ -880,9 +890,9 @@ def describe(folder):
     for number in sorted({0, held_out // 3, 2 * held_out // 3}):
         begin, end = documents[number:number + 2]
         report += f"\n    {tokenizer.decode(tokens[begin:min(begin + 20, end)].tolist())}"
-    if unknown > 0.005:
-        report += ("\nwarning: much of the text is [UNK], letters unknown to the tokenizer: train "
-                   "one on this text, without --tokenizer")
+    if unknown > 0.001:
+        report += ("\nwarning: much of the text is [UNK], letters unknown to the tokenizer, often "
+                   "many in one: train one on this text, without --tokenizer")
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
@@ -913,7 +923,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         # All ranks of a node have the same command line.
-        if (os.environ.get("LOCAL_RANK") or "0") != "0":
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 

@@ -141,8 +141,8 @@ class World:
                 raise
             # Gloo's message names no rank, or the wrong one. `leave` finds out which it is.
             raise RankLost("rank ? died or did not answer in time; the same command resumes (busy? "
-                           "raise --timeout; unreachable? set GLOO_SOCKET_IFNAME) "
-                           f"({error!r:.400})")
+                           "raise --timeout; unreachable? set GLOO_SOCKET_IFNAME; killed for its "
+                           f"memory? lower --micro-tokens) ({error!r:.400})")
 
 
 def differences(one, other):

@@ -199,7 +199,7 @@ def code_digests():
     """Returns {file name: digest} of all *.py here and of the program that was started, which may
     be a variant. They must be equal on all ranks. A run may resume with changed code, but logs a
     warning."""
-    paths = [*Path(__file__).parent.glob("*.py"), Path(sys.argv[0])]
+    paths = [*Path(__file__).resolve().parent.glob("*.py"), Path(sys.argv[0])]
     return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
 
 

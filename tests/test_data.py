@@ -401,6 +401,11 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
         list(data.TextFiles([tmp_path]))
 
 
+def test_a_line_of_marks_that_are_not_seen_is_blank(tmp_path):
+    (tmp_path / "a.txt").write_text("שלום \u200fעולם\n\u200f \nשוב\n\u200b\u2060\nסוף\n")
+    assert [*data.TextFiles([tmp_path])] == ["שלום \u200fעולם\n", "שוב\n", "סוף\n"]
+
+
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     def refuse(read, path):
         if str(path).startswith(str(tmp_path)):      # programs of other tests run meanwhile
@@ -436,6 +441,7 @@ REFUSED = {
     "paper.pdf": (b"%PDF-1.4\nOne.\n", "line 1: .*PDF"),
     "list.mbox": (b"From ann@x.org Thu Jan  1 00:00:00 2020\nSubject: One\n", "line 1: .*mail"),
     "one.eml": (b"Received: from x.org\nSubject: One\n", "line 1: .*mail"),
+    "not-fetched.jsonl": (b"version https://git-lfs.github.com/spec/v1\n", "line 1: .*git-lfs"),
     "utf-16": ("One word.\n\nТекст.\n".encode("utf-16-le"), "line 1: .*UTF-16"),
     "text-then-tar": (b"One.\n\nTwo.\nwiki_00\0\0\0ustar\0\n", "line 4: .*it is a tar"),
     "long.txt": (b"One.\n" + b"word " * 10**6 + b"\nCaf\xe9.\n", "line 3: UnicodeDecodeError")}
@@ -532,8 +538,8 @@ def test_the_program_says_what_it_has_prepared(documents, tmp_path, program):
 WARNED = {                                                      # a warning: the text that causes it
     "put a blank line between them": "\n".join(8 * make_documents()),
     "if blank lines separate sentences": "\n\n".join(text[:30] for text in make_documents()),
-    " of the text is [UNK], letters unknown to the tokenizer: train ":
-        "\n\n".join(f"{text} ქ ქ ქ ქ" for text in make_documents())}
+    " of the text is [UNK], letters unknown to the tokenizer":
+        "\n\n".join(text + " ქქქქქ" * (i % 4 == 0) for i, text in enumerate(make_documents()))}
 
 
 @pytest.mark.parametrize("warning", WARNED)
@@ -617,6 +623,15 @@ def texts_of(folder, name):
     """Returns the documents of a shard, a list of tuples of tokens."""
     tokens, documents = data.open_shard(folder / name)
     return [tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(documents)]
+
+
+def test_a_shard_may_be_larger_than_the_memory(tmp_path):
+    for name in "a.tokens", "a.documents":
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)                  # a hole: it takes no room
+    shard = data.open_shard(tmp_path / "a")
+    assert (len(shard.tokens), len(shard.documents)) == (1 << 39, 1 << 37)
+    assert shard.tokens[-1] == shard.documents[-1] == 0
 
 
 @pytest.fixture

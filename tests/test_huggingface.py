@@ -78,11 +78,14 @@ def test_token_ids_are_those_of_training(tokenizers, documents):
 
 
 def test_special_tokens_and_lengths(tokenizers):
-    ours, theirs, _ = tokenizers
+    ours, theirs, folder = tokenizers
     ids = [theirs.pad_token_id, theirs.unk_token_id, theirs.cls_token_id, theirs.sep_token_id]
     assert [*ids, theirs.mask_token_id] == [0, 1, 2, 3, 4]
     assert len(theirs) == len(ours)
     assert theirs.model_max_length == 64
+    bare = type(theirs.backend_tokenizer).from_file(str(folder / "tokenizer.json"))
+    ids = bare.encode("The [MASK] of the school").ids
+    assert ids == theirs("The [MASK] of the school")["input_ids"], "tokenizer.json alone differs"
 
 
 def test_pairs_have_types_and_offsets_of_words_without_spaces(tokenizers):

@@ -183,10 +183,19 @@ def test_wrong_flags_are_one_line_and_end_torchrun(refused, monkeypatch, argv, m
 
 
 def test_wrong_flags_are_said_once_a_node(monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit, match="2"):
-        args_of("--batch=0")
-    assert not capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")            # without torchrun: left over in a shell
+    for said in True, False:
+        with pytest.raises(SystemExit, match="2"):
+            args_of("--batch=0")
+        assert bool(capsys.readouterr().err) == said
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+
+
+def test_the_code_of_a_run_is_that_beside_train_py_not_beside_a_link_to_it(monkeypatch, tmp_path):
+    digests = train.code_digests()
+    (tmp_path / "train.py").symlink_to(train.__file__)
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
+    assert train.code_digests() == digests and "optim.py" in digests
 
 
 @pytest.mark.parametrize("argv, message", [

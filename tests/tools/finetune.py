@@ -58,8 +58,8 @@ def labels_of(path):
 
 def read(path, tokenizer, labels):
     """Returns the examples of a .tsv file, a list of (table, number of the label). A table (3, T)
-    has tokens, segments and positions; each text of a pair gets at most half of the tokens. labels:
-    from `labels_of`. Raises DataError or OSError."""
+    has tokens, segments and positions. Too long a pair loses the end of its longer text, then of
+    both, as in transformers. labels: from `labels_of`. Raises DataError or OSError."""
     examples = []
     columns = None                                       # texts in each line
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -72,12 +72,17 @@ def read(path, tokenizer, labels):
                                  "train on, tabs between them")
         except ValueError as error:                      # or UnicodeDecodeError
             raise data.DataError(f"{path}, line {number}: {error}")
+        # Without [CLS] and [SEP].
+        parts = [bert.encode_with_masks(tokenizer, text)[1:-1] for text in texts]
+        room = LONGEST - 1 - len(parts)
+        shorter, longer = sorted([[], *parts], key=len)[-2:]             # [] if there is one text
+        del shorter[room // 2:]
+        del longer[room - len(shorter):]
         tokens = [bert.CLS]
         segments = [0]
-        for segment, text in enumerate(texts):
-            ids = bert.encode_with_masks(tokenizer, text)[1:-1]          # without [CLS] and [SEP]
-            tokens += ids[:LONGEST // len(texts) - 2] + [bert.SEP]
-            segments += [segment] * (len(tokens) - len(segments))
+        for segment, part in enumerate(parts):
+            tokens += part + [bert.SEP]
+            segments += [segment] * (len(part) + 1)
         examples.append((np.array([tokens, segments, range(len(tokens))]), labels[label]))
     if len(examples) < 5:
         raise data.DataError(f"{path} has {len(examples)} lines, which are too few")

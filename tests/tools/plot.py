@@ -43,12 +43,13 @@ def read_run(folder):
             while next(reversed(steps), -1) >= line["step"]:
                 steps.popitem()          # lost in a crash
             phase = phases[line["phase"] - 1]
-            line["tokens"] = phase["global_batch"] * phase["seq_len"]
-            line["tokens"] += steps[line["step"] - 1]["tokens"]
+            last = next(reversed(steps))             # a crash may have lost lines after it
+            line["tokens"] = (line["step"] - last) * phase["global_batch"] * phase["seq_len"]
+            line["tokens"] += steps[last]["tokens"]
             line["hours"] = line["seconds"] / 3600
             steps[line["step"]] = line
         else:
-            steps[line["step"]]["held_out"] = line["mlm_loss"]
+            steps.get(line["step"], {})["held_out"] = line["mlm_loss"]
     del steps[0]
     if not steps:
         raise ValueError(f"no step is in {folder}/metrics.jsonl")

@@ -82,13 +82,27 @@ def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypa
     monkeypatch.setattr(finetune, "LONGEST", 32)
     (pair, _), (_, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
     assert label == 1
-    first = [2, *tokenizer.encode("way " * 99)[:14], 3]
+    first = [2, *tokenizer.encode("way " * 99)[:27], 3]
     second = [*tokenizer.encode("time day"), 3]
     segments = [0] * len(first) + [1] * len(second)
     assert pair.tolist() == [first + second, segments, list(range(len(segments)))]
     path.write_bytes(b"year\ta\n" * 5)
     (single, _), *_ = finetune.read(path, tokenizer, {"a": 0})
     assert single[0].tolist() == [2, *tokenizer.encode("year"), 3]
+
+
+@pytest.mark.parametrize("long, kept", [
+    ((99, 2), (27, 2)), ((2, 99), (2, 27)), ((99, 50), (15, 14)), ((50, 50), (14, 15)),
+    ((20, 9), (20, 9)), ((99,), (30,))])
+def test_a_text_that_is_too_long_is_cut_as_in_transformers(
+        shards, tmp_path, monkeypatch, long, kept):
+    tokenizer = data.load_tokenizer(shards / "tokenizer.model")
+    path = tmp_path / "a.tsv"
+    path.write_text("\t".join(["way " * words for words in long] + ["a\n"]) * 5)
+    monkeypatch.setattr(finetune, "LONGEST", 32)
+    (example, _), *_ = finetune.read(path, tokenizer, {"a": 0})
+    ends = np.flatnonzero(example[0] == bert.SEP)
+    assert tuple(np.diff([0, *ends]) - 1) == kept, f"texts of {long} tokens are cut wrongly"
 
 
 def test_labels_are_in_order_and_one_that_is_there_once_is_said(tmp_path, capsys):

@@ -43,6 +43,13 @@ def test_what_a_crash_has_lost_is_left_out(tmp_path):
     assert steps[2]["held_out"] == 5.5
 
 
+def test_lines_that_a_crash_has_lost_before_a_resume_are_no_error(tmp_path):
+    text = METRICS.replace('"train", "step": 2', '"train", "step": 1')
+    (tmp_path / "metrics.jsonl").write_text(text)
+    steps = plot.read_run(tmp_path)
+    assert {step: line["tokens"] for step, line in steps.items()} == {1: 512, 3: 512 + 2 * 640}
+
+
 def test_a_run_is_drawn(plot_run, tmp_path):
     pytest.importorskip("matplotlib")
     plot_run(METRICS)
