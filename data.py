@@ -129,7 +129,7 @@ def map_file(path, dtype):
     """Returns the array in a file, mapped into memory."""
     with open(path, "rb") as file:
         # Private, since some network disks (FUSE) refuse shared maps; for reading alone, since
-        # Linux refuses maps for writing that are larger than the free memory.
+        # Linux refuses maps for writing that are larger than all memory and swap.
         memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     return np.frombuffer(memory, dtype)
 
@@ -623,7 +623,7 @@ MARKUP = re.compile(
     r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):"
     r"|version https://git-lfs")
 # A line that separates documents. Text from right to left, or from the web, may have marks in it.
-BLANK = re.compile(rf"(\s|\u200b|{INVISIBLE})*")
+BLANK = re.compile(rf"[\s\u200b-\u200d{INVISIBLE[1:]}*")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -670,7 +670,8 @@ def begins_json(beginning):
     plain text."""
     beginning = beginning.lstrip("\ufeff\n\t\f ")
     if MARKUP.match(beginning):
-        raise ValueError("HTML, XML, WARC, PDF, mail or a git-lfs pointer: get the text first")
+        raise ValueError("HTML, XML, WARC, PDF, mail or a git-lfs pointer: extract or fetch the "
+                         "text first")
     # In UTF-16, one of the two bytes of a letter is 0 or another small number.
     if len(re.findall("[\0-\a\x0e-\x1f]", beginning)) > len(beginning) / 4:
         raise ValueError("UTF-16, or not text")
@@ -726,8 +727,9 @@ def documents_in(path):
         # gzip, bz2, lzma, JSON and UTF-8 raise errors of their own.
         except Exception as error:
             raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}; a file is "
-                            "UTF-8 (see iconv), also as .gz, .bz2 or .xz; if it begins with { or "
-                            "[, each line is JSON with a `text` (wikiextractor --json)")
+                            "UTF-8 (see iconv), also as .gz, .bz2 or .xz (or a git-lfs pointer?); "
+                            "if it begins with { or [, each line is JSON with a `text` "
+                            "(wikiextractor --json)")
     if document:
         yield document
 
@@ -891,8 +893,8 @@ def describe(folder):
         begin, end = documents[number:number + 2]
         report += f"\n    {tokenizer.decode(tokens[begin:min(begin + 20, end)].tolist())}"
     if unknown > 0.001:
-        report += ("\nwarning: much of the text is [UNK], letters unknown to the tokenizer, often "
-                   "many in one: train one on this text, without --tokenizer")
+        report += ("\nwarning: some of the text is [UNK], each for one letter or many that are "
+                   "unknown to the tokenizer: train one on this text, without --tokenizer")
     if mean > 5000:
         report += ("\nwarning: documents are very long; if each line of a file is a document of "
                    "its own, put a blank line between them, or write JSON lines")
@@ -919,11 +921,12 @@ def end_terminal():
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints an error as one line, once per node. train.py uses it, too."""
+    """An ArgumentParser that prints an error as one line, under torchrun once per node. train.py
+    uses it, too."""
 
     def error(self, message):
         # All ranks of a node have the same command line.
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0":
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 

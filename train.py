@@ -196,10 +196,10 @@ def run_settings(args, manifest):
 
 
 def code_digests():
-    """Returns {file name: digest} of all *.py here and of the program that was started, which may
-    be a variant. They must be equal on all ranks. A run may resume with changed code, but logs a
-    warning."""
-    paths = [*Path(__file__).resolve().parent.glob("*.py"), Path(sys.argv[0])]
+    """Returns {file name: digest} of all *.py beside data.py and of the program that was started,
+    which may be a variant. They must be equal on all ranks. A run may resume with changed code, but
+    logs a warning."""
+    paths = [*Path(data.__file__).parent.glob("*.py"), Path(sys.argv[0])]
     return {path.name: data.sha256_of(path)[:16] for path in paths if path.is_file()}
 
 

@@ -83,6 +83,7 @@ def test_special_tokens_and_lengths(tokenizers):
     assert [*ids, theirs.mask_token_id] == [0, 1, 2, 3, 4]
     assert len(theirs) == len(ours)
     assert theirs.model_max_length == 64
+    assert not theirs.clean_up_tokenization_spaces, "decoding would drop spaces"
     bare = type(theirs.backend_tokenizer).from_file(str(folder / "tokenizer.json"))
     ids = bare.encode("The [MASK] of the school").ids
     assert ids == theirs("The [MASK] of the school")["input_ids"], "tokenizer.json alone differs"

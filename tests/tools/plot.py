@@ -43,13 +43,14 @@ def read_run(folder):
             while next(reversed(steps), -1) >= line["step"]:
                 steps.popitem()          # lost in a crash
             phase = phases[line["phase"] - 1]
-            last = next(reversed(steps))             # a crash may have lost lines after it
+            # A crash may have lost lines after this step: they count as if of this phase.
+            last = next(reversed(steps))
             line["tokens"] = (line["step"] - last) * phase["global_batch"] * phase["seq_len"]
             line["tokens"] += steps[last]["tokens"]
             line["hours"] = line["seconds"] / 3600
             steps[line["step"]] = line
-        else:
-            steps.get(line["step"], {})["held_out"] = line["mlm_loss"]
+        elif line["step"] in steps:      # else a crash has lost the step
+            steps[line["step"]]["held_out"] = line["mlm_loss"]
     del steps[0]
     if not steps:
         raise ValueError(f"no step is in {folder}/metrics.jsonl")
