@@ -622,7 +622,8 @@ MARKUP = re.compile(
     r"(?i)<([!?]|(html|head|body|div|p|doc|page|article|mediawiki|tei|rss)\b)|WARC/\d|%PDF-"
     r"|From \S+ .*\d:\d\d:|(Return-Path|Received|Delivered-To|Message-ID|MIME-Version):"
     r"|version https://git-lfs")
-# A line that separates documents. Text from right to left, or from the web, may have marks in it.
+# A line that separates documents. It may hold marks that are not seen, as text from right to left
+# and from the web does.
 BLANK = re.compile(rf"[\s\u200b-\u200d{INVISIBLE[1:]}*")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -926,7 +927,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         # All ranks of a node have the same command line.
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        if "TORCHELASTIC_RUN_ID" in os.environ and (os.environ.get("LOCAL_RANK") or "0") != "0":
             self.exit(2)
         self.exit(2, f"{self.prog}: {message}\n")
 

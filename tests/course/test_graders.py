@@ -37,7 +37,7 @@ from tests.ranks import no_room, one_of_two, run_ranks, together
 from tests.training import (SHORT, assert_same, by_the_clock, column, last_state, on_own_disk,
                             power_fails, random_batch, run, spoil, steps_kept)
 from tests.tools import test_flops, test_plan
-from tests.variants import powersgd
+from tests.variants import onebit, powersgd
 from tests.variants.equations import (POWERSGD_BYTES, POWERSGD_SHAPES, gradient,
                                       powersgd_in_float64)
 
@@ -872,9 +872,17 @@ def kept(bucket):
     return residuals.mean(0)[:N_BUCKET] + parts.view(-1)[:N_BUCKET]
 
 
-def fed_back(world):
-    """Returns sums over 30 steps, of the means sent and of the exact means, and what is kept."""
+def lossy_bucket(world, compression):
+    """Returns a bucket of int8, or of tests/variants/onebit.py."""
     bucket = dist.Bucket({"weight": (N_BUCKET,)}, world, "int8")
+    if compression == "onebit":
+        bucket.wire = dist.ErrorFeedback(onebit.onebit)
+    return bucket
+
+
+def fed_back(world, compression):
+    """Returns sums over 30 steps, of the means sent and of the exact means, and what is kept."""
+    bucket = lossy_bucket(world, compression)
     went_in = went_out = torch.zeros(N_BUCKET)
     for step in range(30):
         slopes = [gradient(rank, step)[:N_BUCKET] for rank in range(world.size)]
@@ -884,11 +892,12 @@ def fed_back(world):
     return went_out, went_in, kept(bucket)
 
 
+@pytest.mark.parametrize("compression", ["int8", "onebit"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_feedback_loses_nothing(size):
+def test_feedback_loses_nothing(compression, size):
     """5 points: gradients are sent or kept, and all ranks get the same mean."""
-    ranks = on_threads(fed_back, size)
-    what = (f"int8 on {size} ranks: the sum of the means of 30 steps, with loss scales 1, "
+    ranks = on_threads(fed_back, size, compression)
+    what = (f"{compression} on {size} ranks: the sum of the means of 30 steps, with loss scales 1, "
             "2 and 4,")
     for went_out, went_in, stays in ranks:
         same = torch.equal(went_out.nan_to_num(), ranks[-1][0].nan_to_num())
@@ -904,9 +913,10 @@ def test_feedback_tells_bytes(rng):
     assert sent == told, f"`mean` returns {told} bytes, but `average` returns {sent}"
 
 
-def test_feedback_of_a_skipped_step():
+@pytest.mark.parametrize("compression", ["int8", "onebit"])
+def test_feedback_of_a_skipped_step(compression):
     """4 points: a skipped step leaves no trace."""
-    bucket = dist.Bucket({"weight": (N_BUCKET,)}, dist.World(), "int8")
+    bucket = lossy_bucket(dist.World(), compression)
     send(bucket, torch.randn(N_BUCKET))
     bucket.wire.commit(True)
     before = kept(bucket)

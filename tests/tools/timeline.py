@@ -46,7 +46,7 @@ import torch
 
 import data
 import dist
-from tests.variants import slow_network
+from tests.variants import common, slow_network
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart, and a light grey.
 COLOURS = {"=": "#0072B2", "w": "#E69F00", ".": "#D8D8D8", "#": "#CC79A7", "~": "#009E73"}
@@ -202,8 +202,7 @@ def main():
             importlib.import_module(f"tests.variants.{name}").install()
         except ModuleNotFoundError:
             train_flags += [f"--variant={name}"]             # train.py will refuse it
-    if "GBPS" in os.environ:
-        slow_network.install()
+    common.use_network()
     for name in slow_network.SENT:
         note_collective(name)
     note(torch.Tensor, "backward")

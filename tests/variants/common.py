@@ -12,11 +12,15 @@ from tests.variants import slow_network
 
 
 def main():
-    """Runs train.py as a variant's install() has changed it; if GBPS is set, over the network of
-    slow_network.py."""
+    """Runs train.py as a variant's install() has changed it."""
+    use_network()
+    train.main()
+
+
+def use_network():
+    """Makes the network that of slow_network.py if GBPS is set."""
     if "GBPS" in os.environ:
         slow_network.install()
-    train.main()
 
 
 def use_optimizer(name, optimizer):
