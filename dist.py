@@ -272,12 +272,21 @@ class Reducer:
             if self.thread:
                 self._launch()
 
-    # 3. Launch. The communication thread averages complete buckets while backward goes on. Only one
-    #    thread at a time runs Python, but both threads are nearly always in C++ code, backward and
+    # 3. Launch. The communication thread averages complete buckets while backward goes on. Here
+    #    bucket 0 is complete at "0"; the main thread has to wait only for the last one:
+    #
+    #        main thread             backward -- 0 ------- 1 --- 2 waits | clips, steps
+    #        communication thread                [0    ]   [1 ]  [2      ]
+    #
+    #    Only one thread at a time runs Python, but both are nearly always in C++ code, backward and
     #    collectives, which lets the other one run.
     #
-    #    On a GPU all this happens later than the calls in Python, which only put work into a
-    #    stream.
+    #    On a GPU a call in Python only puts work into a stream and returns. The hooks are called
+    #    long before the gradients exist, so each bucket has an event, a mark in the queue:
+    #
+    #        autograd's thread       0 1 2 puts in backward's work and the events
+    #        stream of backward      ------------ 0 ------- 1 --- 2
+    #        communication thread    waits for 0  [0    ]   [1 ]  [2      ]
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
@@ -291,8 +300,8 @@ class Reducer:
                 return
             gradients_done = None
             if self.stream:
-                # An event marks a place in a stream: here in this thread's, after all of backward's
-                # work so far. A thread that waits for a "blocking" event takes no core.
+                # The event comes after all of backward's work so far. A thread that waits for a
+                # "blocking" event takes no core.
                 gradients_done = torch.cuda.Event(blocking=True)
                 gradients_done.record()
             bucket.launched = time.perf_counter()

@@ -116,7 +116,7 @@ def parse_arguments(argv=None):
         help="replace the recipe's steps: one number for all phases, or one for each")
     add("--batch", type=COUNT, nargs="+", default=[],
         help="replace the recipe's examples per step, over all ranks: one number, or one a phase")
-    add("--lr-scale", type=data.number_in(float, 0), default=1.0,
+    add("--lr-scale", type=data.number_in(float, 0, 1e9), default=1.0,
         help="multiply all learning rates by this (default: %(default)s)")
     add("--dropout", type=FRACTION, help="replace the recipe's dropout")
     add("--mask-fraction", type=FRACTION, help="replace the recipe's fraction of masked tokens")

@@ -167,6 +167,7 @@ def refused(train_here, shards, tmp_path, monkeypatch, capsys):
     ("--seed 1.5", "--seed: invalid .* value: '1.5'"),
     ("--seed 9223372036854775808", "--seed: must be in .0, 9223372036854775808.*, not 9223"),
     ("--timeout nan", r"--timeout: must be in .0.001, 1000000.0\), not nan"),
+    ("--lr-scale 1e300", r"--lr-scale: must be in .0, 1000000000.0\), not 1e300"),
     ("--dropout 1.5", r"--dropout: must be in .0, 1\), not 1.5"),
     ("--batch 1 2 3", "--batch take one number, or one for each of 2 phases"),
     ("--data=", "--data: the path is empty"),
