@@ -46,7 +46,7 @@ class Program:
         self.folder = folder
         self.words = words
         if not (words and words[0].endswith(".py")):
-            self.words = ["train.py", *words]
+            self.words = [str(Path(optim.__file__).with_name("train.py")), *words]
 
     def train(self, name, *flags, ranks=1):
         """Trains the run `name`, or resumes it. Returns its training and held-out losses,
