@@ -45,10 +45,6 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# The same function: torch 2.13 has the first name, 2.11 the second.
-ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-
-
 @dataclasses.dataclass
 class World:
     """A group of ranks, seen from one of them, with its collectives.
@@ -108,8 +104,7 @@ class World:
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         gathered = torch.stack([tensor] * self.size)     # for one rank already the result
-        # `flatten` copies nothing here: torch writes into `gathered`.
-        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
+        self._run(distributed.all_gather, list(gathered), tensor)    # writes into the rows
         return gathered
 
     def all_gather_object(self, value):

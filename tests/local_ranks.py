@@ -73,14 +73,16 @@ class LocalWorld(dist.World):
             result = values[group_src].clone()
         elif collective is distributed.all_to_all_single:
             result = torch.stack([rows[self.rank] for rows in values])
-        elif collective is dist.ALL_GATHER:
-            result = torch.cat(values)
+        elif collective is distributed.all_gather:
+            result = torch.stack(values)
         else:
             result = functools.reduce(torch.add, values)
 
         self._wait(call)                           # until all have read: `own` may be a value
         if collective is distributed.all_gather_object:
             own[:] = result
+        elif collective is distributed.all_gather:
+            torch._foreach_copy_(own, list(result))
         else:
             own.copy_(result)
 
