@@ -382,7 +382,7 @@ def make_optimizer(name, masters, betas):
     matrices = [w for w in masters.values() if w.dim() > 1]
     vectors = [w for w in masters.values() if w.dim() <= 1]
     groups = [
-        {"params": matrices, "weight_decay": 0.01},
+        {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return OPTIMIZERS[name](groups, betas=betas)
