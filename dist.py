@@ -926,7 +926,7 @@ def end(status):
 
 def agree(message, restart_helps, rank_lost):
     """Returns (the text that this rank prints, whether a restart helps), as the first rank to fail
-    decides. Raises RuntimeError if the store was gone before this rank could report its failure."""
+    decides. Raises RuntimeError if the store is gone: at once, or only after --timeout."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they meet, each speaks for itself
     store = open_store()

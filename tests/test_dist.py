@@ -522,7 +522,6 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     assert capsys.readouterr().err == "rank ? died\n"
 
 
-
 def test_the_first_to_fail_says_whether_a_restart_helps(monkeypatch):
     monkeypatch.setattr(dist, "open_store", lambda: Mock(compare_set=lambda *_: b"0 True"))
     monkeypatch.setattr(dist, "may_leave", Mock())
