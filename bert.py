@@ -423,11 +423,12 @@ def normalizer_steps(tokenizer):
     Together they do what data.py does, INVISIBLE and Unicode's form NFKC, and what SentencePiece
     does by its own rule, nmt_nfkc for a cased tokenizer, nmt_nfkc_cf for an uncased one.
     """
+    # INVISIBLE and control characters are dropped. At the start they become a space, so that the
+    # text begins with a new word.
+    dropped = rf"({INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f])+"
     steps = [
-        # At the start, INVISIBLE becomes a space, so that the text begins with a new word.
-        replace(f"^{INVISIBLE}+", " "),
-        # Elsewhere it is dropped, as are control characters.
-        replace(f"{INVISIBLE}|[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]", ""),
+        replace(f"^{dropped}", " "),
+        replace(dropped, ""),
         # White space, and a few characters that SentencePiece takes for it, become spaces.
         replace("[\t\n\f\r\u1680\u200b\u200c\u2028\u2029\ufffd▁]", " "),
         {"type": "NFKC"},
@@ -599,7 +600,8 @@ def load_huggingface(folder):
         for field, ours in fixed.items():
             if described.get(field, ours) != ours:
                 raise ValueError(f"its {field} is {described[field]}, not {ours}")
-        fields = {ours: described[theirs] for ours, theirs in CONFIG_NAMES.items()}
+        kinds = BertConfig.__annotations__                   # {"layers": int, ...}
+        fields = {ours: kinds[ours](described[theirs]) for ours, theirs in CONFIG_NAMES.items()}
         # Tensors on the device "meta" have a shape but no memory: a wrong width cannot use it up.
         # Below, assign=True puts the loaded tensors in their places.
         with torch.device("meta"):
@@ -660,7 +662,9 @@ def encode_with_masks(tokenizer, text):
     # adjacent unknown characters.
     pieces = " ".join(tokenizer.encode(text.replace("[MASK]", STAND_IN), out_type=str))
     pieces = pieces.replace(f"▁ {STAND_IN}", STAND_IN).replace(STAND_IN, " [MASK] ")
-    return [CLS] + tokenizer.piece_to_id(pieces.split()) + [SEP]
+    # Only at spaces: some rare pieces are white space of another kind.
+    words = [piece for piece in pieces.split(" ") if piece]
+    return [CLS] + tokenizer.piece_to_id(words) + [SEP]
 
 
 def fill_mask(model, tokenizer, text, count=5):

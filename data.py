@@ -709,10 +709,15 @@ def documents_in(path):
     with OPENERS.get(path.suffix, open)(
             path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         try:
+            if path.suffix in OPENERS:
+                if not path.stat().st_size:
+                    raise ValueError("it has 0 bytes")
+                # A .bz2 or .xz may be several streams, one after another. Python takes a later one
+                # that is damaged for bytes after the end, and ignores the rest of the file, unless
+                # there is no error to ignore. Only a private field says so.
+                file.buffer._buffer.raw._trailing_error = ()
             is_json = begins_json(file.read(1 << 12))
             file.seek(0)
-            if path.suffix in OPENERS and not path.stat().st_size:
-                raise ValueError("it has 0 bytes")
             # A text may be a single line, so it is read in parts of at most a few MB.
             limit = -1 if is_json else 1 << 21
             for line in iter(lambda: file.readline(limit), ""):
@@ -762,7 +767,8 @@ def load_tokenizer(path):
     DataError if data.py could not have made it, since the tokenizer.json of a model folder would
     then be wrong, see bert.tokenizer_json."""
     with contextlib.suppress(RuntimeError, IndexError, ValueError):
-        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+        tokenizer = sentencepiece.SentencePieceProcessor()
+        tokenizer.LoadFromSerializedProto(Path(path).read_bytes())
         pieces = tokenizer.id_to_piece(list(range(len(tokenizer))))
         scores = tokenizer.get_score(list(range(len(SPECIALS), len(tokenizer))))
         # A token has 16 bits. A model of whole words has no piece "▁". Unigram scores are log
@@ -956,7 +962,7 @@ def main():
     add = parser.add_argument
     add("corpus", type=path_of, nargs="+", help="read these files and folders")
     add("--out", type=path_of, required=True, help="write this folder")
-    add("--shards", type=number_in(int, 1), default=8,
+    add("--shards", type=number_in(int, 1, 1 << 16), default=8,
         help="deal the documents to this many shards (default: %(default)s)")
     add("--vocab-size", type=number_in(int, 16, 1 << 16), default=8192,
         help="train a tokenizer of this many pieces (default: %(default)s)")

@@ -572,7 +572,10 @@ def read_checkpoint(path):
     OSError if the disk fails; a damaged file can raise any other exception."""
     # Read it all first: a later error is then the file's, not the disk's.
     file = io.BytesIO(path.read_bytes())
-    if zipfile.ZipFile(file).testzip():              # the name of the first damaged part
+    archive = zipfile.ZipFile(file)
+    # testzip returns the name of the first damaged part. The zip's list of parts has no checksum.
+    # In it torch.save sets no attributes, and torch.load would not read a part marked as a folder.
+    if archive.testzip() or any(part.external_attr for part in archive.infolist()):
         raise ValueError("wrong checksum")
     file.seek(0)
     # torch.save writes a pickle, which could run any code; with weights_only, none runs.
@@ -803,7 +806,8 @@ def evaluate(args, world, log, state):
     Every evaluation of a phase uses the same examples and masks, whatever the run's seed: seed,
     phase and mask_fraction (15 %, whatever --mask-fraction is) are the defaults of
     data.PretrainingData. Changing masks or pairs there changes evaluation too, so do not compare
-    losses across such a change. unigram_loss, the loss to beat, is that of predicting the same
+    losses across such a change. Raises optim.TrainingStopped if a loss is not finite, and
+    ConfigError if the shards are no longer those of the start. unigram_loss, the loss to beat, is that of predicting the same
     tokens from their frequency in the training text alone. With 1,024 examples, the NSP accuracy
     has a standard error of about sqrt(0.5 * 0.5 / 1024), 1.6 %.
     """
@@ -832,6 +836,9 @@ def evaluate(args, world, log, state):
 
     # Add sums over the ranks, not means: their shares differ in size.
     total = world.sum(**sums)
+    if not all(map(math.isfinite, total.values())):
+        raise optim.TrainingStopped(f"step {counters.step}: the held-out loss is not finite; start "
+                                    "over with a lower --lr-scale and a new --out")
     result = {"step": counters.step, "phase": counters.phase + 1,
               "unigram_loss": total["unigram_loss"] / total["mlm_labels"]}
     line = (f"step {counters.step:>6}  held out, {total['mlm_labels'] / total['tokens']:.0%} "

@@ -258,6 +258,9 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     assert_same_weights(model, again)
     assert again.config == model.config
     assert again.training, "the model is not in training mode"
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("1e-12", '"1e-12"'))
+    assert bert.load_huggingface(folder).config.layer_norm_eps == 1e-12, "a number became text"
     assert (folder / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     config = json.loads((folder / "config.json").read_text())
     assert config["attention_probs_dropout_prob"] == config["hidden_dropout_prob"] == 0.25
@@ -437,6 +440,7 @@ def test_masks_stand_where_the_words_would(tokenizer):
         "[MASK]": [data.MASK],
         "[MASK] [MASK]": [data.MASK, data.MASK],
         "[MASK]漢\ue000": [data.MASK, data.UNK],
+        "school\x85": [*school, data.UNK],             # white space to Python alone
         "school～": tokenizer.encode("school~")}       # by NFKC, not by SentencePiece
     for text, tokens in expected.items():
         found = bert.encode_with_masks(tokenizer, text)

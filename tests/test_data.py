@@ -458,6 +458,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
 
 @pytest.mark.parametrize("flags, message", [
     ("a.txt --shards 0", "argument --shards: must be in"),
+    ("a.txt --shards 65536", "argument --shards: must be in"),
     ("a.txt --vocab-size 15", "argument --vocab-size: must be in"),
     ("a.txt --vocab-size 65536", "argument --vocab-size: must be in"),
     ("a.txt --out=", "argument --out: the path is empty"),
@@ -483,8 +484,9 @@ def test_what_is_stopped_leaves_nothing(monkeypatch, program):
 @pytest.mark.parametrize("suffix, compress", [
     (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
 def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path, suffix, compress):
-    good = compress("\n\n".join(documents).encode())
-    for at in range(20, len(good), len(good) // 8):
+    first = compress("\n\n".join(documents[:9]).encode())             # two streams
+    good = first + compress("\n\n".join(["", *documents[9:]]).encode())
+    for at in [*range(20, len(good), len(good) // 8), *range(len(first), len(first) + 12)]:
         content = bytearray(good)
         content[at] ^= 0x55
         (tmp_path / f"a{suffix}").write_bytes(content)
@@ -616,6 +618,13 @@ def test_a_tokenizer_that_a_model_folder_cannot_describe_is_refused(
     (tmp_path / "bad").write_bytes(tokenizer.serialized_model_proto())
     with pytest.raises(data.DataError, match="bad is not a tokenizer.model that data.py"):
         data.load_tokenizer(tmp_path / "bad")
+
+
+def test_an_empty_tokenizer_is_one_line(tmp_path, capfd):
+    (tmp_path / "empty").touch()                     # as a killed data.py leaves it
+    with pytest.raises(data.DataError, match="empty is not a tokenizer.model that data.py"):
+        data.load_tokenizer(tmp_path / "empty")
+    assert not capfd.readouterr().err, "SentencePiece has printed lines of its own"
 
 
 # ----- Shards on disk -----

@@ -60,6 +60,7 @@ def test_token_ids_are_sentencepieces(tokenizers, documents):
     texts = "\n".join(documents[:100]).split("\n") + HARD
     texts += [unicodedata.normalize(form, text) for form in ("NFC", "NFD") for text in SCRIPTS]
     texts += [text.upper() for text in SCRIPTS]
+    texts += ["\x1cword", "\x7f\u00adword", "\x0b.", "wo\x01rd \x1f word"]
     clean = [unicodedata.normalize("NFKC", re.sub(data.INVISIBLE, "", text)) for text in texts]
     for text, ids in zip(texts, ours.encode(clean)):
         assert theirs(text)["input_ids"] == [data.CLS, *ids, data.SEP], ascii(text)

@@ -329,6 +329,14 @@ def test_training_stops_at_the_floor_and_says_where(train_here, tmp_path, monkey
         train_here(tmp_path, *SHORT, "--steps", 90, 0, "--batch", 4, "--precision", "fp32")
 
 
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(train_here, tmp_path, monkeypatch):
+    own = train.loss_sum
+    monkeypatch.setattr(train, "loss_sum", lambda logits, labels: (
+        own(logits, labels) + (0 if torch.is_grad_enabled() else math.nan)))
+    with pytest.raises(optim.TrainingStopped, match="step 2: the held-out loss is not finite.*--lr"):
+        train_here(tmp_path, "--steps", 2, 0, "--batch", 2)
+
+
 def test_a_bad_step_now_and_then_is_forgiven(shards):
     scaler = built(shards)[1].scaler
     for step in range(1, 10200):
