@@ -69,7 +69,7 @@ def read(path, tokenizer, labels):
             columns = columns or len(texts)
             if columns not in (1, 2) or len(texts) != columns or label not in labels:
                 raise ValueError("not one or two texts, as many as in other lines, and a label to "
-                                 "train on, tabs between them")
+                                 f"train on, tabs between them; its last part is {label!r:.40}")
         except ValueError as error:                      # or UnicodeDecodeError
             raise data.DataError(f"{path}, line {number}: {error}")
         # Without [CLS] and [SEP].
@@ -210,9 +210,17 @@ def run(args):
             raise data.DataError("--out is the model's own folder; take another one")
         args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
+    config = bert.load_huggingface(args.model).config
+    if config.max_positions < LONGEST or config.vocab_size < len(tokenizer):
+        raise data.DataError(f"the model has {config.max_positions} positions and "
+                             f"{config.vocab_size} pieces, fewer than {LONGEST} or than its "
+                             "tokenizer.model")
     labels = labels_of(args.train)
     examples = read(args.train, tokenizer, labels)
     dev = read(args.dev, tokenizer, labels)
+    if examples[0][0][1].any() != dev[0][0][1].any():        # segment 1 is that of second texts
+        raise data.DataError(f"one of {args.train} and {args.dev} has two texts a line, the other "
+                             "one")
     print(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
           f"{'':<16}accuracy         macro F1         Matthews")
     torch.manual_seed(0)
@@ -235,12 +243,12 @@ def main():
     """Runs the program. Unusable input is one line on stderr and status 1; a wrong flag, 2."""
     parser = data.Parser(description="Fine-tune a model to tell texts apart.")
     add = parser.add_argument
-    add("model", type=Path, help="a folder such as runs/NAME/model")
-    add("train", type=Path, help="a .tsv file to learn from")
-    add("dev", type=Path, help="a .tsv file to be scored on")
+    add("model", type=data.path_of, help="a folder such as runs/NAME/model")
+    add("train", type=data.path_of, help="a .tsv file to learn from")
+    add("dev", type=data.path_of, help="a .tsv file to be scored on")
     add("--frozen", action="store_true", help="train the linear layer alone")
     add("--random", action="store_true", help="begin with random weights, of the same shape")
-    add("--out", type=Path, help="write a folder for transformers")
+    add("--out", type=data.path_of, help="write a folder for transformers")
     args = parser.parse_args()
     torch.set_num_threads(data.usable_cores())
     try:

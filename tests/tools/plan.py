@@ -55,7 +55,7 @@ ELEMENT_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
 BLOCK_BYTES = {"int8": 512 + 4}
 BLOCK = 512
 
-AMOUNT = data.number_in(float, 1e-6)
+AMOUNT = data.number_in(float, 1e-6, 1e9)
 
 
 # ----- Flags -----
@@ -79,7 +79,7 @@ def parse_arguments(argv=None):
     add("--gpu-memory", type=AMOUNT, help="the GB of a GPU; without it what --gpu has, or 16")
     add("--tflops", type=AMOUNT,
         help="the TFLOP/s of a GPU in training: its examples a second times GFLOP / 1,000")
-    add("--vocab-size", type=data.number_in(int, 16), default=30522,
+    add("--vocab-size", type=data.number_in(int, 16, 1 << 16), default=30522,
         help="the pieces of the tokenizer (default: %(default)s)")
     plan_flags, train_flags = parser.parse_known_args(argv)
     args = train.parse_arguments(["--bucket-mb=25", *train_flags])      # as train.py on a GPU

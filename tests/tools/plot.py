@@ -49,7 +49,8 @@ def read_run(folder):
             line["tokens"] += steps[last]["tokens"]
             line["hours"] = line["seconds"] / 3600
             steps[line["step"]] = line
-        elif line["step"] in steps:      # else a crash has lost the step
+        # Otherwise a crash has lost the step.
+        elif line["kind"] == "eval" and line["step"] in steps:
             steps[line["step"]]["held_out"] = line["mlm_loss"]
     del steps[0]
     if not steps:
@@ -75,13 +76,16 @@ def draw(runs, against, picture):
 def main():
     """Runs the program. An unusable run is one line on stderr and status 1; a wrong flag, 2."""
     parser = data.Parser(description="Draw the curves of runs.")
-    parser.add_argument("runs", nargs="+", help="folders that train.py has written")
+    parser.add_argument("runs", type=data.path_of, nargs="+",
+                        help="folders that train.py has written")
     parser.add_argument("--against", choices=["step", "tokens", "hours"], default="step")
-    parser.add_argument("--picture", required=True, help="write this file, .png or .svg")
+    parser.add_argument("--picture", type=data.path_of, required=True,
+                        help="write this file, .png or .svg")
     args = parser.parse_args()
     try:
-        draw({folder: read_run(folder) for folder in args.runs}, args.against, args.picture)
-    except (ImportError, OSError, ValueError, LookupError, TypeError) as error:
+        runs = {str(folder): read_run(folder) for folder in args.runs}
+        draw(runs, args.against, args.picture)
+    except (ImportError, OSError, ValueError, LookupError, TypeError, StopIteration) as error:
         sys.exit(f"plot.py: {type(error).__name__}: {error} (a run is a folder with the "
                  "metrics.jsonl of train.py)")
 

@@ -18,7 +18,8 @@ EXAMPLES = range(2, 5)         # in one of them B follows A, in two it does not
 
 def show(folder):
     """Returns, as text, the report of data.describe and examples that training never reads. Raises
-    data.DataError or OSError if the folder holds no shards."""
+    data.DataError or OSError if the folder holds no shards, or damaged ones."""
+    data.verify(folder)
     report = data.describe(folder)
     report += "\nin brackets: what stood there, to be predicted"
     tokenizer = data.load_tokenizer(Path(folder) / "tokenizer.model")

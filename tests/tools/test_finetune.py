@@ -69,6 +69,21 @@ def test_a_bad_line_is_named(finetuned, bad):
         finetuned(GOOD, b"text\tyes\n" + bad + b"\ntext\tno\n")
 
 
+def test_a_file_of_pairs_beside_one_of_single_texts_is_refused(finetuned):
+    with pytest.raises(SystemExit, match="one of train.tsv and dev.tsv has two texts a line"):
+        finetuned(GOOD, b"text\ttext\tyes\n" * 5)
+
+
+@pytest.mark.parametrize("config", [(1, 64, 1, 64, 320, 64), (1, 64, 1, 64, 128)])
+def test_a_model_that_is_too_small_is_refused_before_training(finetuned, tmp_path, shards, capsys,
+                                                              config):
+    model = bert.BertForPreTraining(bert.BertConfig(*config))
+    bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "small", 64)
+    with pytest.raises(SystemExit, match=f"has {model.config.max_positions} positions and"):
+        finetuned(GOOD, GOOD, model="small")
+    assert not capsys.readouterr().out
+
+
 def test_too_few_lines_are_refused(finetuned):
     with pytest.raises(SystemExit, match="dev.tsv has 4 lines"):
         finetuned(GOOD, b"text\tyes\n" * 4)
@@ -122,6 +137,8 @@ def test_few_lines_are_trained_on_and_files_that_are_there_are_left_alone(
     finetuned(GOOD, GOOD)
     folder = tmp_path / "sorted"
     before = (folder / "config.json").read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        finetuned(GOOD, GOOD, more="--out=")         # a variable that is not set
     with pytest.raises(SystemExit, match="own folder"):
         finetuned(GOOD, GOOD, model="sorted")
     assert (folder / "config.json").read_bytes() == before

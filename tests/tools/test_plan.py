@@ -1,7 +1,9 @@
 """Compares plan.py with published and measured numbers and with the program; tests show.py."""
 import math
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,7 +196,10 @@ def test_shards_are_shown_as_words(shards, monkeypatch, capsys):
         assert f"({tokenizer.id_to_piece(label).replace('▁', ' ')})" in text
 
 
-def test_a_folder_without_shards_is_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["show.py", "/nowhere"])
-    with pytest.raises(SystemExit, match="^show.py: /nowhere/manifest.json is missing"):
-        show.main()
+def test_a_folder_without_shards_or_with_damaged_ones_is_one_line(shards, tmp_path, monkeypatch):
+    folder = shutil.copytree(shards, tmp_path / "damaged")
+    (folder / "train-00000.tokens").write_bytes(b"")
+    for path in "/nowhere/manifest.json", f"{folder}/train-00000.tokens":
+        monkeypatch.setattr(sys, "argv", ["show.py", str(Path(path).parent)])
+        with pytest.raises(SystemExit, match=f"^show.py: {path} is missing"):
+            show.main()

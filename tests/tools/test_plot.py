@@ -5,7 +5,8 @@ import pytest
 
 from tests.tools import plot
 
-# Step 2 occurs twice, one line is cut off, and a crash has lost steps 3 to 5.
+# Step 2 occurs twice, one line is cut off, one of a kind of its own, and a crash has lost steps 3
+# to 5.
 METRICS = """\
 {"kind": "run", "phases": [{"seq_len": 64, "global_batch": 8}, {"seq_len": 128, "global_batch": 5}]}
 {"kind": "train", "step": 1, "phase": 1, "seconds": 1800, "mlm_loss": 6.0, "wait_seconds": null}
@@ -13,6 +14,7 @@ METRICS = """\
 {"kind": "tr
 {"kind": "train", "step": 2, "phase": 1, "seconds": 3600, "mlm_loss": 5.0}
 {"kind": "eval", "step": 2, "mlm_loss": 5.5}
+{"kind": "of a variant", "step": 2, "mlm_loss": 99.0}
 {"kind": "train", "step": 3, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
 {"kind": "train", "step": 4, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
 {"kind": "train", "step": 5, "phase": 2, "seconds": 9000, "mlm_loss": 9.0}
@@ -79,7 +81,8 @@ def test_without_matplotlib_it_says_so(plot_run, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [
-    "{", '{"kind": "train", "step": 0}', '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
+    "{", METRICS.replace('"step": 1,', '"step": 0,'), '{"kind": "train", "step": 0}',
+    '{"kind": "train", "step": 1}', '{"kind": "eval"}'])
 def test_what_is_no_run_is_one_line(plot_run, text):
     with pytest.raises(SystemExit, match="plot.py: .* train.py"):
         plot_run(text)

@@ -133,9 +133,13 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
 @pytest.mark.parametrize("gbps, argv, said", [
     ("1", "--variant topk no-such-one", "unrecognized arguments: --variant=no-such-one"),
     ("0", "", r"argument GBPS: must be in .*"),                # the variants' network is used
-    ("1", "--draw nowhere.json", "what --save has written cannot be read: .* 'nowhere.json'")])
-def test_what_is_wrong_is_one_line(monkeypatch, gbps, argv, said):
+    ("1", "--picture=", "argument --picture: the path is empty.*"),
+    ("1", "--draw nowhere.json", "no picture of what --save has written: .*nowhere.json.*"),
+    ("1", "--draw TMP/other.json", "no picture of what --save has written: .*")])
+def test_what_is_wrong_is_one_line(monkeypatch, tmp_path, gbps, argv, said):
     monkeypatch.setenv("GBPS", gbps)
+    (tmp_path / "other.json").write_text("[]")
+    argv = argv.replace("TMP", str(tmp_path))
     process = run_script("tests/tools/timeline.py", *argv.split())
     assert process.returncode == 2, process.stderr
     assert re.fullmatch(rf"timeline.py: {said}\n", process.stderr), process.stderr

@@ -185,16 +185,17 @@ def main():
     add = parser.add_argument
     add("--at-step", default="20", help="draw this step (default: %(default)s)")
     add("--variant", nargs="+", default=[], help="first install these files of tests/variants")
-    add("--save", type=Path, help="write what is drawn to this file, as JSON")
-    add("--draw", type=Path, nargs="+", help="train nothing: draw what --save has written")
-    add("--picture", type=Path, help="draw this file as well, .png or .svg, by matplotlib")
+    add("--save", type=data.path_of, help="write what is drawn to this file, as JSON")
+    add("--draw", type=data.path_of, nargs="+", help="train nothing: draw what --save has written")
+    add("--picture", type=data.path_of, help="draw this file as well, .png or .svg, by matplotlib")
     options, train_flags = parser.parse_known_args()
     if options.draw:
         try:
-            steps = {path.stem: json.loads(path.read_text()) for path in options.draw}
-        except (OSError, ValueError) as error:
-            parser.error(f"what --save has written cannot be read: {error}")
-        draw(steps, options.picture)
+            draw({path.stem: json.loads(path.read_text()) for path in options.draw},
+                 options.picture)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            parser.error("no picture of what --save has written: "
+                         f"{type(error).__name__}: {error}")
         return
 
     for name in options.variant:
