@@ -10,6 +10,9 @@ Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and a much sma
     pairs: B always follows A in the document; in half of the examples B is given first (SOP,
     sentence order prediction, in place of NSP, which the topics of A and B give away)
 
+A text without two whole sentences has no order to predict: 42 % of the demo's texts at 64 tokens,
+14 % at 128. Of the others, a guess by lengths and end marks alone is right for 54 %.
+
 A shared weight's gradient is the sum of the gradients that its L copies would have. Only the MLM
 head has less to compute. Weights, moments and bytes to average shrink by a factor of 8.7 at base
 and 17 at large.
@@ -85,26 +88,31 @@ class OrderedPairs(data.PretrainingData):
 
     def text(self, shard, place, length, cut_draw):
         """Returns the inherited Text without incomplete sentences at its beginning and end: half a
-        sentence in the middle of a swapped pair would give the swap away. A text with fewer than
-        two whole sentences stays as it is."""
+        sentence in the middle of a swapped pair would give the swap away. So would the end of a
+        document without a mark. A text with fewer than two whole sentences is all A, with no B."""
         text = super().text(shard, place, length, cut_draw)
+        if self.pairs == "none":
+            return text
         tokens = shard.tokens[text.start:text.end]
         is_cut = self.ends_sentence[tokens[:-1]] & self.begins_sentence[tokens[1:]]
         cuts = text.start + 1 + np.flatnonzero(is_cut)
         if text.start == text.document:
             cuts = np.append(text.start, cuts)
-        if text.end == text.document_end:
+        if text.end == text.document_end and self.ends_sentence[tokens[-1]]:
             cuts = np.append(cuts, text.end)
-        if self.pairs == "none" or len(cuts) < 3:
-            return text
+        if len(cuts) < 3:
+            return text._replace(middle=text.end)
         middle = cuts[1 + int(cut_draw * (len(cuts) - 2))]
         return text._replace(start=int(cuts[0]), middle=int(middle), end=int(cuts[-1]))
 
     def pair(self, i, draws):
-        """Returns the Spans of example i; the fourth draw decides whether A and B are swapped."""
+        """Returns the Spans of example i; the fourth draw decides whether A and B are swapped. Without
+        B the order is not asked for: the label is IGNORED."""
         short_draw, length_draw, cut_draw, true_draw, place_draw = draws
         true = super().pair(i, [short_draw, length_draw, cut_draw, 0.0, place_draw])
-        if true_draw < 0.5 or self.pairs == "none":
+        if true.b == true.b_end:
+            return true._replace(pair_label=data.IGNORED)
+        if true_draw < 0.5:
             return true
         return true._replace(a=true.b, a_end=true.b_end, b=true.a, b_end=true.a_end, pair_label=1)
 

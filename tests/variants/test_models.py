@@ -184,27 +184,34 @@ def test_a_stage_without_steps_copies_its_layers_too(monkeypatch):
 
 def test_albert_swaps_whole_sentences(shards):
     examples = albert.OrderedPairs(shards, 64)
-    swapped = 0
+    swapped, asked = 0, 0
     first, several = 0, 0
     for spans in examples.spans(range(400)):
         a, middle, b, end = spans.a, spans.a_end, spans.b, spans.b_end
+        tokens, documents = examples.shard(spans.shard)
+        cuts = 1 + np.flatnonzero(examples.ends_sentence[tokens[:-1]]
+                                  & examples.begins_sentence[tokens[1:]])
+        if spans.pair_label == data.IGNORED:
+            assert b == end, f"{spans} has a B, and nobody asks for its order"
+            assert np.isin(range(a + 1, middle), cuts).sum() < 3, f"{spans} has whole sentences"
+            continue
+        asked += 1
         if spans.pair_label:
             a, middle, b, end = b, end, a, middle
             swapped += 1
         assert a < middle == b < end, f"B does not follow A in {spans}"
-        tokens, documents = examples.shard(spans.shard)
-        cuts = 1 + np.flatnonzero(examples.ends_sentence[tokens[:-1]]
-                                  & examples.begins_sentence[tokens[1:]])
-        whole = {*cuts, *documents}
-        assert {a, middle, end} <= whole or np.isin(range(a + 1, end), cuts).sum() < 3, (
-            f"{spans} has a part of a sentence")
+        assert {a, middle, end} <= {*cuts, *documents}, f"{spans} has a part of a sentence"
+        assert examples.ends_sentence[tokens[end - 1]], f"{spans} ends without a mark"
         within = cuts[(a < cuts) & (cuts < end)]
         if len(within) > 1:
             several += 1
             first += middle == within[0]
     assert 0.1 < first / several < 0.5, (
         f"{first} of {several} texts of several sentences are cut after the first, not 10 to 50 %")
-    assert 160 < swapped < 240, f"{swapped} of 400 pairs are swapped, not about half"
+    assert asked > 300 and 0.4 < swapped / asked < 0.6, (
+        f"{swapped} of {asked} pairs are swapped, not about half")
+    whole = data.PretrainingData(shards, 64, pairs="none").spans(range(50))
+    assert albert.OrderedPairs(shards, 64, pairs="none").spans(range(50)) == whole
     assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
 
 
