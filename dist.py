@@ -7,11 +7,10 @@ The first half is the core, from simple to hard. `World` is a group of ranks. `a
 averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` decide what goes
 over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail; `init` there makes the World. The first half needs only one more fact of
-it: a collective over Gloo raises RankLost when a rank is gone.
+ranks meet, stop and fail; `init` there makes the World. The first half can be read without it.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; with a
-single rank it does nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
+single rank it sends nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
 
 Shapes in comments: W ranks of a group, n elements of a bucket.
 """
@@ -39,7 +38,7 @@ class DistError(Exception):
 
 class RankLost(DistError):
     """A rank died, did not answer in time or never came, or its torchrun is gone: a restart helps.
-    End the process with `leave`.
+    End the process with `leave`, which says once which rank it is.
     """
 
 
@@ -55,8 +54,9 @@ class World:
         Gloo    tensors on CPUs, numbers, objects       raises an exception; `leave` then finds out
                                                         which rank it is
 
-    Therefore the main thread first asks over Gloo whether all ranks are there, and only then waits
-    for NCCL. One torch group uses both libraries: the device of the tensor decides.
+    One torch group uses both libraries: the device of the tensor decides. `sum` and `barrier` have
+    a tensor on the CPU, so they go over Gloo even between GPUs. Therefore the main thread calls
+    `barrier`, which raises if a rank is gone, before it waits for NCCL.
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
@@ -173,9 +173,9 @@ class Reducer:
 
         g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
 
-    A bucket is a flat fp32 tensor that owns the gradients of several parameters. p.grad is a view
-    of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps. Nothing
-    is copied:
+    A bucket has a flat fp32 tensor, the memory of the gradients of one or more parameters. p.grad
+    is a view of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps.
+    Nothing is copied:
 
         one memory       p.grad              bucket              master.grad
         in this order    backward adds  -->  averaging     -->   the optimizer reads
@@ -201,15 +201,16 @@ class Reducer:
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, from optim.cast_with_masters;
     without them the optimizer steps the parameters themselves, in fp32. `finish` sets `bytes_sent`,
-    the bytes that this rank sent, and `wait_seconds`, how long it waited for the communication
-    thread. Each bucket records its own `bytes_sent` and three times of time.perf_counter: when it
-    was `launched` (only if there is a thread), and when its averaging `began` and `ended`.
+    the bytes that this rank sent (on two levels, see `Bucket`, to other nodes), and `wait_seconds`,
+    how long it waited for the communication thread. For the log and for pictures each bucket
+    records its own `bytes_sent` and three times of time.perf_counter: when it was `launched` (only
+    if there is a thread), and when its averaging `began` and `ended`.
     """
 
     # 1. Pack, once. Each parameter gets a place in a bucket. All ranks start from rank 0's weights.
 
     def __init__(self, module, world, compression="none", bucket_mb=2.0, masters=None):
-        world.barrier()                            # before NCCL's first call, see `World`
+        world.barrier()                            # raises if a rank is gone, see `World`
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         masters = masters or {}
@@ -224,16 +225,16 @@ class Reducer:
             if masters:
                 masters[name].grad = self.views[name]
             p.grad_dtype = None                    # allows p.grad to be fp32 if p has 16 bits
-            # `detach` makes a second tensor of the same memory. A later cast of the module would
-            # give p.grad other memory, and `_ready` would see that it is not the view's.
+            # `detach` makes a second tensor of the same memory. If p.grad were the view itself, a
+            # later cast of the module would move both, and `_ready` could not see it.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         self.thread = self.stream = None
         if world.size > 1:
-            # The number of cores holds for the thread that sets it. With more than one this thread
-            # would slow backward: a step of `tiny` took 1.36 times as long.
+            # The new thread first calls torch.set_num_threads(1), which holds for its caller. With
+            # more cores it would slow backward: a step of `tiny` took 1.36 times as long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
@@ -242,7 +243,7 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, loss_scale=1.0):
-        """Begins a step: sets all gradients to 0. loss_scale: the factor in the step's loss."""
+        """Begins a step: sets all gradients to 0. loss_scale: the factor in the mean gradient."""
         self.jobs = []             # the thread's jobs in this step, one for each launched bucket
         self.loss_scale = loss_scale
         self.last_micro_batch = True
@@ -254,10 +255,11 @@ class Reducer:
     def _ready(self, name, p):
         """In the step's last micro-batch, launches the buckets that are complete now.
 
-        Autograd calls this hook after it has added the gradients of all uses of p to p.grad; the
-        token embedding has two uses. On a CPU it runs in the thread that called backward, on a GPU
-        in autograd's own thread. Raises KeyError for a backward after that of the last micro-batch,
-        and DistError if p.grad is no longer a view of its bucket."""
+        Autograd calls this hook after it has added the gradients of all uses of p to p.grad (on a
+        GPU: has put this into a stream); the token embedding has two uses. On a CPU it runs in the
+        thread that called backward, on a GPU in autograd's own thread. Raises KeyError for a
+        backward after that of the last micro-batch, and DistError if p.grad is no longer a view of
+        its bucket."""
         if p.grad.data_ptr() != self.views[name].data_ptr():
             raise DistError(f"the gradient of {name} is no longer in its bucket: cast the module "
                             "before you make the Reducer, call no zero_grad but the Reducer's, and "
@@ -281,7 +283,10 @@ class Reducer:
     #
     #        autograd's thread       0 1 2 puts in backward's work and the events
     #        stream of backward      ------------ 0 ------- 1 --- 2
-    #        communication thread    waits for 0  [0    ]   [1 ]  [2      ]
+    #        stream of averaging                  [0    ]   [1 ]  [2      ]
+    #
+    #    The communication thread sleeps until the GPU has reached the event, puts the averaging
+    #    into a stream of its own, and sleeps again until it is done.
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
@@ -306,14 +311,14 @@ class Reducer:
         """Averages a bucket, in the communication thread if there is one. gradients_done: None, or
         the torch.cuda.Event to wait for first."""
         if self.stream:
-            # From here on this thread's calls go to this stream, and to its GPU. Otherwise the
-            # thread would use GPU 0, and take memory there even to wait.
+            # From here on this thread's calls go to this stream, and to its GPU. A new thread
+            # begins with GPU 0, and would take memory there even to wait.
             torch.cuda.set_stream(self.stream)
             gradients_done.synchronize()   # sleeps until the GPU has reached the mark
         bucket.began = time.perf_counter()
         bucket.bytes_sent = bucket.average(self.loss_scale)
         if self.stream:
-            self.stream.synchronize()      # this thread alone waits until the bucket is averaged
+            self.stream.synchronize()      # so that the job ends when the bucket is averaged
         bucket.ended = time.perf_counter()
 
     # 4. Finish. Wait for the communication thread.
@@ -357,8 +362,8 @@ class Reducer:
             bucket.wire.commit(step_taken)
 
     def forget(self):
-        """Drops the residuals. train.py does so at each save: a checkpoint then needs none, and a
-        run that continues after it equals a run that resumes from it."""
+        """Drops the residuals and states. train.py does so at each save: a checkpoint then needs none,
+        and a run that continues after it equals a run that resumes from it."""
         for bucket in self.buckets:
             bucket.wire.forget()
 
@@ -368,9 +373,9 @@ def fill_buckets(tensors, world, compression, bucket_mb):
     output.
 
     A bucket is full when it has bucket_mb MB or more, at 4 bytes an element. The embeddings begin a
-    new bucket: their gradients come last, and whatever shared a bucket with them would wait. The
-    small mlm_bias gets a bucket of its own after them, since torch lists a model's own parameters
-    first; it waits anyway, because buckets start in order."""
+    new bucket: their gradients come last, and whatever shared a bucket with them would wait. Torch
+    lists a model's own parameters before those of its parts, so the small mlm_bias comes last of
+    all, in a bucket of its own; it waits for the embeddings, because buckets start in order."""
     contents = []                                  # {name: shape} of each bucket
     space = 0.0                                    # MB that still fit into the last bucket
     in_embeddings = False
@@ -398,7 +403,8 @@ class Bucket:
         3. broadcast         0 -> 1    2 -> 3      and pass the mean on
 
     A node then sends no more than a single rank would. All nodes have equally many ranks, so the
-    mean of their means is the mean. With one level each rank is a leader. On GPUs `none`, `fp16`
+    mean of their means is the mean. With one level `within_node` is this rank alone: steps 1 and 3
+    do nothing, and each rank is a leader. On GPUs `none`, `fp16`
     and `bf16` use one level, since NCCL itself adds up inside a node first.
     """
 
@@ -417,7 +423,7 @@ class Bucket:
 
     def average(self, loss_scale):
         """Averages the bucket over all ranks, in place. Returns the bytes that this rank sent; on
-        two levels, only those to other nodes. loss_scale: the factor in the gradients."""
+        two levels, only those to other nodes. loss_scale: the factor in the mean gradient."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
             self.within_node.all_reduce(self.flat)
@@ -443,7 +449,8 @@ class Bucket:
 
 @dataclasses.dataclass
 class Dense:
-    """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`. Nothing is left over.
+    """The wire of none, fp16 and bf16: one all-reduce in the format `dtype`. What rounding changes
+    is lost.
 
     fp16 ranges from 6e-8 to 65,504; a loss scale keeps gradients in this range. It has 11
     significant bits, fewer below 6e-5. bf16 has 8, and the range of fp32. Each addition on the way
@@ -471,12 +478,42 @@ class Dense:
 BLOCK = 512                  # elements that share a block's scale, see `encode_int8`
 
 
+def encode_int8(blocks):
+    """Returns the codes of blocks (..., 512), bytes (..., 516): an int8 for each element and an
+    fp32 scale for the block; and C(blocks), the values that the codes stand for.
+
+    The element farthest from 0 becomes 127 or -127 (block-wise quantisation, Dettmers et al., arXiv
+    2110.02861, section 2.1, here to evenly spaced numbers):
+
+        block_scale = max |x| / 127     level = round(x / block_scale)     C(x) = block_scale level
+    """
+    # The clamp is for blocks of zeros. A block with an inf or NaN has such a scale, and all of it
+    # is decoded to NaN (0 * inf). So is then the mean, once more encoded: all ranks skip the step.
+    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
+    levels = (blocks / scales).round_()
+    packed = levels.to(torch.int8).view(torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
+
+
+def decode_int8(codes):
+    """Returns the blocks (..., 512) that codes, bytes (..., 516), stand for."""
+    levels = codes[..., :-4].view(torch.int8).float()
+    return levels.mul_(codes[..., -4:].view(torch.float32))
+
+
 class ErrorFeedback:
     """The wire of int8, and of the compressors in tests/variants. The residual, what was not
-    sent, is added to what the next step sends. Residuals are unscaled, because the next step may
-    have a different loss scale:
+    sent, is added to what the next step sends. For example, one rank that rounds to whole numbers:
 
-        v_r = b_r / loss_scale + e_r           b_r: rank r's bucket; e_r: its residual, 0 at first
+        step    bucket    + residual    = value    sent    next residual
+        1       0.4         0.0           0.4      0         0.4
+        2       0.4         0.4           0.8      1        -0.2
+        3       0.3        -0.2           0.1      0         0.1
+
+    In letters, for each rank r of `world`, which on two levels is a leader. Residuals are unscaled,
+    because the next step may have a different loss scale:
+
+        v_r = b_r / loss_scale + e_r           b_r: the rank's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
         g = loss_scale * q                     goes back into the bucket
         e'_r = v_r - c_r                       the next residual, which `commit` keeps if the step
@@ -492,7 +529,8 @@ class ErrorFeedback:
         mean (n + padding,)        q
         residual (n + padding,)    e'_r; the padding has a residual, too
         state                      a dict, empty at first, for what the function keeps from step to
-                                   step. It is not changed: the next state is a new dict
+                                   step; a save drops it, too, see `Reducer.forget`. It is not
+                                   changed: the next state is a new dict
     """
 
     def __init__(self, mean):
@@ -506,6 +544,7 @@ class ErrorFeedback:
         if residual is None:
             # n, rounded up to whole blocks for each rank.
             residual = flat.new_zeros(n + -n % (BLOCK * world.size))
+        # A copy, since the residual must stay as it is if the step is skipped.
         value = residual.clone()
         value[:n].add_(flat, alpha=1 / loss_scale)
         mean, next_residual, next_state, sent = self.mean(world, value, state)
@@ -526,7 +565,7 @@ class ErrorFeedback:
 
 
 def compressed_mean(encode, decode, world, value, state):
-    """The mean of int8: an all-reduce that compresses twice (1-bit Adam, arXiv 2102.02888).
+    """The mean of int8: an all-reduce that compresses twice, as 1-bit Adam's (arXiv 2102.02888).
 
     The value is cut into W parts. Rank j averages part j of all ranks, and sends the average to
     all. C(x) is x encoded and then decoded. For example, the first step of two ranks, with a C that
@@ -541,8 +580,8 @@ def compressed_mean(encode, decode, world, value, state):
         encode         2                      3                   0.5 and 0.0 are the next s
         all_gather     2      3               2      3            the mean, on both
 
-    In letters: rank r has the value v_r, see `ErrorFeedback`, and the rank that averages a part
-    keeps a residual of its own, s, the `part_residual`:
+    In letters, for each part: rank r has the value v_r, see `ErrorFeedback`, and the rank that
+    averages the part keeps a residual of its own, s, the `part_residual`:
 
         c_r = C(v_r)              e'_r = v_r - c_r          what rank r sends, and its next residual
         m = mean_r c_r + s
@@ -569,29 +608,6 @@ def compressed_mean(encode, decode, world, value, state):
     return mean, residual, {"part_residual": part_residual}, sent
 
 
-def encode_int8(blocks):
-    """Returns the codes of blocks (..., 512), bytes (..., 516): an int8 for each element and an
-    fp32 scale for the block; and C(blocks), the values that the codes stand for.
-
-    The element farthest from 0 becomes 127 or -127 (block-wise quantisation as of Dettmers et al.,
-    arXiv 2110.02861, section 2.1, here linear):
-
-        block_scale = max |x| / 127     level = round(x / block_scale)     C(x) = block_scale level
-    """
-    # The clamp is for blocks of zeros. A block with an inf or NaN has such a scale, and is decoded
-    # to NaN (0 * inf), so that all ranks skip the step.
-    scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
-    levels = (blocks / scales).round_()
-    packed = levels.to(torch.int8).view(torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
-
-
-def decode_int8(codes):
-    """Returns the blocks (..., 512) that codes, bytes (..., 516), stand for."""
-    levels = codes[..., :-4].view(torch.int8).float()
-    return levels.mul_(codes[..., -4:].view(torch.float32))
-
-
 COMPRESSORS = {              # name: makes the wire of a bucket
     "none": lambda: Dense(torch.float32),
     "fp16": lambda: Dense(torch.float16),
@@ -601,6 +617,10 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 
 
 # ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
+#
+# The algorithm ends above, and a first reading can, too. torchrun, one on each node, starts the
+# node's ranks, waits for them and may start them again. A store is a small dictionary that all
+# ranks share; the torchrun of node 0 keeps one.
 
 # ----- How the ranks meet -----
 
@@ -613,8 +633,8 @@ def init(timeout=600.0, init_method="env://"):
 
     If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
     must end by os._exit: Python's exit aborts while torch's groups are open, and closing them can
-    wait for a lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none) or
-    torchrun is missing, RankLost if the ranks do not meet.
+    wait for a lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none), or
+    if srun or mpirun started the processes without torchrun; RankLost if the ranks do not meet.
     """
     world = world_of_environment()
     if world.size == 1:
@@ -663,15 +683,15 @@ def meet(world, init_method, limit):
     if node 0 does not answer within `limit`, a timedelta; if ranks do not come within another
     `limit`, with their numbers; or if this rank's torchrun dies.
 
-    A store is a small dictionary that all ranks share, kept by a process of node 0. Torch's own
-    store lives as long as torchrun, which may restart dead ranks. Say ranks 0 and 1 have set their
-    keys and die: the new rank 1 finds the key of the dead rank 0, and would wait for it. The number
-    of the restart cannot tell them apart, because a torchrun that was itself restarted counts from
-    0.
+    The store of node 0's torchrun lives longer than the ranks, and still has the keys of dead ones.
+    Say ranks 0 and 1 have set their keys and die: the new rank 1 would take the dead rank 0 for
+    present, and hang in the first collective. Torchrun's own count of restarts does not tell the
+    two apart: node 1's torchrun, if it was started anew itself, counts from 0 again.
 
     Therefore each attempt to meet has a number, which is the prefix of its keys. Each new process
-    begins an attempt, by adding 1 to a count. While it waits, it joins the newest attempt, by
-    setting a key. The ranks meet in an attempt that all have joined:
+    begins an attempt, by adding 1 to a count. Then it reads the count, ten times a second, and
+    joins the newest attempt, whoever began it, by setting a key. The ranks meet in an attempt that
+    all have joined:
 
                                           newest attempt    joined by
         rank 0 comes                      1                 0
@@ -727,9 +747,9 @@ def start_groups(world, store, limit):
 
 
 def limit_gloo(group, limit):
-    """Sets the timeout of a group's collectives over Gloo. Gloo should time out first, because it
-    raises where NCCL aborts: groups begin with twice the limit, which NCCL keeps. Only a private
-    function of torch sets the limit of one library."""
+    """Sets the timeout of a group's collectives over Gloo. A group is made with twice the limit,
+    which NCCL keeps. Gloo must time out first, because it raises where NCCL aborts the process.
+    Only a private function of torch sets the limit of one library."""
     gloo = group._get_backend(torch.device("cpu"))
     gloo = getattr(gloo, "wrapped_pg", gloo)         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     gloo._set_default_timeout(limit)
@@ -765,12 +785,13 @@ stop_requests = []
 def listen_to_signals():
     """From here on a signal that asks for a stop (SIGTERM, Ctrl-C, a closed terminal, a scheduler's
     warning) does not end the process. It adds its name to the list `stop_requests`, so that
-    training can stop with a checkpoint. After the first signal, Ctrl-C ends the process at once;
-    for a second Ctrl-C torchrun sends SIGTERM.
+    training can stop with a checkpoint.
 
-    Without torchrun, signals that are ignored (by nohup) stay ignored. Under torchrun all of
-    STOP_SIGNALS are requests: torchrun passes its own on to the ranks, and kills ranks that ignore
-    them.
+                         without torchrun                   under torchrun
+        a first Ctrl-C   a request                          passed on by torchrun: a request
+        a second         ends the process at once           torchrun sends SIGTERM: a request
+        ignored signals  stay ignored (SIGHUP, by nohup)    are requests: torchrun kills ranks that
+                                                            ignore what it passes on
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
@@ -811,7 +832,7 @@ def torchrun_died():
 def end_torchrun():
     """Ends the torchrun that started this process, if any, which would restart the ranks."""
     if TORCHRUN:
-        time.sleep(2)      # node 0's torchrun may keep the store: first let all read "failed"
+        time.sleep(2)      # node 0's torchrun keeps the store: first let all read "failed"
         if not torchrun_died():
             with contextlib.suppress(ProcessLookupError):        # it has just ended
                 os.kill(TORCHRUN, signal.SIGTERM)
@@ -825,7 +846,7 @@ def end_torchrun():
 # ends. NCCL waits for a dead rank, too, for twice the --timeout at most. Hence a rank that fails
 # only has to end, and all ranks come to `leave`. One of them prints its error: the first to put its
 # number into the store. If its error comes from a collective, which only says that some rank is
-# gone, it first asks which. Keys in the store:
+# gone, it first asks which. train.py calls `leave` for every error. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" means rank 0, and that a
 #                       restart helps
@@ -850,7 +871,11 @@ def end_torchrun():
 #     later                        until its `watch` has set "alive" and then    nothing
 #                                  `may_leave`, 2 s at most
 #
-# When something is wrong, every wait has an end:
+# A later rank waits because its "alive" must be set, and because node 0's torchrun, with the store,
+# ends soon after the ranks of node 0: the first rank must have asked by then.
+#
+# When something is wrong, every wait has an end, except that a request to the store never returns
+# if node 0's machine is stopped or cut off: `leave` asks in a thread, `meet` does not.
 #
 #     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
 #     10 s                    `leave` gives up asking the store
@@ -883,7 +908,7 @@ def watch(rank):
         faulthandler.dump_traceback_later(60, exit=True)
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
-            end_torchrun()
+            end_torchrun()                         # here, too: the main thread may hang
         time.sleep(2)
         may_leave.set()
 
@@ -896,13 +921,13 @@ def leave(message, restart_helps, rank_lost=False):
     are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A thread asks, since a request to a host that is stopped or cut off never returns.
+        # A thread asks: the request may never return.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
-        # The store is gone with its torchrun, or no memory is left for a thread. Then each rank
-        # prints an error of its own. But a RankLost is printed by one rank of each node only, and
-        # not if its `watch` has seen the failure that ended torchrun.
+        # The store is gone with its torchrun, did not answer, or no memory is left for a thread.
+        # Then each rank prints an error of its own. But a RankLost is printed by one rank of each
+        # node only, and not if its `watch` has seen "failed": the first rank has printed.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
@@ -926,7 +951,7 @@ def end(status):
 
 def agree(message, restart_helps, rank_lost):
     """Returns (the text that this rank prints, whether a restart helps), as the first rank to fail
-    decides. Raises RuntimeError if the store is gone: at once, or only after --timeout."""
+    decides. Raises RuntimeError if the store is gone."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they meet, each speaks for itself
     store = open_store()
