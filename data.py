@@ -200,8 +200,8 @@ class PretrainingData:
 
     of the shard. With walk_start 0.3, the fractions are 0.30, 0.92, 0.54, 0.15, 0.77 ...: each
     falls into the largest gap so far, so texts cover the shard evenly. Once as many tokens are read
-    as the shard has, a seventh of it is still unread; with random places, over a third would be
-    unread.
+    as the shard has, a seventh of it is still unread if documents are long; with random places,
+    over a third would be. With pairs it is a quarter, since a wrong B comes from a random place.
     There is no order of examples to shuffle and store.
 
     A text has as many tokens as fit into the example, half of them before that place. It never
@@ -421,7 +421,7 @@ def loader(dataset, step, global_batch, micro_size, rank, size):
 
 DOCUMENTS = 256             # documents in a block; text is encoded block by block
 LONGEST = 1 << 16           # characters; a longer document becomes several. Documents of a text
-                            # file are cut at half of this, see `documents_in`
+                            # file end after a line that passes half of this, see `documents_in`
 CHUNK = 1 << 10             # characters: SentencePiece skips texts of more than 4,192 bytes
 SAMPLE = 1 << 14            # random chunks that train the tokenizer. Twice as many save 0.5 % of a
                             # text's tokens, and take twice the time
@@ -837,7 +837,7 @@ def sha256_of(path):
 def machine_documentation():
     """Returns the default corpus: a list of documents, one sentence a line.
 
-    The text is the language reference (pydoc_data) and the strings in triple quotes, mostly
+    The text is the language reference (pydoc_data) and the strings between \"\"\", mostly
     docstrings, of the installed standard library, NumPy and PyTorch, filtered to English prose; no
     sentence occurs twice. It differs a little between versions of Python and of the packages.
     """

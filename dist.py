@@ -362,8 +362,8 @@ class Reducer:
             bucket.wire.commit(step_taken)
 
     def forget(self):
-        """Drops the residuals and states. train.py does so at each save: a checkpoint then needs none,
-        and a run that continues after it equals a run that resumes from it."""
+        """Drops the residuals and states. train.py does so at each save: a checkpoint then needs
+        none, and a run that continues after it equals a run that resumes from it."""
         for bucket in self.buckets:
             bucket.wire.forget()
 

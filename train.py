@@ -206,7 +206,7 @@ def code_digests():
 def micro_tokens_of(memory, precision):
     """Returns the default --micro-tokens for a GPU with `memory` bytes: a token for each 2.4 MB, or
     4.8 MB in fp32, rounded down to a power of two, so that `large` fits with its weights and
-    moments. More tokens at a time are faster."""
+    moments if the GPU has 16 GB or more. More tokens at a time are faster."""
     return 2 ** int(math.log2(memory / (1.2e6 * optim.PRECISIONS[precision].itemsize)))
 
 
@@ -806,10 +806,12 @@ def evaluate(args, world, log, state):
     Every evaluation of a phase uses the same examples and masks, whatever the run's seed: seed,
     phase and mask_fraction (15 %, whatever --mask-fraction is) are the defaults of
     data.PretrainingData. Changing masks or pairs there changes evaluation too, so do not compare
-    losses across such a change. Raises optim.TrainingStopped if a loss is not finite, and
-    ConfigError if the shards are no longer those of the start. unigram_loss, the loss to beat, is that of predicting the same
+    losses across such a change. unigram_loss, the loss to beat, is that of predicting the same
     tokens from their frequency in the training text alone. With 1,024 examples, the NSP accuracy
     has a standard error of about sqrt(0.5 * 0.5 / 1024), 1.6 %.
+
+    Raises optim.TrainingStopped if a loss is not finite, and ConfigError if the shards are no
+    longer those of the start.
     """
     counters = state.counters
     seq_len = args.phases[counters.phase].seq_len

@@ -333,7 +333,8 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(train_here, tmp_path, m
     own = train.loss_sum
     monkeypatch.setattr(train, "loss_sum", lambda logits, labels: (
         own(logits, labels) + (0 if torch.is_grad_enabled() else math.nan)))
-    with pytest.raises(optim.TrainingStopped, match="step 2: the held-out loss is not finite.*--lr"):
+    message = "step 2: the held-out loss is not finite.*--lr-scale"
+    with pytest.raises(optim.TrainingStopped, match=message):
         train_here(tmp_path, "--steps", 2, 0, "--batch", 2)
 
 

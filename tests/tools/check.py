@@ -4,9 +4,10 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program fourteen times for a few steps, on the CPU, in a minute on two idle cores. For
-each property that nearly every program must keep, it prints "yes", "NO" with the first difference,
-or "not tried" if the program refuses --init. The status is 1 if something differs.
+Trains the program fourteen times for a few steps, on the CPU, in a minute on two idle cores (twelve
+times if the CPU has no bf16 instructions). For each property that nearly every program must keep,
+it prints "yes", "NO" with the first difference, or "not tried" if the program refuses --init. The
+status is 1 if something differs.
 
 Leave --steps alone, and --dropout, --compression, --precision and --hours, whose results differ by
 nature. Variants that compress by themselves, or whose ranks step alone, differ, too: they get a NO

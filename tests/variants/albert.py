@@ -106,8 +106,8 @@ class OrderedPairs(data.PretrainingData):
         return text._replace(start=int(cuts[0]), middle=int(middle), end=int(cuts[-1]))
 
     def pair(self, i, draws):
-        """Returns the Spans of example i; the fourth draw decides whether A and B are swapped. Without
-        B the order is not asked for: the label is IGNORED."""
+        """Returns the Spans of example i; the fourth draw decides whether A and B are swapped.
+        Without B the order is not asked for: the label is IGNORED."""
         short_draw, length_draw, cut_draw, true_draw, place_draw = draws
         true = super().pair(i, [short_draw, length_draw, cut_draw, 0.0, place_draw])
         if true.b == true.b_end:
