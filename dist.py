@@ -3,11 +3,11 @@
 A rank is one training process; a node is a machine that runs one or more. Each rank holds the whole
 model and computes the gradients of its own examples; then all ranks step with the mean gradient.
 
-The first half is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
+The first part is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
 averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` decide what goes
-over the wire: full gradients, or fewer bits. The second half, from "To run for a week" on, is how
-ranks meet, stop and fail; `init` there makes the World. The first half can be read without it.
+over the wire: full gradients, or fewer bits. The second part, from "To run for a week" on, is how
+ranks meet, stop and fail; `init` there makes the World. The first part can be read without it.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; with a
 single rank it sends nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -55,7 +55,7 @@ class World:
                                                         which rank it is
 
     One torch group uses both libraries: the device of the tensor decides. `sum` and `barrier` have
-    a tensor on the CPU, so they go over Gloo even between GPUs. Therefore the main thread calls
+    a tensor on the CPU, so they go over Gloo even between GPUs. Therefore the Reducer calls
     `barrier`, which raises if a rank is gone, before it waits for NCCL.
     """
     rank: int = 0            # among the processes of `group`
@@ -124,8 +124,9 @@ class World:
                 raise DistError(f"rank {rank} {complaint}: {differ}")
 
     def _run(self, collective, *arguments, **options):
-        """Calls one of torch's collectives. Raises RankLost if it fails, because a rank is gone;
-        an error of memory, which is also a RuntimeError, is raised unchanged."""
+        """Calls one of torch's collectives. Raises RankLost if it fails, nearly always because a
+        rank is gone (torch also refuses tensors that do not fit; the message quotes it). An error
+        of memory, which is also a RuntimeError, is raised unchanged."""
         if self.size == 1:
             return
         try:
@@ -186,7 +187,8 @@ class Reducer:
         for k, batch in enumerate(micro_batches):
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
-        reducer.finish()                # now every master.grad is g, the same bits on all ranks
+        reducer.finish()                # now every master.grad is g (with int8 nearly), the same
+                                        # bits on all ranks
         reducer.commit(step_taken)      # for int8, see `ErrorFeedback`
 
     The threads of a rank:
@@ -286,7 +288,7 @@ class Reducer:
     #        stream of averaging                  [0    ]   [1 ]  [2      ]
     #
     #    The communication thread sleeps until the GPU has reached the event, puts the averaging
-    #    into a stream of its own, and sleeps again until it is done.
+    #    into a stream of its own, and waits until it is done.
 
     def _launch(self):
         """Gives the thread each bucket that may start now, and appends its job to `self.jobs`.
@@ -362,8 +364,9 @@ class Reducer:
             bucket.wire.commit(step_taken)
 
     def forget(self):
-        """Drops the residuals and states. train.py does so at each save: a checkpoint then needs
-        none, and a run that continues after it equals a run that resumes from it."""
+        """Drops the residuals and states, which differ from rank to rank and fit this number of
+        ranks alone. train.py does so at each save: a checkpoint then needs none, and a run that
+        continues after it equals a run that resumes from it."""
         for bucket in self.buckets:
             bucket.wire.forget()
 
@@ -404,8 +407,8 @@ class Bucket:
 
     A node then sends no more than a single rank would. All nodes have equally many ranks, so the
     mean of their means is the mean. With one level `within_node` is this rank alone: steps 1 and 3
-    do nothing, and each rank is a leader. On GPUs `none`, `fp16`
-    and `bf16` use one level, since NCCL itself adds up inside a node first.
+    do nothing, and each rank is a leader. On GPUs `none`, `fp16` and `bf16` use one level, since
+    NCCL itself adds up inside a node first.
     """
 
     def __init__(self, shapes, world, compression):
@@ -587,7 +590,11 @@ def compressed_mean(encode, decode, world, value, state):
         m = mean_r c_r + s
         q = C(m)                  s' = m - q                the mean that all get, and the next s
 
-    In a step nothing is lost. All goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'.
+    In a step nothing is lost. All goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'. Above,
+    for part 0: (3.4 + 2.0) / 2 + 0 = 2 + (0.4 + 0.0) / 2 + 0.5.
+
+    encode: a function blocks (..., BLOCK) -> (codes (..., bytes of a block) uint8, C(blocks)).
+    decode: codes -> C(blocks). For world, value, state and the result see `ErrorFeedback`.
     """
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
@@ -680,7 +687,7 @@ def world_of_environment():
 
 def meet(world, init_method, limit):
     """Returns a store that all ranks share, free of keys of earlier processes. Raises RuntimeError
-    if node 0 does not answer within `limit`, a timedelta; if ranks do not come within another
+    if node 0 cannot be reached within `limit`, a timedelta; if ranks do not come within another
     `limit`, with their numbers; or if this rank's torchrun dies.
 
     The store of node 0's torchrun lives longer than the ranks, and still has the keys of dead ones.
@@ -788,8 +795,9 @@ def listen_to_signals():
     training can stop with a checkpoint.
 
                          without torchrun                   under torchrun
-        a first Ctrl-C   a request                          passed on by torchrun: a request
-        a second         ends the process at once           torchrun sends SIGTERM: a request
+        Ctrl-C           a request                          passed on by torchrun: a request
+        Ctrl-C after     ends the process at once           torchrun sends SIGTERM: a request
+        another signal
         ignored signals  stay ignored (SIGHUP, by nohup)    are requests: torchrun kills ranks that
                                                             ignore what it passes on
     """
@@ -844,9 +852,9 @@ def end_torchrun():
 # then get an error in their next collective over Gloo: at once from a dead rank, at the end of
 # --timeout from one that hangs. A rank that waits for a living rank gets its error when that rank
 # ends. NCCL waits for a dead rank, too, for twice the --timeout at most. Hence a rank that fails
-# only has to end, and all ranks come to `leave`. One of them prints its error: the first to put its
-# number into the store. If its error comes from a collective, which only says that some rank is
-# gone, it first asks which. train.py calls `leave` for every error. Keys in the store:
+# only has to end, and all others come to `leave`, which train.py calls for each error in training.
+# One of them prints its error: the first to put its number into the store. If its error comes from
+# a collective, which only says that some rank is gone, it first asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" means rank 0, and that a
 #                       restart helps
@@ -903,8 +911,8 @@ def watch(rank):
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
-        # A timer that ends the process in 60 s, even if all of Python hangs. That is time enough to
-        # save; in NCCL the process could wait longer for a dead rank.
+        # A timer that ends the process in 60 s, even if all of Python hangs. That is time enough
+        # for rank 0 to end a save; in NCCL the process could wait longer for a dead rank.
         faulthandler.dump_traceback_later(60, exit=True)
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
@@ -927,7 +935,7 @@ def leave(message, restart_helps, rank_lost=False):
     except (RuntimeError, TimeoutError):
         # The store is gone with its torchrun, did not answer, or no memory is left for a thread.
         # Then each rank prints an error of its own. But a RankLost is printed by one rank of each
-        # node only, and not if its `watch` has seen "failed": the first rank has printed.
+        # node only, and not if `may_leave` is set: then the first rank has printed.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
