@@ -600,8 +600,12 @@ def load_huggingface(folder):
         for field, ours in fixed.items():
             if described.get(field, ours) != ours:
                 raise ValueError(f"its {field} is {described[field]}, not {ours}")
-        kinds = BertConfig.__annotations__                   # {"layers": int, ...}
-        fields = {ours: kinds[ours](described[theirs]) for ours, theirs in CONFIG_NAMES.items()}
+        fields = {}
+        for ours, theirs in CONFIG_NAMES.items():
+            kind = BertConfig.__annotations__[ours]          # int or float
+            fields[ours] = kind(described[theirs])
+            if fields[ours] != described[theirs]:
+                raise ValueError(f"its {theirs} is {described[theirs]!r}")
         # Tensors on the device "meta" have a shape but no memory: a wrong width cannot use it up.
         # Below, assign=True puts the loaded tensors in their places.
         with torch.device("meta"):

@@ -104,7 +104,8 @@ class World:
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         gathered = torch.stack([tensor] * self.size)     # for one rank already the result
-        self._run(distributed.all_gather, list(gathered), tensor)    # writes into the rows
+        # Torch writes into the rows.
+        self._run(distributed.all_gather, list(gathered), tensor.contiguous())
         return gathered
 
     def all_gather_object(self, value):
@@ -283,7 +284,7 @@ class Reducer:
     #    On a GPU a call in Python only puts work into a stream and returns. The hooks are called
     #    long before the gradients exist, so each bucket has an event, a mark in the queue:
     #
-    #        autograd's thread       0 1 2 puts in backward's work and the events
+    #        autograd's thread       0 1 2 (it puts work and events into the stream)
     #        stream of backward      ------------ 0 ------- 1 --- 2
     #        stream of averaging                  [0    ]   [1 ]  [2      ]
     #
@@ -797,7 +798,7 @@ def listen_to_signals():
                          without torchrun                   under torchrun
         Ctrl-C           a request                          passed on by torchrun: a request
         Ctrl-C after     ends the process at once           torchrun sends SIGTERM: a request
-        another signal
+        any signal
         ignored signals  stay ignored (SIGHUP, by nohup)    are requests: torchrun kills ranks that
                                                             ignore what it passes on
     """

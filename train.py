@@ -848,7 +848,7 @@ def evaluate(args, world, log, state):
     for task in batch.labels:                # the same in every batch
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
         for name in loss, accuracy:
-            result[name] = total[name] / total[f"{task}_labels"]
+            result[name] = total[name] / max(total[f"{task}_labels"], 1)
         line += f"  {task} {result[loss]:.3f} ({result[accuracy]:.1%} right)"
     log.metric("eval", **result)
     log.say(line)

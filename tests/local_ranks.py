@@ -60,7 +60,10 @@ class LocalWorld(dist.World):
         Sums are in order of rank, so all ranks have the same bits; on three ranks Gloo's differ."""
         if self.size == 1:
             return
-        call = f"{collective.__name__} {list(getattr(own, 'shape', []))}"
+        shape = getattr(own, "shape", [])
+        if collective is distributed.all_gather:           # its `own` is a list of tensors
+            shape = sent[0].shape
+        call = f"{collective.__name__} {list(shape)}"
         self.group.given[self.rank] = call, sent[-1] if sent else own
         self._wait(call)
         calls, values = zip(*self.group.given)

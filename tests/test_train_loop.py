@@ -451,6 +451,14 @@ def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(shards, train_he
     assert not metrics(tmp_path, "eval")
 
 
+def test_an_evaluation_of_pairs_without_labels_is_no_error(train_here, tmp_path, monkeypatch):
+    own = data.PretrainingData.pair
+    monkeypatch.setattr(data.PretrainingData, "pair", lambda self, i, draws: (
+        own(self, i, draws)._replace(pair_label=data.IGNORED)))
+    train_here(tmp_path, "--steps", 1, 0, "--batch", 2)
+    assert metrics(tmp_path, "eval")[-1]["nsp_loss"] == 0
+
+
 def test_an_evaluation_that_was_cut_off_is_made_up(train_here, tmp_path, monkeypatch):
     """Phase 1 ends with a checkpoint and then an evaluation, which the resume must make up."""
     flags = "--steps", 2, 2, "--batch", 4

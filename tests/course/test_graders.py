@@ -114,7 +114,7 @@ def masked(shards):
     before[::25] = data.CLS
     before[7::25] = data.SEP
     before[11::1000] = data.UNK
-    counters = rng.permutation(10 * N)[:N]
+    counters = rng.permutation(10 * N)[:N] + 2 ** 40
     dataset = data.PretrainingData(shards, 64, mask_fraction=FRACTION)
     after = before.copy()
     rows, labels = dataset.mask(after, counters)
@@ -160,10 +160,11 @@ def test_masking_replaces(masked):
 
 def test_masking_is_pure(masked):
     """3 points: the masks of an example are the same in any batch."""
-    # As in a different batch: some examples, of 25 tokens each, in a different order.
-    some = masked.rng.permutation(np.arange(N).reshape(-1, 25))[:80].ravel()
+    # As in different batches: some examples, of 5 tokens each, one by one, in a different order.
+    some = masked.rng.permutation(np.arange(N).reshape(-1, 5))[:400]
     alone = masked.before[some]
-    masked.dataset.mask(alone, masked.counters[some])
+    for tokens, rows in zip(alone, some):
+        masked.dataset.mask(tokens, masked.counters[rows])
     assert np.array_equal(alone, masked.after[some]), (
         "among different examples, in a different order, different tokens are chosen, or replaced "
         "by different random tokens")
@@ -201,9 +202,10 @@ def test_pairs_are_half_true(shards):
     alone = without.spans(range(20_000))
     for kind, of, spans in ("nsp", dataset, pairs), ("none", without, alone):
         lengths = list(map(of.length, spans))
-        assert min(lengths) < 6, (
-            f"a tenth of the examples should be short; with pairs {kind}, the shortest of 20,000 "
-            f"has {min(lengths)} tokens")
+        short = sum(length < 12 for length in lengths)         # 270 to 440
+        assert min(lengths) < 6 and 150 < short < 650, (
+            "a tenth of the examples should be short, and a few of these very short; with pairs "
+            f"{kind}, {short} of 20,000 have fewer than 12 tokens, the shortest {min(lengths)}")
         assert np.median(lengths) == LENGTH, (
             f"nine tenths of the examples should be as long as fits, {LENGTH} tokens; with pairs "
             f"{kind}, the median of 20,000 is {np.median(lengths):g}")
@@ -218,11 +220,12 @@ def test_pairs_are_of_all_documents(shards):
     for phase in 0, 1:
         dataset = data.PretrainingData(shards, 64, phase, seed=SEED)
         shard = dataset.shard(1)
-        starts = [pair.a for pair in dataset.spans(range(1, 8000, 4))]
+        dataset.paths *= 2                       # eight shards, so 8 k + 1 is no golden walk
+        starts = [pair.a for pair in dataset.spans(range(1, 16_000, 8))]
         homes.append(document_of(shard, starts))
         counts = np.bincount(homes[phase], minlength=len(shard.documents) - 1)
         error = np.abs(counts - 2000 * np.diff(shard.documents) / len(shard.tokens)).max()
-        assert error < 5, (
+        assert error < 3, (
             f"of 2,000 texts, a document has {error:.0f} more or fewer than its share of the "
             "shard; golden steps would spread them evenly")
     assert (homes[0] != homes[1]).any(), (
@@ -240,6 +243,7 @@ def test_pairs_look_alike(shards):
     for feature, values in {
             "how often B begins a sentence": dataset.ends_sentence[shard.tokens[pairs.b - 1]],
             "how much of an example B fills": (pairs.b_end - pairs.b) / 64,
+            "how often an example is short": dataset.length(pairs) < 50,
             "how often B is in a long document": (sizes > np.median(sizes))[home],
             "how often B begins its document": np.isin(pairs.b, shard.documents)}.items():
         means = values[~false].mean(), values[false].mean()
@@ -298,8 +302,8 @@ def test_attention_is_packed(fills_up, rng):
     # tokens in each head.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
         found = bert.attention(qkv, bounds, sizes, 0.0)
-    assert len(found) == len(qkv), (
-        f"attention returns {len(found)} rows, not {len(qkv)}, of which {fills_up} are padding")
+    assert len(found) == len(qkv) and found.isfinite().all(), (
+        f"attention returns {len(found)} rows, not {len(qkv)} finite ones, {fills_up} of padding")
     what = f"attention of examples of {lengths} tokens, the last of them padding,"
     assert_attends(found[:len(exact)], exact, qkv, what)
     scores = count.get_total_flops() / (4 * math.prod(HEADS))
@@ -316,18 +320,18 @@ def test_attention_drops_weights():
     """2 points: dropout drops attention weights, each by itself."""
     qkv, bounds, sizes = packed([50, 50, 50])            # the last 50 are padding
     # With ones, all weights are equal, and an output is the sum of the weights that remain.
-    sums = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.5).unflatten(0, (3, 50))[:2]
+    sums = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.1).unflatten(0, (3, 50))[:2]
     for dim in range(3):
-        assert sums.std(dim).max() > 0.01, (
-            "a dropout of 0.5 drops no attention weights, or the same weights in all examples of "
-            "one length, in all rows of an example, or in all heads")
+        assert 0.01 < sums.std(dim).max() < 0.3, (
+            "a dropout of 0.1 drops too many or no attention weights, or the same weights in all "
+            "examples of one length, in all rows of an example, or in all heads")
     assert_near(sums, sums[..., :1].expand_as(sums), "with equal V, a row of the output in a head")
-    assert 0.9 < sums.mean() < 1.1, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
+    assert 0.95 < sums.mean() < 1.05, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
 
 
 # ----- schedule -----
 
-@pytest.mark.parametrize("power", [1, 0.5])
+@pytest.mark.parametrize("power", [1, 0.7, 0])
 def test_schedule_rates(power, rng):
     """5 points: warm-up, and decay by a power."""
     lr, warmup = rng.uniform(1, 3), rng.uniform(0.2, 0.5)
@@ -349,17 +353,19 @@ HOURS = DRAW.uniform(1, 9)
 # With phases of N_A, 0 and N_B steps, {(--hours, --max-steps, fraction of the time that is over,
 # phase, steps taken in it): the result of `progress`}
 NOTHING = None, 0
-NEXT = {(None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / (N_B + 1)),
+NEXT = {(None, 99, 0, 0, 6): (0, 7 / (N_A + 1)), (None, 99, 0, 2, 1): (2, 2 / (N_B + 1)),
+        (None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / (N_B + 1)),
         (None, 99, 0, 2, N_B): NOTHING, (None, 5, 0, 0, 5): NOTHING, (None, 5, 0, 2, 1): NOTHING,
         (HOURS, 99, 1.01, 2, 1): NOTHING, (HOURS, 5, 0.5, 0, 6): NOTHING,
-        (HOURS, 99, 0.5, 0, 1): (0, 0.5 * (N_A + N_B) / N_A),
-        (HOURS, 99, 0.9, 0, 6): (2, (0.9 * (N_A + N_B) - N_A) / N_B)}
+        (HOURS, 99, 0.4, 0, 1): (0, 0.4 * (N_A + 2 * N_B) / N_A),
+        (HOURS, 99, 0.9, 0, 60): (2, (0.9 * (N_A + 2 * N_B) - N_A) / (2 * N_B))}
 
 
 @pytest.mark.parametrize("case", NEXT)
 def test_schedule_progress(case):
     """5 points: phases advance by steps or by the clock."""
-    phases = [optim.Phase(64, 16, steps, lr=1, warmup=0) for steps in (N_A, 0, N_B)]
+    phases = [optim.Phase(seq_len, 16, steps, lr=1, warmup=0)
+              for seq_len, steps in ((64, N_A), (64, 0), (128, N_B))]
     hours, max_steps, over, phase, phase_step = case
     args = SimpleNamespace(phases=phases, hours=hours, max_steps=max_steps)
     seconds = over * 0.99 * 3600 * HOURS
@@ -385,13 +391,13 @@ def test_precision_scale(rng):
     for step, scale in enumerate(scales, 1):
         overflow = step in (growth, 2 * growth + 1)
         taken = scaler.update(overflow, step)
-        assert taken != overflow, f"with overflow {overflow}, update must not return {taken}"
+        assert bool(taken) != overflow, f"with overflow {overflow}, update must not return {taken}"
         assert scaler.scale == scale, (
             f"from a scale of 8, with growth_interval {growth}, largest 16 and overflows in steps "
             f"{growth} and {2 * growth + 1}, the scale after step {step} should be {scale}; yours "
             f"is {scaler.scale:g}")
     assert scaler.skipped == 2, f"two steps were skipped, but `skipped` is {scaler.skipped}"
-    scaler = optim.LossScaler(scale=4.0, smallest=2.0)
+    scaler = optim.LossScaler(scale=1.0, smallest=0.5)
     assert not scaler.update(True, 41), (
         "an overflow that halves the scale to `smallest` still skips the step: update must return "
         "False")
@@ -427,13 +433,13 @@ def test_precision_clips(scale, size, max_norm, rng):
 def test_precision_masters(dtype, rng):
     """3 points: master weights in fp32."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    model[1].bias.requires_grad_(False)
+    model[0].bias.requires_grad_(False)
     begin = 1 + rng.uniform(0.0012, 0.0018)      # not exact in 16 bits
     for p in model.parameters():
         nn.init.constant_(p, begin)
     masters = optim.cast_with_masters(model, dtype)
-    names = ["0.weight", "0.bias", "1.weight"]
-    assert [*masters] == names, f"masters are {[*masters]}, not {names}: 1.bias is frozen"
+    names = ["0.weight", "1.weight", "1.bias"]
+    assert [*masters] == names, f"masters are {[*masters]}, not {names}: 0.bias is frozen"
     for _ in range(1000):
         torch._foreach_add_([masters[name] for name in names], 1e-4)
         optim.copy_to_model(masters, model)
@@ -488,8 +494,9 @@ def lamb_equations(w, m, v, g, t, lr, eps, betas, weight_decay):
 
 def test_lamb_is_its_equations(options):
     """6 points: for matrices, LAMB follows its equations."""
-    tensors = [torch.randn(5, 7).double() / 10, torch.zeros(3, 4).double(),
-               torch.randn(6, 1).double(), torch.randn(4, 5).double()]
+    tensors = [torch.randn(5, 7).double() / 200, torch.zeros(3, 4).double(),
+               torch.randn(6, 1).double(), torch.randn(4, 5).double(),
+               torch.randn(1100, 1000).double() / 5]
     lamb = optim.LAMB([options | {"params": tensors}])     # not its `defaults`, as in training
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
     for t in range(1, 31):
@@ -497,7 +504,7 @@ def test_lamb_is_its_equations(options):
             w.grad = 3 * torch.randn_like(w) * (k != 2)
             exact[k] = lamb_equations(*exact[k], w.grad, t, **options)
         lamb.step()
-        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights"
+        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights", "of many"
         for what, w, right in zip(kinds, tensors, exact):
             assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
 
@@ -553,13 +560,13 @@ def test_dealing_ahead(rng):
 def test_dealing_divisor(shards):
     """4 points: the divisor counts the labels of the whole step."""
     examples = data.PretrainingData(shards, 32)
-    batches = [examples.batch([i]) for i in range(3)]
+    batches = [examples.batch([i, i + 9]) for i in range(3)]
     counts = [int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches]
     parts = batches[:1], batches[1:]
     for found in on_threads(lambda world: train.count_labels(world, parts[world.rank]), 2):
-        assert found["mlm"] == sum(counts), (
+        assert found == {"mlm": sum(counts), "nsp": 6}, (
             f"one micro-batch of rank 0 and two of rank 1 have {counts} masked tokens, in all "
-            f"{sum(counts)}; yours is {found['mlm']}")
+            f"{sum(counts)}, and two pairs each; yours is {found}")
 
 
 # ----- buckets -----
@@ -567,13 +574,13 @@ def test_dealing_divisor(shards):
 def test_buckets_are_filled(rng):
     """3 points: buckets are filled with the right tensors."""
     unit = rng.randrange(1, 9)
-    sizes = {"bias": 1, "embeddings.a": 3, "embeddings.b": 4, "c": 2, "d": 5, "e": 3, "f": 6}
-    tensors = {name: torch.zeros(size, unit) for name, size in sizes.items()}
-    buckets = dist.fill_buckets(tensors, dist.World(), "none", 8 * unit * 4e-6)
+    sizes = {"bias": 1, "embeddings.a": 3, "embeddings.b": 4, "c": 4, "d": 5, "e": 3, "f": 6}
+    tensors = {name: torch.zeros(size, unit).half() for name, size in sizes.items()}
+    buckets = dist.fill_buckets(tensors, dist.World(), "none", 8.9 * unit * 4e-6)
     found = [[*bucket.shapes] for bucket in buckets]
     right = [["f", "e"], ["d", "c"], ["embeddings.b", "embeddings.a"], ["bias"]]
     assert found == right, (
-        f"with tensors of sizes {sizes}, and full with 8, the buckets are {right}, not {found}")
+        f"with tensors of sizes {sizes}, and full with 8.9, the buckets are {right}, not {found}")
 
 
 LARGE = 64.0 * DRAW.randrange(1100, 1900)             # above 65,504; half is exact in fp16
@@ -587,6 +594,7 @@ def means(world):
     its wire. A stand-in replaces the wire, which is part of exercise 12."""
     large = torch.full((4,), LARGE * (world.rank % 2))
     large[0] = (4096, 2)[world.rank % 2]         # 2048 + 1 is 2048 in fp16
+    large[1] = (0, torch.inf)[world.rank % 2]
     sent_large = dist.Dense(torch.float16).average(world, large, 1.0)
     bucket = dist.Bucket({"weight": (600,)}, world, "int8")
     bucket.flat.fill_(NUMBERS[world.rank])
@@ -606,7 +614,7 @@ def means(world):
 def test_buckets_stay_in_range():
     """3 points: the mean stays in the range of fp16."""
     for mean, *_ in on_threads(means, 2):
-        assert mean.tolist() == [2048] + [LARGE / 2] * 3, (
+        assert mean.tolist() == [2048, torch.inf] + [LARGE / 2] * 2, (
             f"sent and summed in fp16, 4096 and 2 have the mean 2048, and 0 and {LARGE:g} the mean "
             f"{LARGE / 2:g}, not {mean[0]:g} and {mean[1]:g}")
 
@@ -671,6 +679,7 @@ def test_overlap_gradients(tmp_path):
     alone.flats[0].fill_(1 + 2 ** -12)
     alone.finish()
     assert (alone.flats[0] == 1).all(), "a single rank does not average its buckets"
+    assert alone.wait_seconds < 1 and alone.bytes_sent == 0, "a single rank waits or sends"
 
 
 SIZES = sorted(DRAW.sample(range(2, 20), 3))
@@ -838,8 +847,9 @@ def test_powersgd_keeps_the_state():
     _, _, state, _ = powersgd.powersgd(dist.World(), gradient(0, 0), {"shapes": POWERSGD_SHAPES})
     before = copy.deepcopy(state)                # has factors
     bad = torch.full_like(gradient(0, 0), torch.inf)
-    mean, *_ = powersgd.powersgd(dist.World(), bad, state)
-    assert not mean.isfinite().all(), "the gradients are inf, but their mean is finite"
+    for mean, *_ in on_threads(lambda world: powersgd.powersgd(
+            world, bad if world.rank else gradient(0, 1), state), 2):
+        assert not mean.isfinite().all(), "a rank's gradients are inf, but their mean is finite"
     assert_same(before, state, "after a step, which may still be skipped, the old state")
 
 
@@ -916,13 +926,17 @@ def test_feedback_tells_bytes(rng):
 @pytest.mark.parametrize("compression", ["int8", "onebit"])
 def test_feedback_of_a_skipped_step(compression):
     """4 points: a skipped step leaves no trace."""
-    bucket = lossy_bucket(dist.World(), compression)
+    on_threads(skips, 2, compression)
+
+
+def skips(world, compression):
+    bucket = lossy_bucket(world, compression)
     send(bucket, torch.randn(N_BUCKET))
     bucket.wire.commit(True)
     before = kept(bucket)
     for bad in torch.inf, torch.nan:
-        mean = send(bucket, torch.full((N_BUCKET,), bad))
-        assert not mean.isfinite().all(), f"a gradient is {bad}, but the mean is finite"
+        mean = send(bucket, torch.full((N_BUCKET,), (1.0, bad)[world.rank]))
+        assert not mean.isfinite().all(), f"a gradient of rank 1 is {bad}, but the mean is finite"
         bucket.wire.commit(False)
     bucket.wire.commit(True)                     # no step is under way
     assert torch.equal(kept(bucket), before), "a skipped step has changed what is kept"
@@ -985,17 +999,17 @@ def test_resume_has_the_same_bits(shards, tmp_path, rng):
 
 def test_resume_of_lossy_compression(shards, tmp_path, rng):
     """2 points: a resumed run has the same bits with a compression that keeps residuals, too."""
-    assert_resumes(shards, tmp_path, 1, rng.choice([13, 14]),
+    assert_resumes(shards, tmp_path, 2, rng.choice([13, 14]),
                    "--precision", "fp32", "--compression", "int8")
 
 
-def disk_is_full(world, room, action):
-    """In step 6, no file can grow beyond `room` bytes: as `action` says, the write raises an error,
-    or the program ends."""
+def disk_is_full(world, room, action, step=6):
+    """In this step, no file can grow beyond `room` bytes: as `action` says, the write raises an
+    error, or the program ends."""
     save = train.save
 
     def patched(args, world, log, state):
-        if state.counters.step != 6:
+        if state.counters.step != step:
             return save(args, world, log, state)
         signal.signal(signal.SIGXFSZ, action)
         with no_room(room):
@@ -1004,8 +1018,16 @@ def disk_is_full(world, room, action):
     train.save = patched
 
 
+def other_run(world):
+    """Another run claims the folder at once."""
+    claim = train.Log.claim
+    train.Log.claim = lambda log, folder: (claim(log, folder), (folder / "run").write_text("b"))
+
+
 # {what goes wrong: (sabotage, the steps that have a checkpoint after at most 8 steps)}
 TROUBLE = {
+    "in step 1 the disk is full": ((disk_is_full, 0, signal.SIG_IGN, 1), []),
+    "another run has begun": ((other_run,), []),
     "in step 6 the disk is full": ((disk_is_full, 0, signal.SIG_IGN), [3, 8]),
     "in step 6 the disk is full after 100 KB": ((disk_is_full, 10 ** 5, signal.SIG_IGN), [3, 8]),
     "in step 6 the program dies while it saves": ((disk_is_full, 0, signal.SIG_DFL), [1, 3]),
@@ -1046,6 +1068,9 @@ def test_resume_names_files(shards, tmp_path):
 
 # ----- sharding -----
 
+ADAM = {"lr": 0.02, "weight_decay": 0.05, "eps": 1e-3, "betas": (0.8, 0.95)}
+
+
 def sharded(world, weights, gradients):
     """Takes three steps, with each rank's own gradients. Returns the weights, the bytes that this
     rank sent, the bytes of its moments, and whether its part is a view."""
@@ -1062,7 +1087,7 @@ def sharded(world, weights, gradients):
     world._run = noted
     weights = weights.clone()
     flat = torch.zeros_like(weights)
-    ours = scale.ShardedAdamW(world, weights, flat, lr=0.02, weight_decay=0.05)
+    ours = scale.ShardedAdamW(world, weights, flat, **ADAM)
     for gradient in gradients:
         flat.copy_(gradient[world.rank])
         ours.step()
@@ -1080,7 +1105,7 @@ def shared_out(request):
     weights = torch.randn(48)
     gradients = torch.randn(3, size, 48)
     ranks = on_threads(sharded, size, weights, gradients)
-    adam = optim.AdamW([weights], lr=0.02, weight_decay=0.05)
+    adam = optim.AdamW([weights], **ADAM)
     for gradient in gradients:
         weights.grad = gradient.mean(0)
         adam.step()
@@ -1146,15 +1171,17 @@ def test_profile_of_a_step():
 
     def step():
         began = time.perf_counter()
-        for _ in range(3 + SEED):
-            nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
+        with torch.profiler.record_function("products"):
+            for _ in range(3 + SEED):
+                nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
         if not tooks:
             matrix.cumsum(0)
         tooks.append(time.perf_counter() - began)
 
     table = scale.operations(step)
-    assert "aten::cumsum" not in table, (
+    assert "products" in table and "aten::cumsum" not in table, (
         "the table has an operation that only the first call of step() runs")
+    assert len(tooks) == 2, f"step() was called {len(tooks)} times"
     calls, _ = table.get("aten::mm", (0, 0))
     assert calls == 3 + SEED, f"aten::mm was called {3 + SEED} times, not {calls}"
     seconds = sum(own for _, own in table.values())

@@ -210,17 +210,18 @@ def run(args):
             raise data.DataError("--out is the model's own folder; take another one")
         args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
-    config = bert.load_huggingface(args.model).config
-    if config.max_positions < LONGEST or config.vocab_size < len(tokenizer):
-        raise data.DataError(f"the model has {config.max_positions} positions and "
-                             f"{config.vocab_size} pieces, fewer than {LONGEST} or than its "
-                             "tokenizer.model")
     labels = labels_of(args.train)
     examples = read(args.train, tokenizer, labels)
     dev = read(args.dev, tokenizer, labels)
     if examples[0][0][1].any() != dev[0][0][1].any():        # segment 1 is that of second texts
         raise data.DataError(f"one of {args.train} and {args.dev} has two texts a line, the other "
                              "one")
+    longest = max(table.shape[1] for table, _ in examples + dev)
+    config = bert.load_huggingface(args.model).config
+    if config.max_positions < longest or config.vocab_size < len(tokenizer):
+        raise data.DataError(f"the model has {config.max_positions} positions and "
+                             f"{config.vocab_size} pieces; the longest text has {longest} tokens, "
+                             f"and the tokenizer.model {len(tokenizer)} pieces")
     print(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
           f"{'':<16}accuracy         macro F1         Matthews")
     torch.manual_seed(0)

@@ -49,8 +49,8 @@ def read_run(folder):
             line["tokens"] += steps[last]["tokens"]
             line["hours"] = line["seconds"] / 3600
             steps[line["step"]] = line
-        # Otherwise a crash has lost the step.
         elif line["kind"] == "eval" and line["step"] in steps:
+            # Lines whose step a crash has lost are left out.
             steps[line["step"]]["held_out"] = line["mlm_loss"]
     del steps[0]
     if not steps:

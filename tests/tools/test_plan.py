@@ -58,17 +58,23 @@ def test_measured_steps_of_two_hosts(gbps, compression, measured):
 
 
 def test_a_step_hides_what_it_can(monkeypatch):
-    monkeypatch.setattr(plan, "flops_per_example", lambda *_: 7e9)
-    monkeypatch.setattr(plan, "wire_bytes", lambda _, elements, ranks: elements * ranks)
-    for gbps, latency in (10, 0), (10, 9), (0.1, 9):
+    monkeypatch.setattr(
+        plan, "flops_per_example", lambda _, length, masked: 1e8 * (length + masked))
+    monkeypatch.setattr(plan, "wire_bytes", lambda _, elements, ranks: elements * (ranks - 1))
+    # NCCL's ring has all ranks, int8's the nodes; one node sends nothing over the network.
+    for nodes, gbps, latency, compression, ring in (
+            (2, 10, 0, "none", 6), (2, 10, 9, "int8", 2), (2, 0.1, 9, "none", 6),
+            (1, 10, 9, "none", 1)):
         args = plan.parse_arguments(
-            f"--nodes 2 --gpus-per-node 3 --model mini --batch {200 + SEED} --micro-tokens 1024 "
+            f"--nodes {nodes} --gpus-per-node {6 // nodes} --compression {compression} "
+            f"--model mini --batch {200 + SEED} --micro-tokens 1024 "
             f"--tflops 0.1 --gbps {gbps} --latency {latency} --bucket-mb 4".split())
         share = math.ceil((200 + SEED) / 6)          # in three micro-batches
-        compute = share * 0.07
-        backward = 2 / 3 * 0.07 * (share // 3)
-        exchange = 8e-9 * 6 * args.parameters / gbps
-        exchange += 1e-3 * latency * math.ceil(args.parameters / 1e6)
+        each = 1e-3 * 64 * (1 + args.mask_fraction)
+        compute = share * each
+        backward = 2 / 3 * each * (share // 3)
+        exchange = 8e-9 * (ring - 1) * args.parameters / gbps
+        exchange += (nodes > 1) * 1e-3 * latency * math.ceil(args.parameters / 1e6)
         late = exchange * args.config.vocab_size * args.config.width / args.parameters
         right = compute, exchange, compute + max(late, exchange - backward)
         found = plan.step_seconds(args, args.phases[0])
@@ -85,7 +91,7 @@ def test_the_bytes_are_those_that_a_bucket_sends(compression):
         world.size = nodes
         sent = dist.Bucket({"matrix": (elements,)}, world, compression).average(1.0)
         found = plan.wire_bytes(compression, elements, nodes)
-        assert found == pytest.approx(sent, rel=0.01), (
+        assert found == pytest.approx(sent, rel=0.003), (
             f"{compression}: for {elements} elements, each of {nodes} ranks sends {sent} bytes, "
             f"not {found:g}")
 
@@ -173,6 +179,8 @@ def test_the_plan_knows_gpus_and_recipes(printed):
 
 @pytest.mark.parametrize("argv, message", [
     ("--gpu v100 --precision fp32", "give --tflops"),
+    ("--gpu v100 --gpu-memory 1e300", "--gpu-memory: must be in"),
+    ("--gpu v100 --vocab-size 65536", "--vocab-size: must be in"),
     ("--gpu v100 --nodes 32", "a batch of 32 is too small for 256 ranks; raise --batch"),
     ("--gpu v100 --no-such-flag", "unrecognized arguments: --no-such-flag")])
 def test_what_cannot_be_planned_is_one_line(capsys, argv, message):

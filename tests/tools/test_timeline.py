@@ -138,7 +138,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
     ("1", "--draw TMP/other.json", "no picture of what --save has written: .*")])
 def test_what_is_wrong_is_one_line(monkeypatch, tmp_path, gbps, argv, said):
     monkeypatch.setenv("GBPS", gbps)
-    (tmp_path / "other.json").write_text("[]")
+    (tmp_path / "other.json").write_text("3")
     argv = argv.replace("TMP", str(tmp_path))
     process = run_script("tests/tools/timeline.py", *argv.split())
     assert process.returncode == 2, process.stderr

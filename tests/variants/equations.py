@@ -172,8 +172,8 @@ def one_step(world, tower, kind, dtype=torch.float32, factor=1.0, scale=1.0, bef
 # ----- PowerSGD, also for course/test_graders.py -----
 
 DRAWN = random.Random(SEED)
-A, B, VECTOR = DRAWN.randrange(60, 90), DRAWN.randrange(40, 60), DRAWN.randrange(20, 60)
-POWERSGD_SHAPES = [torch.Size([A, B]), torch.Size([VECTOR])]
+A, B, VECTOR = DRAWN.randrange(60, 90), DRAWN.randrange(40, 60), DRAWN.randrange(70, 110)
+POWERSGD_SHAPES = [torch.Size([A, B]), torch.Size([8, 8]), torch.Size([VECTOR - 64])]
 K = DRAWN.choice([2, 3])                                   # for powersgd.RANK
 POWERSGD_BYTES = 4 * (K * A + K * B + VECTOR)              # 2 (W - 1) / W is 1 on two ranks
 
@@ -192,11 +192,11 @@ def powersgd_in_float64(world):
     state = {"shapes": POWERSGD_SHAPES}
     q = torch.randn(K, B, generator=torch.Generator().manual_seed(0)).double().T
     errors = [0.0] * world.size
-    residual = torch.zeros(n + VECTOR)
+    residual = torch.zeros(n + VECTOR + 9)      # 9 elements of padding
     all_sent = []
     for step in range(4):
         slopes = [gradient(rank, step) for rank in range(world.size)]
-        value = slopes[world.rank] + residual
+        value = residual + torch.nn.functional.pad(slopes[world.rank], (0, 9))
         mean, residual, state, sent = powersgd.powersgd(world, value, state)
         all_sent.append(sent)
         v = [g[:n].view(A, B).double() + e for g, e in zip(slopes, errors)]
@@ -205,10 +205,10 @@ def powersgd_in_float64(world):
         errors = [v_r - p @ q.T for v_r in v]
         vector = sum(slopes)[n:] / world.size
         found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
-                 "the mean of the vector, which is sent in full,": (mean[n:], vector),
+                 "the mean of the vector, which is sent in full,": (mean[n:-9], vector),
                  "the residual of the matrix": (residual[:n], errors[world.rank].flatten()),
                  "the residual of the vector, which must be 0,": (
-                     residual[n:], torch.zeros(VECTOR))}
+                     residual[n:], torch.zeros(VECTOR + 9))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
             assert error <= 1e-4, f"{what} is wrong by up to {error:.2g} in step {step + 1} of 4"

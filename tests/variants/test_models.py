@@ -210,6 +210,10 @@ def test_albert_swaps_whole_sentences(shards):
         f"{first} of {several} texts of several sentences are cut after the first, not 10 to 50 %")
     assert asked > 300 and 0.4 < swapped / asked < 0.6, (
         f"{swapped} of {asked} pairs are swapped, not about half")
+    word, mark = map(np.argmax, (examples.begins_sentence, examples.ends_sentence))
+    no_mark = data.Shard(np.array([word, mark] * 3 + [word]), np.array([0, 7]))
+    assert examples.text(no_mark, 3, 60, 0.0).end == 6, (
+        "a document's end without a mark tells that B is last")
     whole = data.PretrainingData(shards, 64, pairs="none").spans(range(50))
     assert albert.OrderedPairs(shards, 64, pairs="none").spans(range(50)) == whole
     assert [*albert.OrderedPairs(shards, 64, pairs="none").batch([1, 2]).labels] == ["mlm"]
