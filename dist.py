@@ -902,13 +902,15 @@ def open_store():
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
+# Set by `watch` if the store vanishes before that: node 0's torchrun keeps it.
+store_gone = threading.Event()
 
 
 def watch(rank):
     """Waits, in a thread of each process, until a rank has failed. Then reports this process as
     alive, and ends it if it still runs a minute later. If a restart cannot help it ends torchrun as
     well."""
-    with contextlib.suppress(RuntimeError):        # the store is gone: node 0's torchrun keeps it
+    try:
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
@@ -920,6 +922,8 @@ def watch(rank):
             end_torchrun()                         # here, too: the main thread may hang
         time.sleep(2)
         may_leave.set()
+    except RuntimeError:
+        store_gone.set()
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -963,6 +967,8 @@ def agree(message, restart_helps, rank_lost):
     decides. Raises RuntimeError if the store is gone."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they meet, each speaks for itself
+    if store_gone.is_set():
+        raise RuntimeError("to connect to it would take until --timeout")
     store = open_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"

@@ -522,6 +522,18 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     assert capsys.readouterr().err == "rank ? died\n"
 
 
+def test_a_store_that_is_gone_is_not_asked(monkeypatch):
+    monkeypatch.setattr(dist, "store_gone", threading.Event())
+    store = Mock(check=Mock(side_effect=distributed.DistNetworkError("gone")))
+    monkeypatch.setattr(dist, "open_store", lambda: store)
+    dist.watch(0)
+    monkeypatch.setattr(dist, "open_store", lambda: pytest.fail(
+        "`agree` connects to the store that is gone, and waits until --timeout"))
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError):
+        dist.agree("the reason", True, True)
+
+
 def test_the_first_to_fail_says_whether_a_restart_helps(monkeypatch):
     monkeypatch.setattr(dist, "open_store", lambda: Mock(compare_set=lambda *_: b"0 True"))
     monkeypatch.setattr(dist, "may_leave", Mock())
