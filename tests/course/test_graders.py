@@ -504,7 +504,7 @@ def test_lamb_is_its_equations(options):
             w.grad = 3 * torch.randn_like(w) * (k != 2)
             exact[k] = lamb_equations(*exact[k], w.grad, t, **options)
         lamb.step()
-        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights", "of many"
+        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights", "of 1.1 million"
         for what, w, right in zip(kinds, tensors, exact):
             assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
 
@@ -615,8 +615,8 @@ def test_buckets_stay_in_range():
     """3 points: the mean stays in the range of fp16."""
     for mean, *_ in on_threads(means, 2):
         assert mean.tolist() == [2048, torch.inf] + [LARGE / 2] * 2, (
-            f"sent and summed in fp16, 4096 and 2 have the mean 2048, and 0 and {LARGE:g} the mean "
-            f"{LARGE / 2:g}, not {mean[0]:g} and {mean[1]:g}")
+            f"sent and summed in fp16, 4096 and 2 have the mean 2048, 0 and inf the mean inf, and "
+            f"0 and {LARGE:g} the mean {LARGE / 2:g}, not {mean[:3].tolist()}")
 
 
 def test_buckets_on_two_levels():
@@ -930,6 +930,7 @@ def test_feedback_of_a_skipped_step(compression):
 
 
 def skips(world, compression):
+    """Skips steps whose gradients are not finite on rank 1."""
     bucket = lossy_bucket(world, compression)
     send(bucket, torch.randn(N_BUCKET))
     bucket.wire.commit(True)
@@ -1171,17 +1172,15 @@ def test_profile_of_a_step():
 
     def step():
         began = time.perf_counter()
-        with torch.profiler.record_function("products"):
-            for _ in range(3 + SEED):
-                nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
+        for _ in range(3 + SEED):
+            nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
         if not tooks:
             matrix.cumsum(0)
         tooks.append(time.perf_counter() - began)
 
     table = scale.operations(step)
-    assert "products" in table and "aten::cumsum" not in table, (
+    assert "aten::cumsum" not in table, (
         "the table has an operation that only the first call of step() runs")
-    assert len(tooks) == 2, f"step() was called {len(tooks)} times"
     calls, _ = table.get("aten::mm", (0, 0))
     assert calls == 3 + SEED, f"aten::mm was called {3 + SEED} times, not {calls}"
     seconds = sum(own for _, own in table.values())
