@@ -504,7 +504,8 @@ def test_lamb_is_its_equations(options):
             w.grad = 3 * torch.randn_like(w) * (k != 2)
             exact[k] = lamb_equations(*exact[k], w.grad, t, **options)
         lamb.step()
-        kinds = "of small weights", "of zeros", "with gradient 0", "of large weights", "of 1.1 million"
+        kinds = ("of small weights", "of zeros", "with gradient 0", "of large weights",
+                 "of 1.1 million weights")
         for what, w, right in zip(kinds, tensors, exact):
             assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
 
