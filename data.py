@@ -714,7 +714,8 @@ def documents_in(path):
                     raise ValueError("it has 0 bytes")
                 # A .bz2 or .xz may be several streams, one after another. Python takes a later one
                 # that is damaged for bytes after the end, and ignores the rest of the file, unless
-                # there is no error to ignore. Only a private field says so.
+                # there is no error to ignore. Only a private field says so. It also refuses bytes
+                # that really come after the end.
                 file.buffer._buffer.raw._trailing_error = ()
             is_json = begins_json(file.read(1 << 12))
             file.seek(0)
