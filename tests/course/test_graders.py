@@ -572,10 +572,11 @@ def test_dealing_divisor(shards):
 
 # ----- buckets -----
 
-def test_buckets_are_filled(rng):
+@pytest.mark.parametrize("a, c", [(3, 4), (5, 2)])       # full before the embeddings; after them
+def test_buckets_are_filled(a, c, rng):
     """3 points: buckets are filled with the right tensors."""
     unit = rng.randrange(1, 9)
-    sizes = {"bias": 1, "embeddings.a": 3, "embeddings.b": 4, "c": 4, "d": 5, "e": 3, "f": 6}
+    sizes = {"bias": 1, "embeddings.a": a, "embeddings.b": 4, "c": c, "d": 5, "e": 3, "f": 6}
     tensors = {name: torch.zeros(size, unit).half() for name, size in sizes.items()}
     buckets = dist.fill_buckets(tensors, dist.World(), "none", 8.9 * unit * 4e-6)
     found = [[*bucket.shapes] for bucket in buckets]

@@ -17,6 +17,8 @@ def pretend(command, wrong_in, loss):
     word of the command, "the run NAME", or "a resumed run". There the program "dies", "refuses"
     --init, or has this loss instead of 6.0 and a different model."""
     flags = dict(zip(command, command[1:]))          # {word: the next word}
+    program = next(word for word in command if word.endswith("train.py"))
+    assert Path(program).is_absolute(), "in another folder train.py is not found"
     run = Path(flags["--out"])
     log = run / "metrics.jsonl"
     (run / "model").mkdir(parents=True, exist_ok=True)
