@@ -526,7 +526,7 @@ class ErrorFeedback:
 
     After a skipped step (an overflow) the next one begins with the same e_r.
 
-    mean: a function (world, value, state) -> (mean, residual, next state, bytes sent):
+    exchange: a function (world, value, state) -> (mean, residual, next state, bytes sent):
 
         value (n + padding,)       v_r, then padding, so that each rank has whole blocks; the
                                    function may overwrite it
@@ -537,8 +537,8 @@ class ErrorFeedback:
                                    changed: the next state is a new dict
     """
 
-    def __init__(self, mean):
-        self.mean = mean
+    def __init__(self, exchange):
+        self.exchange = exchange
         self.forget()
 
     def average(self, world, flat, loss_scale):
@@ -551,7 +551,7 @@ class ErrorFeedback:
         # A copy, since the residual must stay as it is if the step is skipped.
         value = residual.clone()
         value[:n].add_(flat, alpha=1 / loss_scale)
-        mean, next_residual, next_state, sent = self.mean(world, value, state)
+        mean, next_residual, next_state, sent = self.exchange(world, value, state)
         self.next = next_residual, next_state
         torch.mul(mean[:n], loss_scale, out=flat)
         return sent

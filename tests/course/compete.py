@@ -3,7 +3,7 @@
     python tests/course/exercises.py compete mine.py theirs.py
 
 Each file has a function compress(world, value, state) -> (mean, residual, next state, bytes), like
-the `mean` of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with
+the `exchange` of dist.ErrorFeedback. It averages the gradients of a small model on two ranks, with
 error feedback around it; the loss is a mean over SEEDS. The bytes that count are those given to
 torch.distributed, whatever the function returns. A file that sends more than BUDGET bytes in a step
 is out of the race. This is no sandbox: it runs your files, and only reading a file shows whether it

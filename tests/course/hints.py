@@ -116,7 +116,7 @@ Residuals are unscaled, gradients are not, because the next step may have anothe
 is longer than `flat`: its length is a multiple of BLOCK * world.size. The padding is zero at
 first; later it may have a residual, like the rest.
 
-`average` calls self.mean(world, value, state), which returns mean, residual, next state, bytes.
+`average` calls self.exchange(world, value, state), which returns mean, residual, next state, bytes.
 The mean, times the loss scale, goes to `flat`.
 
 `next` is (residual, next state), which waits for `commit`. `kept` is what the next step begins

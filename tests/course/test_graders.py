@@ -925,7 +925,7 @@ def test_feedback_tells_bytes(rng):
     told = rng.randrange(1000, 9000)
     wire = dist.ErrorFeedback(lambda world, value, state: (value, value, state, told))
     sent = wire.average(dist.World(), torch.zeros(N_BUCKET), 1.0)
-    assert sent == told, f"`mean` returns {told} bytes, but `average` returns {sent}"
+    assert sent == told, f"`exchange` returns {told} bytes, but `average` returns {sent}"
 
 
 @pytest.mark.parametrize("compression", ["int8", "onebit"])

@@ -69,10 +69,10 @@ def change_recipes(change):
     optim.RECIPES = {name: recipe | change(recipe) for name, recipe in optim.RECIPES.items()}
 
 
-def use_compression(name, compressor):
-    """Adds a compressor, a `mean` of dist.ErrorFeedback, under a name and makes it the default of
-    --compression. The name is in each checkpoint, like an optimizer's."""
-    dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(compressor)}
+def use_compression(name, exchange):
+    """Adds a compressor, an `exchange` of dist.ErrorFeedback, under a name, and makes it the
+    default of --compression. The name is in each checkpoint, like an optimizer's."""
+    dist.COMPRESSORS = dist.COMPRESSORS | {name: lambda: dist.ErrorFeedback(exchange)}
     give("--compression", name)
 
 
@@ -82,9 +82,10 @@ def tell_shapes():
         def __init__(self, shapes, world, compression):
             super().__init__(shapes, world, compression)
             if isinstance(self.wire, dist.ErrorFeedback):
-                mean = self.wire.mean
+                exchange = self.wire.exchange
                 told = {"shapes": list(shapes.values())}
-                self.wire.mean = lambda world, value, state: mean(world, value, state | told)
+                self.wire.exchange = (
+                    lambda world, value, state: exchange(world, value, state | told))
 
     dist.Bucket = Bucket
 

@@ -31,7 +31,7 @@ FRACTION = 0.05              # of the chunks are sent
 
 
 def chunk(world, value, state):
-    """Averages the chunks with the largest norms; a `mean` of dist.ErrorFeedback."""
+    """Averages the chunks with the largest norms; an `exchange` of dist.ErrorFeedback."""
     n = len(value)
     chunks = F.pad(value, (0, -n % CHUNK)).view(-1, CHUNK)               # (chunks, 1024)
     [norms], sent_norms = common.mean_of_each(world, [chunks.abs().sum(1)])

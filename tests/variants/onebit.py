@@ -61,7 +61,7 @@ def decode(codes):
     return signs.flatten(-2).mul_(codes[..., -4:].view(torch.float32))
 
 
-# A `mean` function of dist.ErrorFeedback.
+# An `exchange` of dist.ErrorFeedback.
 onebit = functools.partial(dist.compressed_mean, encode, decode)
 
 

@@ -30,7 +30,7 @@ RANK = 4                     # k, the rank of the factors
 
 
 def powersgd(world, value, state):
-    """Sends two factors of each matrix; a `mean` function of dist.ErrorFeedback.
+    """Sends two factors of each matrix; an `exchange` of dist.ErrorFeedback.
 
     The next step starts from this step's Q; the first Q is random, the same on every rank (seed 0).
     Vectors, and matrices with 2 k (a + b) >= a b, are sent in full and leave no residual. In the

@@ -29,7 +29,7 @@ FRACTION = 0.01              # the fraction of elements that is sent
 
 
 def topk(world, value, state):
-    """Sends the largest elements; a `mean` function of dist.ErrorFeedback."""
+    """Sends the largest elements; an `exchange` of dist.ErrorFeedback."""
     sizes = value.abs()
     k = max(1, int(FRACTION * len(value)))
     # An inf or NaN is among the largest, so all ranks get it.
