@@ -44,6 +44,11 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
+# It gathers into one tensor; into a list of them, NCCL would copy all once more. Torch 2.13 has the
+# first name, 2.11 the second.
+ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 @dataclasses.dataclass
 class World:
     """A group of ranks, seen from one of them, with its collectives.
@@ -104,8 +109,8 @@ class World:
     def all_gather(self, tensor):
         """Returns every rank's tensor, stacked in order of rank: (...) -> (W, ...)."""
         gathered = torch.stack([tensor] * self.size)     # for one rank already the result
-        # Torch writes into the rows.
-        self._run(distributed.all_gather, list(gathered), tensor.contiguous())
+        # `flatten` copies nothing of `gathered`: torch writes into it.
+        self._run(ALL_GATHER, gathered.flatten(), tensor.flatten())
         return gathered
 
     def all_gather_object(self, value):

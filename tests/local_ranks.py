@@ -60,10 +60,7 @@ class LocalWorld(dist.World):
         Sums are in order of rank, so all ranks have the same bits; on three ranks Gloo's differ."""
         if self.size == 1:
             return
-        shape = getattr(own, "shape", [])
-        if collective is distributed.all_gather:           # its `own` is a list of tensors
-            shape = sent[0].shape
-        call = f"{collective.__name__} {list(shape)}"
+        call = f"{collective.__name__} {list(getattr(own, 'shape', []))}"
         self.group.given[self.rank] = call, sent[-1] if sent else own
         self._wait(call)
         calls, values = zip(*self.group.given)
@@ -76,16 +73,14 @@ class LocalWorld(dist.World):
             result = values[group_src].clone()
         elif collective is distributed.all_to_all_single:
             result = torch.stack([rows[self.rank] for rows in values])
-        elif collective is distributed.all_gather:
-            result = torch.stack(values)
+        elif collective is dist.ALL_GATHER:
+            result = torch.cat(values)
         else:
             result = functools.reduce(torch.add, values)
 
         self._wait(call)                           # until all have read: `own` may be a value
         if collective is distributed.all_gather_object:
             own[:] = result
-        elif collective is distributed.all_gather:
-            torch._foreach_copy_(own, list(result))
         else:
             own.copy_(result)
 
