@@ -643,7 +643,8 @@ def init_from(folder, model, tokenizer_path):
     loaded.config.dropout = model.config.dropout
     loaded.config.init_std = model.config.init_std
     if loaded.config != model.config:
-        raise ModelError(f"{folder} does not have the shape of --model (by default tiny)")
+        raise ModelError(f"{folder} does not have the shape of --model (by default tiny): it has "
+                         f"{loaded.config}")
     model.load_state_dict(loaded.state_dict())
 
 

@@ -26,6 +26,7 @@ import ast
 import contextlib
 import csv
 import functools
+import io
 import itertools
 import json
 import os
@@ -171,7 +172,7 @@ def decoded(content):
     except UnicodeDecodeError:
         # Python accepts Latin-1 only if the file declares it, but its functions go into our files.
         text = content.decode("latin-1")
-    return text.replace("\r\n", "\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def find(source, function):
@@ -185,16 +186,22 @@ def find(source, function):
     return node
 
 
+def lines_of(source):
+    """Returns the lines of a source, as Python counts them: str.splitlines also ends a line at a
+    form feed and the like."""
+    return list(io.StringIO(source))
+
+
 def text_of(source, function):
     """Returns the text of a function."""
     node = find(source, function)
-    return "".join(source.splitlines(keepends=True)[node.lineno - 1:node.end_lineno])
+    return "".join(lines_of(source)[node.lineno - 1:node.end_lineno])
 
 
 def with_function(source, function, text):
     """Returns the source with `text` in place of a function."""
     node = find(source, function)
-    lines = source.splitlines(keepends=True)
+    lines = lines_of(source)
     return "".join([*lines[:node.lineno - 1], text, *lines[node.end_lineno:]])
 
 
@@ -202,7 +209,7 @@ def blank(source, function):
     """Returns the source with a function reduced to its signature and docstring."""
     node = find(source, function)
     docstring = node.body[0]
-    lines = source.splitlines(keepends=True)[node.lineno - 1:docstring.end_lineno]
+    lines = lines_of(source)[node.lineno - 1:docstring.end_lineno]
     lines.append(f"{' ' * docstring.col_offset}{BLANK}\n")
     return with_function(source, function, "".join(lines))
 
@@ -218,17 +225,26 @@ def blank_in(folder, name):
             if is_blank(load(folder, path), function)]
 
 
-def additions(theirs, ours):
-    """Returns the text of the imports and top-level functions that are in `theirs` only."""
+IMPORTS = ast.Import, ast.ImportFrom
+
+
+def with_additions(ours, theirs):
+    """Returns our source with the imports and top-level functions that are in `theirs` only: the
+    imports after ours, since annotations and default values may need them; the functions last."""
     known = {getattr(node, "name", ast.unparse(node)) for node in parse(ours).body}
-    added = ["", ""]
+    imports = []
+    functions = ["\n"]
     for node in parse(theirs).body:
-        if getattr(node, "module", None) == "__future__":
-            continue                             # allowed only at the top of a file
-        if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
-            if getattr(node, "name", ast.unparse(node)) not in known:
-                added.append(ast.unparse(node))
-    return "\n".join(added)
+        text = ast.unparse(node)
+        if getattr(node, "name", text) in known or getattr(node, "module", "") == "__future__":
+            continue                             # a __future__ is allowed only at the very top
+        if isinstance(node, IMPORTS):
+            imports.append(f"{text}\n")
+        elif isinstance(node, ast.FunctionDef):
+            functions.append(f"{text}\n")
+    lines = lines_of(ours)
+    last = max(node.end_lineno for node in parse(ours).body if isinstance(node, IMPORTS))
+    return "".join([*lines[:last], *imports, *lines[last:], *functions])
 
 
 def unusual(source):
@@ -445,7 +461,7 @@ def taken(name, folder):
         file = handed_in(folder, path)
         if file:
             theirs = load(file.parent, file.name)
-            text = changed.get(path) or ours + additions(theirs, ours)
+            text = changed.get(path) or with_additions(ours, theirs)
             changed[path] = with_function(text, function, text_of(theirs, function))
         else:
             changed[path] = blank(changed.get(path, ours), function)
@@ -474,21 +490,22 @@ def unpack(submission, names, place):
     files = {path.name for name in names for path, _ in functions_of(name)}
     for path in submission.rglob("*.*"):
         copy = place / path.relative_to(submission)
-        if path.suffix == ".zip":
-            unzip(path, copy.with_suffix(""))
+        if path.suffix.lower() == ".zip":
+            unzip(path, copy)
         elif path.name in files:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
 
 
 def unzip(path, folder):
-    """Extracts the Python files of a zip into a folder, those of zips inside it into subfolders."""
+    """Extracts the Python files of a zip into a folder, those of zips inside it into folders with
+    their names and "!": a folder with the name alone may be there, too."""
     with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.endswith((".py", ".zip"))]
+        names = [name for name in archive.namelist() if name.lower().endswith((".py", ".zip"))]
         archive.extractall(folder, names)
     for name in names:
-        if name.endswith(".zip"):
-            unzip(folder / name, (folder / name).with_suffix(""))
+        if name.lower().endswith(".zip"):
+            unzip(folder / name, Path(f"{folder / name}!"))
 
 
 def marks_of(submission, names, limit, seed):

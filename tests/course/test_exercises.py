@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,20 @@ SUBMISSIONS = [                # (points, what is wrong, the body of learning_ra
     (0, "optim.py is in it twice", "return 1")]
 
 
+def test_a_zip_beside_a_folder_with_its_name(tmp_path):
+    """They hold two versions of a file, also where both are in another zip."""
+    (tmp_path / "in/work").mkdir(parents=True)
+    (tmp_path / "in/work/optim.py").write_text("1")
+    shutil.make_archive(tmp_path / "work", "zip", tmp_path / "in/work")
+    (tmp_path / "work.zip").rename(tmp_path / "in/work.ZIP")
+    shutil.make_archive(tmp_path / "all", "zip", tmp_path / "in")
+    for number, submission in enumerate([tmp_path / "in", tmp_path / "all.zip"]):
+        place = tmp_path / str(number)
+        exercises.unpack(submission, ["lamb"], place)
+        with pytest.raises(exercises.CourseError, match="optim.py is in it twice"):
+            exercises.handed_in(place, Path("optim.py"))
+
+
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
@@ -96,6 +111,11 @@ def test_grade(tmp_path, monkeypatch):
         inner.mkdir(parents=True)
         shutil.copy(ROOT / "train.py", folder)
         text = exercises.with_function(source + helper, "learning_rate", f"{HEAD}    {body}\n")
+        if points == 10:
+            # An import that is needed when the file is read; and characters that end a line of text
+            # but not of Python.
+            text = "import fractions  # \f \x85\n" + text.replace(
+                "(done, phase):", "(done: fractions.Fraction, phase):")
         if body:
             (inner / "optim.py").write_text(text, "latin-1" if points == 10 else "utf-8-sig")
     shutil.copytree(folders[5] / "handed in", folders[5] / "old")

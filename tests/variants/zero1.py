@@ -29,7 +29,7 @@ What it costs:
 
 What is changed: train.restore, after which ranks drop the moments of others; train.save, before
 which rank 0 gets them back; and the optimizer's `step`. Any optimizer can be divided like this if
-its update of a tensor needs no other tensor.
+its update of a tensor needs no other tensor, and if nothing but its update reads the moments.
 """
 import functools
 import sys
