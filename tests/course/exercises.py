@@ -300,13 +300,13 @@ def run_tests(folder, name, limit, seed=0):
         environment = os.environ | {"TMPDIR": place, "THRIFTBERT_SEED": str(seed),
                                     "THRIFTBERT_SECONDS": str(limit / 5)}
         said = run(command, folder, environment, limit)
-        errors = ["the tests ended without a report"]
-        errors += re.findall(r"^(?:E  |ERROR:)\s*(.*)", said, re.MULTILINE)
+        errors = re.findall(r"^(?:E  |ERROR:)\s*(.*)", said, re.MULTILINE)
         try:
             found = read_report(report)
         except (OSError, ElementTree.ParseError):
-            return no_marks(name, errors[-1])
-    return [found.get(test, "not tested") for test in tests]
+            return no_marks(name, errors[-1] if errors else "the tests ended without a report")
+    untested = ": ".join(["not tested", *errors[:1]])        # what a broken file raised
+    return [found.get(test, untested) for test in tests]
 
 
 def run(command, folder, environment, limit):
@@ -334,7 +334,7 @@ def read_report(path):
     The cases of a test count as one."""
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
-        test = case.get("name").partition("[")[0]
+        test = (case.get("name") or "").partition("[")[0]      # after Ctrl-C there is no name
         found.setdefault(test, "")
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
@@ -403,7 +403,8 @@ def copy_to(folder):
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CourseError(f"{folder} is not empty")
-    for path in itertools.chain(*map(ROOT.glob, COPIED)):
+    # Listed first, since the folder may be one of ours.
+    for path in list(itertools.chain(*map(ROOT.glob, COPIED))):
         path = path.relative_to(ROOT)
         if not path.as_posix().startswith(NOT_FOR_STUDENTS):
             (folder / path.parent).mkdir(parents=True, exist_ok=True)
@@ -481,6 +482,8 @@ def grade_one(name, folder, limit, seed):
         return try_out(name, changed, limit, seed), ", ".join(look_at)
     except (CourseError, SyntaxError) as error:
         return no_marks(name, str(error)), ""
+    except Exception as error:                   # whatever it is, go on with the other exercises
+        return no_marks(name, f"cannot be graded: {error!r}"), ""
 
 
 def unpack(submission, names, place):
@@ -488,7 +491,7 @@ def unpack(submission, names, place):
     if submission.is_file():
         return unzip(submission, place)
     files = {path.name for name in names for path, _ in functions_of(name)}
-    for path in submission.rglob("*.*"):
+    for path in filter(Path.is_file, submission.rglob("*.*")):
         copy = place / path.relative_to(submission)
         if path.suffix.lower() == ".zip":
             unzip(path, copy)
@@ -573,11 +576,14 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
 
 def read_table(file, header):
     """Returns the rows that `grade` has written to a file, {submission: row}; {} if there is none.
-    Raises CourseError if they are for other exercises or another seed."""
+    Raises CourseError if they are for other exercises or another seed, or if the file's folder does
+    not exist."""
+    if file and not Path(file).absolute().parent.is_dir():
+        raise CourseError(f"{file} is in no folder")
     if not file or not Path(file).exists():
         return {}
     with open(file, newline="", encoding="utf-8") as table:
-        found, *rows = csv.reader(table)
+        found, *rows = [row for row in csv.reader(table) if row] or [[]]
     if found != header:
         raise CourseError(f"{file} has other columns, {', '.join(found)}: name another file")
     return {row[0]: row for row in rows}

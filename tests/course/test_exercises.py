@@ -84,7 +84,9 @@ SUBMISSIONS = [                # (points, what is wrong, the body of learning_ra
     (0, "'(' was never closed (optim.py, line", "return ("),
     (10, "", "return helper(done, phase)  # même"),
     (5, "NotImplementedError at optim.py:", None),              # no optim.py; `progress` is right
-    (0, "optim.py is in it twice", "return 1")]
+    (0, "optim.py is in it twice", "return 1"),
+    (0, "not tested", "raise KeyboardInterrupt"),
+    (0, "not tested: NameError: name 'Tensor' is not", "return 1\ndef f(x: Tensor): return x")]
 
 
 def test_a_zip_beside_a_folder_with_its_name(tmp_path):
@@ -101,11 +103,21 @@ def test_a_zip_beside_a_folder_with_its_name(tmp_path):
             exercises.handed_in(place, Path("optim.py"))
 
 
+def test_folders_named_like_files(tmp_path):
+    """One is no zip, and the other no program: what else is handed in counts."""
+    for name in "in/all.zip", "in/optim.py":
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "in/all.zip/train.py").write_text("1")
+    exercises.unpack(tmp_path / "in", ["schedule"], tmp_path / "out")
+    assert exercises.handed_in(tmp_path / "out", Path("train.py"))
+    assert not exercises.handed_in(tmp_path / "out", Path("optim.py"))
+
+
 def test_grade(tmp_path, monkeypatch):
     source = (ROOT / "optim.py").read_text()
     helper = exercises.text_of(source, "learning_rate").replace("learning_rate", "helper")
     helper += "import time\n"
-    folders = [tmp_path / str(number) for number in range(6)]
+    folders = [tmp_path / str(number) for number in range(8)]
     for folder, (points, _, body) in zip(folders, SUBMISSIONS):
         inner = folder / "handed in/week"
         inner.mkdir(parents=True)
@@ -135,7 +147,7 @@ def test_grade(tmp_path, monkeypatch):
             "the lecturer must look at the submission that imports posix, and at no other")
 
     # After an interruption, grading goes on with submissions that have no row.
-    file.write_text("\n".join([header, *rows[:3], *rows[4:]]) + "\n")
+    file.write_text("\n".join([header, "", *rows[:3], *rows[4:]]) + "\n")
     monkeypatch.setattr(exercises, "marks_of", lambda *_: {"schedule": (["", "again"], "")})
     exercises.grade(folders, ["schedule"], 25, 1, file, gradescope=results)
     rows[3] = f"{folders[3]},5,5,schedule: again"
@@ -145,6 +157,8 @@ def test_grade(tmp_path, monkeypatch):
     assert found["score"] == 5 and scores == [(5, ""), (0, "again")]
     with pytest.raises(exercises.CourseError, match="nowhere: no file, no folder, no exercise"):
         exercises.grade([tmp_path / "nowhere"], ["schedule"], 25, 1, file)
+    with pytest.raises(exercises.CourseError, match="none/points.csv is in no folder"):
+        exercises.grade(folders, ["schedule"], 25, 1, tmp_path / "none/points.csv")
     with pytest.raises(exercises.CourseError, match="has other columns"):
         exercises.grade(folders, ["lamb"], 25, 1, file)
 
