@@ -33,6 +33,7 @@ check what is not recorded: the machine, the number of threads, what else ran th
 evaluation code has changed.
 """
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -86,8 +87,11 @@ def read(folder):
     """Returns the Run in a folder. Raises RaceError if there is no metrics.jsonl with an
     evaluation."""
     path = Path(folder, "metrics.jsonl")
+    lines = []
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):      # half a line, of a killed run
+                lines.append(json.loads(text))
         run = Run(str(folder), lines[0] | lines[0]["flags"], points_of(lines))
     except (OSError, LookupError, ValueError, TypeError) as error:
         raise RaceError(f"{path} is no log of a run that has ended: {error!r}") from None

@@ -14,7 +14,7 @@ BASE = [(100, 1, 5.0), (200, 1, 4.0), (300, 2, 4.5), (400, 2, 4.2)]
 
 def write(name, evaluations, unigram=6.5, **changes):
     """Writes the metrics.jsonl of a run with evaluations (step, phase, loss), each after the lines
-    of 50 steps. `seconds` grows by 0.6 with each line. changes: to START and FLAGS."""
+    of 50 steps and half a line. `seconds` grows by 0.6 with each step. changes: to START, FLAGS."""
     lines = [START | {"flags": FLAGS | changes} | changes]
     for step, phase, loss in evaluations:
         for number in range(step - 49, step + 1):
@@ -23,7 +23,8 @@ def write(name, evaluations, unigram=6.5, **changes):
         lines.append({"kind": "eval", "step": step, "phase": phase, "mlm_loss": loss,
                       "unigram_loss": unigram + phase})
     name.mkdir()
-    (name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = "\n".join(map(json.dumps, lines))
+    (name / "metrics.jsonl").write_text(text.replace('{"kind": "eval"', '{"kind": \n{"kind": "eval"'))
 
 
 def test_the_first_evaluation_at_or_below_the_goal_counts(tmp_path, monkeypatch, capsys):
@@ -57,7 +58,7 @@ def test_runs_that_may_not_race(tmp_path, words, changes):
 
 
 @pytest.mark.parametrize("words, content", [
-    ("Unterminated", '{"kind": "ru'), ("IndexError", ""), ("'flags'", '{"kind": "run"}\n'),
+    ("IndexError", '{"kind": "ru'), ("IndexError", ""), ("'flags'", '{"kind": "run"}\n'),
     ("was never evaluated", json.dumps(START | {"flags": FLAGS}))])
 def test_files_that_are_no_runs(tmp_path, words, content):
     (tmp_path / "metrics.jsonl").write_text(content)

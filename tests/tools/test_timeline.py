@@ -132,6 +132,7 @@ def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabyte
 
 @pytest.mark.parametrize("gbps, argv, said", [
     ("1", "--variant topk no-such-one", "unrecognized arguments: --variant=no-such-one"),
+    ("1", "--variant synchronised", "unrecognized arguments: --variant=synchronised"),
     ("0", "", r"argument GBPS: must be in .*"),                # the variants' network is used
     ("1", "--picture=", "argument --picture: the path is empty.*"),
     ("1", "--draw nowhere.json", "no picture of what --save has written: .*nowhere.json.*"),

@@ -201,7 +201,7 @@ def main():
     for name in options.variant:
         try:
             importlib.import_module(f"tests.variants.{name}").install()
-        except ModuleNotFoundError:
+        except (ModuleNotFoundError, AttributeError):            # no such file, or no variant
             train_flags += [f"--variant={name}"]             # train.py will refuse it
     common.use_network()
     for name in slow_network.SENT:
