@@ -562,10 +562,11 @@ class ErrorFeedback:
         return sent
 
     def commit(self, step_taken):
-        """Keeps the residual and state of `average` if the step is taken, else the old ones."""
+        """Keeps the residual and state of `average` if the step is taken, else the old ones. A
+        commit without an `average` before it, as on ranks that do not lead, changes nothing."""
         if step_taken:
             self.kept = self.next
-        self.next = self.kept                      # a commit without an `average` keeps all
+        self.next = self.kept
 
     def forget(self):
         """Drops the residual and the state."""

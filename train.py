@@ -617,7 +617,8 @@ def newest_checkpoint(args, log, tensors):
 
 
 def restore(args, world, log, state):
-    """Restores the State on all ranks from rank 0's newest checkpoint, if there is one. Collective.
+    """Restores the State on all ranks from rank 0's newest checkpoint, if there is one. Logs a
+    warning if the code has changed since. Collective.
 
     Raises ConfigError if the checkpoint does not fit, or if another node has a later one: without a
     shared disk only the first node has checkpoints, and a restart may number the nodes differently.

@@ -39,10 +39,10 @@ class ShardedAdamW:
 # ----- profile: where does a step go? -----
 
 def operations(step):
-    """Returns {name: (calls, seconds)} of the operations that torch.profiler finds on the CPU in
-    step(). The seconds are an operation's own, without those of the operations that it calls, so
-    they can be added up. step() is called twice, and the second call is profiled, because the first
-    also prepares much."""
+    """Returns {name: (calls, seconds)} of all events that torch.profiler finds on the CPU in
+    step(): aten's operations, those of autograd and the optimizer, and named ranges. The seconds
+    are an event's own, without those of the events in it, so they can be added up. step() is called
+    twice, and the second call is profiled, because the first also prepares much."""
     step()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step()

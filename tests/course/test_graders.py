@@ -156,6 +156,8 @@ def test_masking_replaces(masked):
     assert set(found[~stays]) == {*range(4, 320)}, (
         "the random tokens must be all tokens from 5 to 319, the last one, and no others: is their "
         "draw multiplied by V - 5, and is it a different draw from their fate?")
+    others = found[~stays & (found != data.MASK)]
+    assert_part(np.isin(others, range(5, 10)), 5 / 315, "of the random tokens are 5 to 9")
 
 
 def test_masking_is_pure(masked):
@@ -250,6 +252,15 @@ def test_pairs_look_alike(shards):
         assert abs(means[0] - means[1]) < 0.035, (
             f"{feature} is {means[0]:.1%} for true pairs and {means[1]:.1%} for false pairs: a "
             "model can tell them apart without reading")
+    long = data.PretrainingData(shards, 128, seed=SEED)
+    room = []                                    # of false Bs that end before their document
+    for pair in long.spans(range(4000)):
+        documents = long.shard(pair.shard).documents
+        if pair.pair_label and pair.b_end < documents[documents.searchsorted(pair.b, "right")]:
+            room.append(long.length(pair) < 128)
+    assert np.mean(room) < 0.25, (
+        f"of the false Bs that end before their document does, {np.mean(room):.0%} do not fill up "
+        "the example; a tenth of the examples are short, so about 15 % would be right")
     gaps = (home - document_of(shard, pairs.a))[false] % len(sizes)      # documents after A's
     rates = np.bincount(gaps, minlength=len(sizes))[1:] / len(gaps) * len(sizes)
     assert rates.min() > 0.3 and rates.max() < 2, (
@@ -301,7 +312,9 @@ def test_attention_is_packed(fills_up, rng):
     # MATH uses matrix products, which are counted: two products of length d for each pair of
     # tokens in each head.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
+        torch.use_deterministic_algorithms(True, warn_only=True)       # fills new memory with NaN
         found = bert.attention(qkv, bounds, sizes, 0.0)
+        torch.use_deterministic_algorithms(False)
     assert len(found) == len(qkv) and found.isfinite().all(), (
         f"attention returns {len(found)} rows, not {len(qkv)} finite ones, {fills_up} of padding")
     what = f"attention of examples of {lengths} tokens, the last of them padding,"
@@ -324,7 +337,8 @@ def test_attention_drops_weights():
     for dim in range(3):
         assert 0.01 < sums.std(dim).max() < 0.3, (
             "a dropout of 0.1 drops too many or no attention weights, or the same weights in all "
-            "examples of one length, in all rows of an example, or in all heads")
+            "examples of one length, in all rows of an example, or in all heads; or it drops "
+            "elements of the output, or the weights that remain are made to add up to 1")
     assert_near(sums, sums[..., :1].expand_as(sums), "with equal V, a row of the output in a head")
     assert 0.95 < sums.mean() < 1.05, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
 
@@ -398,9 +412,11 @@ def test_precision_scale(rng):
             f"is {scaler.scale:g}")
     assert scaler.skipped == 2, f"two steps were skipped, but `skipped` is {scaler.skipped}"
     scaler = optim.LossScaler(scale=1.0, smallest=0.5)
-    assert not scaler.update(True, 41), (
-        "an overflow that halves the scale to `smallest` still skips the step: update must return "
-        "False")
+    floor = "an overflow that halves the scale to `smallest` still skips the step: "
+    try:
+        assert not scaler.update(True, 41), f"{floor}update must return False"
+    except optim.TrainingStopped as error:
+        pytest.fail(f"{floor}it must not raise {error!r}")
     with pytest.raises(optim.TrainingStopped):
         scaler.update(True, 42)
 
@@ -443,6 +459,10 @@ def test_precision_masters(dtype, rng):
     for _ in range(1000):
         torch._foreach_add_([masters[name] for name in names], 1e-4)
         optim.copy_to_model(masters, model)
+    places = [p.data_ptr() for p in model.parameters()]
+    optim.copy_to_model({name: master.clone() for name, master in masters.items()}, model)
+    assert [p.data_ptr() for p in model.parameters()] == places, (
+        "copy_to_model gives parameters other memory, but may only write into theirs")
     for name, p in model.named_parameters():
         assert p.dtype == dtype, f"{name} is {p.dtype}, not cast to {dtype}"
         if name in names:
@@ -499,11 +519,13 @@ def test_lamb_is_its_equations(options):
                torch.randn(1100, 1000).double() / 5]
     lamb = optim.LAMB([options | {"params": tensors}])     # not its `defaults`, as in training
     exact = [(w.clone(), 0 * w, 0 * w) for w in tensors]
+    places = [w.data_ptr() for w in tensors]
     for t in range(1, 31):
         for k, w in enumerate(tensors):
             w.grad = 3 * torch.randn_like(w) * (k != 2)
             exact[k] = lamb_equations(*exact[k], w.grad, t, **options)
         lamb.step()
+        assert [w.data_ptr() for w in tensors] == places, "w has other memory than before the step"
         kinds = ("of small weights", "of zeros", "with gradient 0", "of large weights",
                  "of 1.1 million weights")
         for what, w, right in zip(kinds, tensors, exact):
@@ -582,7 +604,8 @@ def test_buckets_are_filled(a, c, rng):
     found = [[*bucket.shapes] for bucket in buckets]
     right = [["f", "e"], ["d", "c"], ["embeddings.b", "embeddings.a"], ["bias"]]
     assert found == right, (
-        f"with tensors of sizes {sizes}, and full with 8.9, the buckets are {right}, not {found}")
+        f"with fp16 tensors of sizes {sizes}, and full with 8.9 at 4 bytes an element, the buckets "
+        f"are {right}, not {found}")
 
 
 LARGE = 64.0 * DRAW.randrange(1100, 1900)             # above 65,504; half is exact in fp16
@@ -769,6 +792,10 @@ def test_overlap_errors():
     must_raise(ZeroDivisionError, reducer.finish, "`finish` after a job in the thread has failed")
     must_raise(KeyError, lambda: backward(model),
                "`_ready` in a second backward after that of the last micro-batch")
+    reducer.zero_grad()
+    model[0].bias.grad = reducer.views["0.weight"][0, :1]
+    must_raise(dist.DistError, lambda: backward(model),
+               "`_ready` with a p.grad at another place of its bucket")
     for last in False, True:
         reducer.zero_grad()
         reducer.last_micro_batch = last
@@ -845,6 +872,20 @@ def measure():
 def test_powersgd_is_algorithm_1(tmp_path):
     """7 points: four steps follow algorithm 1."""
     run_ranks(powersgd_in_float64, 2, tmp_path)
+    draws = torch.Generator().manual_seed(0)
+    for number, q in enumerate(powersgd.first_factors([torch.zeros(9, 5), torch.zeros(7, 5)], 3)):
+        assert torch.equal(q, torch.randn(3, 5, generator=draws)), (
+            f"first_factors for two matrices: q number {number} is not the next draw of one "
+            "generator with seed 0")
+    sizes = 7, 3000, 5, 3500                     # two matrices, each after a vector, then padding
+    value = torch.randn(6600)
+    mean, residual, *_ = powersgd.powersgd(dist.World(), value.clone(), {
+        "shapes": [torch.Size(shape) for shape in ([7], [60, 50], [5], [70, 50])]})
+    assert_near((mean + residual)[:6512], value[:6512], "mean plus residual, on one rank,")
+    for part, size, left in zip(mean.split([*sizes, 88]), sizes, residual.split([*sizes, 88])):
+        rank = 0 if size < 9 else torch.linalg.matrix_rank(part.view(-1, 50), rtol=1e-4)
+        assert rank <= powersgd.RANK and (size > 9 or not left.any()), (
+            "in [7], [60, 50], [5], [70, 50] each tensor must be treated in its place")
 
 
 def test_powersgd_keeps_the_state():
@@ -882,6 +923,7 @@ def send(bucket, gradient, scale=1.0):
 def kept(bucket):
     """Returns the part of the mean over the ranks that has not been sent yet, (n,)."""
     residual, state = bucket.wire.kept
+    assert residual is not None, "nothing is kept of what earlier steps have not sent"
     residuals = bucket.across_nodes.all_gather(residual)
     parts = bucket.across_nodes.all_gather(state["part_residual"])
     return residuals.mean(0)[:N_BUCKET] + parts.view(-1)[:N_BUCKET]
@@ -944,8 +986,10 @@ def skips(world, compression):
         mean = send(bucket, torch.full((N_BUCKET,), (1.0, bad)[world.rank]))
         assert not mean.isfinite().all(), f"a gradient of rank 1 is {bad}, but the mean is finite"
         bucket.wire.commit(False)
-    bucket.wire.commit(True)                     # no step is under way
     assert torch.equal(kept(bucket), before), "a skipped step has changed what is kept"
+    bucket.wire.commit(True)
+    assert torch.equal(kept(bucket), before), (
+        "after a skipped step, a commit without an `average` has changed what is kept")
 
 
 # ----- resume -----
@@ -976,8 +1020,9 @@ def resume_run(shards, out, *flags, sabotage=(), **options):
                sabotage=(with_any_name, *sabotage), **options)
 
 
-def assert_resumes(shards, folder, size, step, *flags):
-    """Asserts that a run that is killed and resumed has the same bits as an uninterrupted run."""
+def assert_resumes(shards, folder, size, step, *flags, damaged=False):
+    """Asserts that a run that is killed and resumed has the same bits as an uninterrupted run, also
+    if its newest checkpoint is damaged."""
     whole, killed = folder / "whole", folder / "killed"
     together(
         lambda: resume_run(shards, whole, *flags, size=size, sabotage=(by_the_clock,)),
@@ -988,6 +1033,9 @@ def assert_resumes(shards, folder, size, step, *flags):
     assert before == [last - 3, last], (
         f"a run that saves every 3 steps and is killed in step {step} has checkpoints of {before}, "
         f"not {[last - 3, last]}")
+    if damaged:
+        newest = train.checkpoints_in(killed)[last]
+        newest.write_bytes(newest.read_bytes()[:-99])      # goes on from the one before
     resume_run(shards, killed, *flags, size=size, sabotage=(by_the_clock,))
     for name in "step", "lr", "loss_scale", "mlm_loss", "seconds":
         for one, other in zip(column(whole, name), column(killed, name), strict=True):
@@ -1004,9 +1052,10 @@ def test_resume_has_the_same_bits(shards, tmp_path, rng):
 
 
 def test_resume_of_lossy_compression(shards, tmp_path, rng):
-    """2 points: a resumed run has the same bits with a compression that keeps residuals, too."""
+    """2 points: a resumed run has the same bits with a compression that keeps residuals, too, and
+    after its newest checkpoint was damaged."""
     assert_resumes(shards, tmp_path, 2, rng.choice([13, 14]),
-                   "--precision", "fp32", "--compression", "int8")
+                   "--precision", "fp32", "--compression", "int8", damaged=True)
 
 
 def disk_is_full(world, room, action, step=6):
@@ -1035,6 +1084,7 @@ TROUBLE = {
     "in step 1 the disk is full": ((disk_is_full, 0, signal.SIG_IGN, 1), []),
     "another run has begun": ((other_run,), []),
     "in step 6 the disk is full": ((disk_is_full, 0, signal.SIG_IGN), [3, 8]),
+    "in step 8, the last, the disk is full": ((disk_is_full, 4096, signal.SIG_IGN, 8), [3, 6]),
     "in step 6 the disk is full after 100 KB": ((disk_is_full, 10 ** 5, signal.SIG_IGN), [3, 8]),
     "in step 6 the program dies while it saves": ((disk_is_full, 0, signal.SIG_DFL), [1, 3]),
     "the power fails after each save": ((power_fails,), [6, 8]),
@@ -1049,6 +1099,9 @@ def test_resume_from_whole_files(shards, tmp_path, trouble):
     resume_run(shards, out, "--max-steps", 8, sabotage=sabotage, check=False)
     assert steps_kept(out) == steps, (
         f"if {trouble}, there should be checkpoints of steps {steps}, not {steps_kept(out)}")
+    left = {path.name for path in out.iterdir() if path.is_file()} - {"metrics.jsonl", "run"}
+    assert "disk" not in trouble or len(left) == len(steps), (
+        f"if {trouble}, nothing but checkpoints of {steps} may be left over, not {sorted(left)}")
 
 
 def test_resume_without_a_shared_disk(shards, tmp_path):
@@ -1177,8 +1230,9 @@ def test_profile_of_a_step():
 
     def step():
         began = time.perf_counter()
-        for _ in range(3 + SEED):
-            nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
+        with torch.profiler.record_function("a part of the step"):
+            for _ in range(3 + SEED):
+                nn.functional.linear(matrix, matrix)     # calls aten::t and aten::mm
         if not tooks:
             matrix.cumsum(0)
         tooks.append(time.perf_counter() - began)
@@ -1186,6 +1240,8 @@ def test_profile_of_a_step():
     table = scale.operations(step)
     assert "aten::cumsum" not in table, (
         "the table has an operation that only the first call of step() runs")
+    assert "a part of the step" in table, (
+        "the table lacks what is no aten operation, such as ranges and the optimizer")
     calls, _ = table.get("aten::mm", (0, 0))
     assert calls == 3 + SEED, f"aten::mm was called {3 + SEED} times, not {calls}"
     seconds = sum(own for _, own in table.values())

@@ -23,8 +23,8 @@ def write(name, evaluations, unigram=6.5, **changes):
         lines.append({"kind": "eval", "step": step, "phase": phase, "mlm_loss": loss,
                       "unigram_loss": unigram + phase})
     name.mkdir()
-    text = "\n".join(map(json.dumps, lines))
-    (name / "metrics.jsonl").write_text(text.replace('{"kind": "eval"', '{"kind": \n{"kind": "eval"'))
+    text = "\n".join(map(json.dumps, lines)).replace('{"kind": "eval"', '{"kin\n{"kind": "eval"')
+    (name / "metrics.jsonl").write_text(text)
 
 
 def test_the_first_evaluation_at_or_below_the_goal_counts(tmp_path, monkeypatch, capsys):

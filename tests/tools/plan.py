@@ -192,9 +192,11 @@ def step_seconds(args, phase):
 
     compute: the examples of the rank that has most. exchange: all gradients between the nodes, by
     bytes and --gbps, plus --latency for each bucket of --bucket-mb; dist.fill_buckets makes fewer
-    buckets, because it cuts no tensor. backward: that of the last micro-batch, which hides the
-    exchange. late: the part of the exchange that cannot hide, for the token embeddings, whose
-    gradient is ready only when backward ends.
+    buckets, because it cuts no tensor. Dense sums go around a ring of all ranks, other compressions
+    around one rank of each node, see dist.Bucket; a single node exchanges nothing. backward: that
+    of the last micro-batch, which hides the exchange. late: the fraction of the exchange that the
+    token embeddings are of all parameters. It cannot hide: their gradient is ready only when
+    backward ends.
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len
@@ -206,7 +208,6 @@ def step_seconds(args, phase):
     last = share // math.ceil(share / micro_size)
     backward = 2 / 3 * compute * last / share
 
-    # Dense sums use a ring of all ranks, other compressions one rank of each node.
     ring = args.nodes
     if args.nodes > 1 and args.compression in ELEMENT_BYTES:
         ring = args.ranks

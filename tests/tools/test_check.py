@@ -38,7 +38,9 @@ def pretend(command, wrong_in, loss):
     with open(log, "a") as file:
         for step in range(len(before) // 2, last + 1):
             for kind in "train", "eval":
-                line = {"kind": kind, "step": step, "mlm_loss": loss if wrong else 6.0}
+                line = {"kind": kind, "step": step, "mlm_loss": 6.0, "nsp_loss": 0.7}
+                if wrong:
+                    line |= loss if isinstance(loss, dict) else {"mlm_loss": loss}
                 file.write(json.dumps(line) + "\n")
     (run / "model/model.safetensors").write_text("wrong" if wrong else "right")
     return SimpleNamespace(returncode=0)
@@ -55,7 +57,9 @@ def pretend(command, wrong_in, loss):
     ("--nproc_per_node=2", "dies", "same_on_two_ranks same_from_two_to_one"),
     ("--init", 6.1, "same_from_folder"),
     ("--init", "refuses", ""),
-    ("bf16", 6.1, "near_in_bf16")])
+    ("bf16", 6.1, "near_in_bf16"),
+    ("bf16", {"nsp_loss": 0.73}, ""),            # as the unchanged program of --model mini
+    ("bf16", {"nsp_loss": 0.8}, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: pretend(command, wrong_in, loss))
     monkeypatch.setattr(sys, "argv", ["check.py"])

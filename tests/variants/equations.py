@@ -205,9 +205,10 @@ def powersgd_in_float64(world):
         errors = [v_r - p @ q.T for v_r in v]
         vector = sum(slopes)[n:] / world.size
         found = {"the mean of the matrix": (mean[:n], (p @ q.T).flatten()),
-                 "the mean of the vector, which is sent in full,": (mean[n:-9], vector),
+                 "the mean of the small matrix and the vector, which are sent in full,": (
+                     mean[n:-9], vector),
                  "the residual of the matrix": (residual[:n], errors[world.rank].flatten()),
-                 "the residual of the vector, which must be 0,": (
+                 "the residual of the small matrix and the vector, which must be 0,": (
                      residual[n:], torch.zeros(VECTOR + 9))}
         for what, (ours, theirs) in found.items():
             error = (ours - theirs).abs().max()
