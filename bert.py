@@ -639,10 +639,10 @@ def init_from(folder, model, tokenizer_path):
             f"{own} is missing or not a copy of {tokenizer_path}; copy it from runs/NAME/model, "
             f"since Hugging Face does not save it, and make shards with data.py --tokenizer {own}")
     loaded = load_huggingface(folder)
-    # Dropout and init_std may differ, so they are made equal; everything else is compared.
-    loaded.config.dropout = model.config.dropout
-    loaded.config.init_std = model.config.init_std
-    if loaded.config != model.config:
+    # Dropout and init_std may differ; everything else is compared.
+    alike = dataclasses.replace(
+        loaded.config, dropout=model.config.dropout, init_std=model.config.init_std)
+    if alike != model.config:
         raise ModelError(f"{folder} does not have the shape of --model (by default tiny): it has "
                          f"{loaded.config}")
     model.load_state_dict(loaded.state_dict())

@@ -536,7 +536,7 @@ class ErrorFeedback:
         value (n + padding,)       v_r, then padding, so that each rank has whole blocks; the
                                    function may overwrite it
         mean (n + padding,)        q
-        residual (n + padding,)    e'_r; the padding has a residual, too
+        residual (n + padding,)    e'_r; the padding may have a residual, too
         state                      a dict, empty at first, for what the function keeps from step to
                                    step; a save drops it, too, see `Reducer.forget`. It is not
                                    changed: the next state is a new dict

@@ -75,8 +75,10 @@ class LocalWorld(dist.World):
             result = torch.stack([rows[self.rank] for rows in values])
         elif collective is dist.ALL_GATHER:
             result = torch.cat(values)
-        else:
+        elif collective is distributed.all_reduce:
             result = functools.reduce(torch.add, values)
+        else:
+            raise NotImplementedError(call)
 
         self._wait(call)                           # until all have read: `own` may be a value
         if collective is distributed.all_gather_object:

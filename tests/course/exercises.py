@@ -305,7 +305,9 @@ def run_tests(folder, name, limit, seed=0):
             found = read_report(report)
         except (OSError, ElementTree.ParseError):
             return no_marks(name, errors[-1] if errors else "the tests ended without a report")
-    untested = ": ".join(["not tested", *errors[:1]])        # what a broken file raised
+    untested = "not tested"
+    if errors and found.keys().isdisjoint(tests):
+        untested = f"not tested: {errors[0]}"                # what a broken file raised
     return [found.get(test, untested) for test in tests]
 
 
@@ -446,7 +448,8 @@ def try_out(name, changed, limit, seed):
 def handed_in(folder, path):
     """Returns the path of the file with this name in a submission, or None if there is none. Of
     several in nested folders the outermost counts; raises CourseError if two are outermost."""
-    first, *others = sorted(folder.rglob(path.name), key=lambda file: len(file.parts)) or [None]
+    found = filter(Path.is_file, folder.rglob(path.name))
+    first, *others = sorted(found, key=lambda file: len(file.parts)) or [None]
     if others and len(first.parts) == len(others[0].parts):
         raise CourseError(f"{path.name} is in it twice; hand in one version")
     return first
@@ -548,6 +551,9 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
     missing = [str(submission) for submission in submissions if not submission.exists()]
     if missing:
         raise CourseError(f"{', '.join(missing)}: no file, no folder, no exercise")
+    for path in filter(None, (file, gradescope)):
+        if not Path(path).absolute().parent.is_dir():
+            raise CourseError(f"there is no folder for {path}")
     header = ["submission", *names, "total", f"first thing wrong in each, by seed {seed}"]
     rows = read_table(file, header)
     print("submission".ljust(20), *names, "total")
@@ -576,14 +582,11 @@ def grade(submissions, names, limit, seed, file, jobs=1, gradescope=None):
 
 def read_table(file, header):
     """Returns the rows that `grade` has written to a file, {submission: row}; {} if there is none.
-    Raises CourseError if they are for other exercises or another seed, or if the file's folder does
-    not exist."""
-    if file and not Path(file).absolute().parent.is_dir():
-        raise CourseError(f"{file} is in no folder")
+    Raises CourseError if they are for other exercises or another seed."""
     if not file or not Path(file).exists():
         return {}
     with open(file, newline="", encoding="utf-8") as table:
-        found, *rows = [row for row in csv.reader(table) if row] or [[]]
+        found, *rows = [row for row in csv.reader(table) if row] or [header]
     if found != header:
         raise CourseError(f"{file} has other columns, {', '.join(found)}: name another file")
     return {row[0]: row for row in rows}

@@ -107,10 +107,11 @@ def test_folders_named_like_files(tmp_path):
     """One is no zip, and the other no program: what else is handed in counts."""
     for name in "in/all.zip", "in/optim.py":
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "in/all.zip/train.py").write_text("1")
+    for name in "all.zip/train.py", "optim.py/optim.py":
+        (tmp_path / "in" / name).write_text("1")
     exercises.unpack(tmp_path / "in", ["schedule"], tmp_path / "out")
-    assert exercises.handed_in(tmp_path / "out", Path("train.py"))
-    assert not exercises.handed_in(tmp_path / "out", Path("optim.py"))
+    for name in "train.py", "optim.py":
+        assert exercises.handed_in(tmp_path / "out", Path(name)).read_text() == "1"
 
 
 def test_grade(tmp_path, monkeypatch):
@@ -157,8 +158,9 @@ def test_grade(tmp_path, monkeypatch):
     assert found["score"] == 5 and scores == [(5, ""), (0, "again")]
     with pytest.raises(exercises.CourseError, match="nowhere: no file, no folder, no exercise"):
         exercises.grade([tmp_path / "nowhere"], ["schedule"], 25, 1, file)
-    with pytest.raises(exercises.CourseError, match="none/points.csv is in no folder"):
-        exercises.grade(folders, ["schedule"], 25, 1, tmp_path / "none/points.csv")
+    for there, absent in ((file, tmp_path / "none/x"), (tmp_path / "none/x", file)):
+        with pytest.raises(exercises.CourseError, match="there is no folder for .*none/x"):
+            exercises.grade(folders, ["schedule"], 25, 1, there, gradescope=absent)
     with pytest.raises(exercises.CourseError, match="has other columns"):
         exercises.grade(folders, ["lamb"], 25, 1, file)
 

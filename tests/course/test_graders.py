@@ -1139,8 +1139,7 @@ def sharded(world, weights, gradients):
     def noted(collective, own, *others, **options):
         # The bytes of `own` are sent once, in an all-reduce twice; no rank sends to itself.
         times = 1 + (collective is distributed.all_reduce)
-        own_bytes = sum(part.nbytes for part in own)         # a tensor, or a list of tensors
-        sent.append(times * own_bytes * (world.size - 1) / world.size)
+        sent.append(times * own.nbytes * (world.size - 1) / world.size)
         run(collective, own, *others, **options)
 
     world._run = noted

@@ -1,5 +1,6 @@
 """Tests check.py with a fake program of eight steps: which question finds which fault."""
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,8 +59,7 @@ def pretend(command, wrong_in, loss):
     ("--init", 6.1, "same_from_folder"),
     ("--init", "refuses", ""),
     ("bf16", 6.1, "near_in_bf16"),
-    ("bf16", {"nsp_loss": 0.73}, ""),            # as the unchanged program of --model mini
-    ("bf16", {"nsp_loss": 0.8}, "near_in_bf16")])
+    ("bf16", {"nsp_loss": 0.73}, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: pretend(command, wrong_in, loss))
     monkeypatch.setattr(sys, "argv", ["check.py"])
@@ -100,3 +100,13 @@ def test_what_does_not_run_at_all_is_one_line(monkeypatch):
 
 def test_the_flags_are_those_of_train():
     assert [phase.steps for phase in train.parse_arguments(check.FLAGS).phases] == [4, 4]
+
+
+def test_pairs_differ_more_in_larger_models(monkeypatch, tmp_path):
+    """The loss of pairs, 0.7, is 0.73 in the unchanged program with --model mini, in bf16."""
+    program = check.Program(["--model", "mini"], tmp_path)
+    for loss, wrong in (0.73, False), (0.8, True):
+        monkeypatch.setattr(
+            subprocess, "run", lambda command, **_: pretend(command, "bf16", {"nsp_loss": loss}))
+        assert bool(check.near_in_bf16(program, None)) == wrong
+        shutil.rmtree(tmp_path)

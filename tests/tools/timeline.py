@@ -200,8 +200,12 @@ def main():
 
     for name in options.variant:
         try:
-            importlib.import_module(f"tests.variants.{name}").install()
-        except (ModuleNotFoundError, AttributeError):            # no such file, or no variant
+            variant = importlib.import_module(f"tests.variants.{name}")
+        except ModuleNotFoundError:
+            variant = None
+        if hasattr(variant, "install"):
+            variant.install()
+        else:
             train_flags += [f"--variant={name}"]             # train.py will refuse it
     common.use_network()
     for name in slow_network.SENT:
