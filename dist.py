@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -908,8 +908,8 @@ def open_store():
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
-# Set by `watch` if the store vanishes before that: node 0's torchrun keeps it.
-store_gone = threading.Event()
+# Completed by `watch` if the store vanishes before that: node 0's torchrun keeps it.
+store_gone = Future()
 
 
 def watch(rank):
@@ -929,7 +929,7 @@ def watch(rank):
         time.sleep(2)
         may_leave.set()
     except RuntimeError:
-        store_gone.set()
+        store_gone.set_result(True)
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -940,9 +940,11 @@ def leave(message, restart_helps, rank_lost=False):
     are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A thread asks: the request may never return.
+        # A thread asks: the request may never return. To connect to a store that is gone takes until
+        # --timeout, but `watch` notices it in 0.1 s.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
-        message, restart_helps = agreement.result(timeout=10)
+        wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
+        message, restart_helps = agreement.result(timeout=0)
     except (RuntimeError, TimeoutError):
         # The store is gone with its torchrun, did not answer, or no memory is left for a thread.
         # Then each rank prints an error of its own. But a RankLost is printed by one rank of each
@@ -973,8 +975,6 @@ def agree(message, restart_helps, rank_lost):
     decides. Raises RuntimeError if the store is gone."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they meet, each speaks for itself
-    if store_gone.is_set():
-        raise RuntimeError("to connect to it would take until --timeout")
     store = open_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -492,8 +492,9 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
     monkeypatch.setattr(dist, "time", Mock())
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    absent = Mock(side_effect=error("gone"))
-    monkeypatch.setattr(place, missing, absent)
+    monkeypatch.setattr(place, missing, Mock(side_effect=error("gone")))
+    waited = Mock(wraps=dist.wait)
+    monkeypatch.setattr(dist, "wait", waited)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit, match="1"):                 # see conftest.py
         dist.leave("the reason", restart_helps, rank_lost)
@@ -502,8 +503,8 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     assert kill.mock_calls == ends, (
         f"the signals sent are {kill.mock_calls}, not {ends}: torchrun is ended if, and only if, a "
         "restart does not help")
-    if error is TimeoutError:
-        absent.assert_called_once_with(timeout=10)
+    assert all(told.kwargs["timeout"] == 10 for told in waited.mock_calls)
+    assert waited.called == (place is not threading.Thread)
 
 
 def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsys):
@@ -522,16 +523,27 @@ def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsy
     assert capsys.readouterr().err == "rank ? died\n"
 
 
-def test_a_store_that_is_gone_is_not_asked(monkeypatch):
-    monkeypatch.setattr(dist, "store_gone", threading.Event())
+def test_a_store_that_is_gone_is_not_waited_for(monkeypatch, capsys):
+    """Rank 0's `agree` hangs as it connects, and then `watch` finds the store gone."""
+    monkeypatch.setattr(dist, "store_gone", Future())
     store = Mock(check=Mock(side_effect=distributed.DistNetworkError("gone")))
-    monkeypatch.setattr(dist, "open_store", lambda: store)
-    dist.watch(0)
-    monkeypatch.setattr(dist, "open_store", lambda: pytest.fail(
-        "`agree` connects to the store that is gone, and waits until --timeout"))
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError):
-        dist.agree("the reason", True, True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    over = threading.Event()
+
+    def hang():
+        monkeypatch.setattr(dist, "open_store", lambda: store)
+        dist.watch(0)
+        over.wait()
+
+    monkeypatch.setattr(dist, "open_store", hang)
+    waits = []
+    monkeypatch.setattr(dist, "wait", lambda *what, **how: waits.append(wait(*what, **how)))
+    with pytest.raises(SystemExit, match="1"):
+        dist.leave("rank ? died", True, rank_lost=True)
+    over.set()
+    assert waits[0].done == {dist.store_gone}, "it waits until --timeout, or for ten seconds"
+    assert capsys.readouterr().err == "rank ? died\n"
 
 
 def test_the_first_to_fail_says_whether_a_restart_helps(monkeypatch):
