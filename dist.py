@@ -940,8 +940,8 @@ def leave(message, restart_helps, rank_lost=False):
     are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A thread asks: the request may never return. To connect to a store that is gone takes until
-        # --timeout, but `watch` notices it in 0.1 s.
+        # A thread asks: the request may never return. To connect to a store that is gone takes
+        # until --timeout, but `watch` notices it in 0.1 s.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
         message, restart_helps = agreement.result(timeout=0)
