@@ -13,7 +13,7 @@ Leave --steps alone, and --dropout, --compression, --precision and --hours, whos
 nature. Variants that compress by themselves, or whose ranks step alone, differ, too: they get a NO
 for two ranks or for resumes. This program does not see whether a change does what you wanted, or
 what shows only in a long run, on a GPU or with other flags. With --model, the loss of pairs may
-differ by a tenth in bf16: in larger models than tiny it differs by up to four hundredths.
+differ by a tenth in bf16 from step 3 on: in `mini` it then differs by four hundredths.
 """
 import json
 import math
@@ -137,11 +137,13 @@ def near_in_bf16(program, whole):
     many = "--batch", "104", "--max-steps", "6"
     found = program.train("many in bf16", "--precision", "bf16", *many)
     expected = first_six(program.train("many", *many))
-    without_pairs = {
-        line: {name: loss for name, loss in losses.items() if name != "nsp_loss"}
-        for line, losses in expected.items()}
-    of_pairs = 0.1 if "--model" in program.words else 1e-2
-    return difference(found, without_pairs, 1e-2) or difference(found, expected, of_pairs)
+    if "--model" not in program.words:
+        return difference(found, expected, 1e-2)
+    strict = {}                          # all but the pairs of later steps
+    for (kind, step), losses in expected.items():
+        names = [name for name in losses if step <= 2 or name != "nsp_loss"]
+        strict[kind, step] = {name: losses[name] for name in names}
+    return difference(found, strict, 1e-2) or difference(found, expected, 0.1)
 
 
 def same_from_folder(program, whole):

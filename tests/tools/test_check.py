@@ -1,6 +1,5 @@
 """Tests check.py with a fake program of eight steps: which question finds which fault."""
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,11 +101,14 @@ def test_the_flags_are_those_of_train():
     assert [phase.steps for phase in train.parse_arguments(check.FLAGS).phases] == [4, 4]
 
 
-def test_pairs_differ_more_in_larger_models(monkeypatch, tmp_path):
-    """The loss of pairs, 0.7, is 0.73 in the unchanged program with --model mini, in bf16."""
-    program = check.Program(["--model", "mini"], tmp_path)
-    for loss, wrong in (0.73, False), (0.8, True):
-        monkeypatch.setattr(
-            subprocess, "run", lambda command, **_: pretend(command, "bf16", {"nsp_loss": loss}))
-        assert bool(check.near_in_bf16(program, None)) == wrong
-        shutil.rmtree(tmp_path)
+@pytest.mark.parametrize("words, first, later, wrong", [
+    ([], 0.7, 0.73, True), (["--model", "mini"], 0.7, 0.73, False),      # as it is, unchanged
+    (["--model", "mini"], 0.73, 0.7, True), (["--model", "mini"], 0.7, 0.8, True)])
+def test_pairs_of_larger_models_differ_more_in_later_steps(words, first, later, wrong):
+    """In bf16 the loss of pairs, 0.7, is `first` in two steps, then `later`."""
+    def train(name, *_):
+        pairs = [first] * 2 + [later] * 4 if "bf16" in name else [0.7] * 6
+        return {("train", step): {"nsp_loss": loss} for step, loss in enumerate(pairs, 1)}
+
+    program = SimpleNamespace(words=words, train=train)
+    assert bool(check.near_in_bf16(program, None)) == wrong
