@@ -6,8 +6,9 @@
 
 Each fault strikes a real run of train.py, mostly of two ranks under torchrun, from outside or by
 faulty.py. If it ends the run, the same command is started again, unless it would be refused again.
-A finished run must have the checkpoint of an undisturbed one, bit for bit. Faults on two hosts are
-skipped without root, and faults on GPUs without enough GPUs.
+A finished run must have the checkpoint of an undisturbed one, bit for bit, except in
+`kill-rank-0`, `hours` and `ends`. Faults on two hosts are skipped without root, and faults on GPUs
+without enough GPUs.
 
     seen              exit statuses, and the line that reports the fault
     said after, s     seconds from the fault to that line

@@ -113,7 +113,7 @@ after a skipped step. The first Q, the same on all ranks, is torch.randn of a ge
 """,
     "feedback": """
 Residuals are unscaled, gradients are not, because the next step may have another scale. `value`
-is longer than `flat`: its length is a multiple of BLOCK * world.size. The padding is zero at
+can be longer than `flat`: its length is a multiple of BLOCK * world.size. The padding is zero at
 first; later it may have a residual, like the rest.
 
 `average` calls self.exchange(world, value, state), which returns mean, residual, next state, bytes.
@@ -154,8 +154,9 @@ and vocab_size.
 
 `step_seconds`: a rank's share is ceil(batch / ranks) examples, in ceil(share / micro_size)
 micro-batches. The last has share // their number examples, which can be fewer than micro_size.
-The ring has all ranks if the compression is in ELEMENT_BYTES, else one rank of each node. On one
-node, buckets cost no latency. late is the part of exchange for vocab_size * width numbers.
+With several nodes the ring has all ranks if the compression is in ELEMENT_BYTES, else one rank of
+each node. On one node, buckets cost no latency. late is the part of exchange for vocab_size *
+width numbers.
 """,
     "profile": """
 with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as found: step(). After the block,

@@ -51,8 +51,8 @@ def operations(step):
 
 
 def starts(step):
-    """Returns the number of operations ("aten::...") that Python starts in step(), without those
-    that another operation calls. A GPU runs about one kernel for each."""
+    """Returns the number of operations ("aten::...") that Python or autograd starts in step(),
+    without those that another operation calls. A GPU runs about one kernel for each."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step()
     count = 0

@@ -11,11 +11,11 @@ A new linear layer replaces the NSP head, to predict any number of labels from [
 It trains together with the encoder, or alone with --frozen. A fifth of train.tsv, at most 2,000
 lines, is set aside to choose the best of 10 epochs. dev.tsv is scored once, at the end.
 
-The table gives accuracy; macro F1, the mean F1 of all labels; and Matthews' correlation, which is 0
-for guesses that ignore the text: means and standard deviations over three seeds. The baselines are
-the largest class, which is the most frequent label, and a bag of tokens, a logistic regression on
-the tokens of a text in any order. --out writes the model of the last seed, as a folder for
-AutoModelForSequenceClassification of transformers.
+The table gives accuracy; macro F1, the mean F1 of the labels that occur in dev.tsv or are guessed;
+and Matthews' correlation, which is 0 for guesses that ignore the text: means and standard
+deviations over three seeds. The baselines are the largest class, which is the most frequent label,
+and a bag of tokens, a logistic regression on the tokens of a text in any order. --out writes the
+model of the last seed, as a folder for AutoModelForSequenceClassification of transformers.
 """
 import copy
 import json
