@@ -444,8 +444,8 @@ def tokenizer_json(tokenizer):
     """Returns the tokenizer.json (a dict) that cuts text as data.py's SentencePieceProcessor does.
 
     Hugging Face's library `tokenizers` documents the format. Pieces begin with a space where
-    SentencePiece's begin with "▁". A token's offsets exclude this space, but include spaces at the
-    very beginning of a text. Differences from SentencePiece:
+    SentencePiece's begin with "▁". A token's offsets exclude this space, but at the very beginning
+    of a text include the last of the spaces there. Differences from SentencePiece:
     - of two equally likely cuts it may choose the other, because it adds scores in fp64;
     - "[MASK]" in a text becomes the token [MASK], and other special tokens likewise; data.py cuts
       them like any text;
@@ -547,8 +547,8 @@ def save_huggingface(model, tokenizer_path, folder, longest):
     of the tokenizer.model. `transformers.AutoModelForMaskedLM.from_pretrained(folder)` gives the
     same logits, AutoTokenizer the same tokens, except as listed in `tokenizer_json`. longest, the
     length of rank 0's longest training example in tokens, becomes AutoTokenizer's model_max_length.
-    Raises OSError if a file cannot be read or written, RuntimeError if tokenizer_path is not a
-    tokenizer.
+    Raises OSError if a file cannot be read or written, RuntimeError or IndexError if
+    tokenizer_path is not a tokenizer.
     """
     weights = {}
     for name, tensor in model.state_dict().items():

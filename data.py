@@ -765,8 +765,8 @@ def manifest_digest(manifest):
 
 def load_tokenizer(path):
     """Returns the SentencePieceProcessor in a file. Raises OSError if the file cannot be read, and
-    DataError if data.py could not have made it, since the tokenizer.json of a model folder would
-    then be wrong, see bert.tokenizer_json."""
+    DataError if the tokenizer.json of a model folder would be wrong for it, see
+    bert.tokenizer_json."""
     with contextlib.suppress(RuntimeError, IndexError, ValueError):
         tokenizer = sentencepiece.SentencePieceProcessor()
         tokenizer.LoadFromSerializedProto(Path(path).read_bytes())

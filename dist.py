@@ -193,8 +193,8 @@ class Reducer:
         for k, batch in enumerate(micro_batches):
             reducer.last_micro_batch = k == len(micro_batches) - 1
             loss(batch).backward()
-        reducer.finish()                # now every master.grad is g (with int8 nearly), the same
-                                        # bits on all ranks
+        reducer.finish()                # now every master.grad is g (nearly, if compressed), the
+                                        # same bits on all ranks
         reducer.commit(step_taken)      # for int8, see `ErrorFeedback`
 
     The threads of a rank:
@@ -202,7 +202,7 @@ class Reducer:
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
         loader thread           makes batches (data.py)
-        train.Clock             notices when the machine was suspended
+        train.Clock             notices when the process was suspended
         communication thread    averages buckets (`_average`); only if W > 1
         `watch`                 waits until some rank has failed; only if W > 1
         `leave`'s thread        asks the store, only after an error
@@ -241,8 +241,9 @@ class Reducer:
 
         self.thread = self.stream = None
         if world.size > 1:
-            # The new thread first calls torch.set_num_threads(1), which holds for its caller. With
-            # more cores it would slow backward: a step of `tiny` took 1.36 times as long.
+            # The new thread first calls torch.set_num_threads(1), which holds for its caller, and
+            # for threads that begin later. With more cores it would slow backward: a step of `tiny`
+            # took 1.36 times as long.
             self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
@@ -359,8 +360,8 @@ class Reducer:
     def norm(self):
         """Returns the 2-norm of all gradients, as a float; NaN or inf if any element is. Call it
         after `finish`: then the gradients are the means, and their norm is equal on every rank. The
-        sum is in fp32: on a CPU the norm can be off by 3e-3 if a tensor has tens of millions of
-        elements, and by 1e-2 if one of them is far larger than the rest."""
+        sum is in fp32: on a CPU the norm can be off by 5e-3 if a tensor has 67 million elements,
+        and by 2e-2 if one of them is as large as the norm of the others."""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
@@ -803,14 +804,15 @@ def listen_to_signals():
 
                          without torchrun                   under torchrun
         Ctrl-C           a request                          passed on by torchrun: a request
-        Ctrl-C after     ends the process at once           torchrun sends SIGTERM: a request
+        Ctrl-C after     ends the process at once           a request
         any signal
         ignored signals  stay ignored (SIGHUP, by nohup)    are requests: torchrun kills ranks that
                                                             ignore what it passes on
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not TORCHRUN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for signum in STOP_SIGNALS:
         if TORCHRUN or signal.getsignal(signum) != signal.SIG_IGN:
