@@ -589,8 +589,8 @@ def load_huggingface(folder):
 
     Reads the config.json and model.safetensors that `save_huggingface` writes, or save_pretrained
     of transformers' BertForPreTraining in fp32, fp16 or bf16. Raises ModelError if one is missing
-    or unreadable, if the model has other tensors, or if config.json describes a different
-    computation. There are no checksums: a changed number goes unnoticed.
+    or unreadable, if the model has other tensors or numbers that are not finite, or if config.json
+    describes a different computation. There are no checksums: a changed number goes unnoticed.
     """
     try:
         described = json.loads(Path(folder, "config.json").read_text())
@@ -617,6 +617,8 @@ def load_huggingface(folder):
             # Q, K and V are the thirds of one matrix.
             parts = [stored.pop(part) for part in huggingface_names(name)]
             weights[name] = torch.cat(parts).float()
+            if not weights[name].isfinite().all():
+                raise ValueError(f"{name} has inf or NaN")
         left = stored.keys() - TIED
         if left:
             raise ValueError(f"it has {', '.join(sorted(left))}, too")

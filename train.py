@@ -981,7 +981,10 @@ def report(args, log, state):
         for sentence in DEMO_SENTENCES:
             words = bert.fill_mask(state.model, tokenizer, sentence, 3)
             log.say(f"\n{sentence}\n    {words[0]}")
-    log.say(f"\nDone after step {state.counters.step}; another --out starts over.\n"
+    ends = "another --out starts over"
+    if finished_tokens(args, state.counters) < planned_tokens(args.phases):
+        ends = "without --max-steps the same command goes on"
+    log.say(f"\nDone after step {state.counters.step}; {ends}.\n"
             f'Fill in your own:\n    python bert.py "{args.out}/model" "Text with a [MASK] in it."')
 
 

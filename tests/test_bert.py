@@ -337,6 +337,7 @@ def test_damaged_weights_are_one_line(saved):
     for key, values in WRONG_ENTRIES.items():
         headers += [header | {name: header[name] | {key: value}} for value in values]
     wrong = {f"a file cut to [:{length}]": content[:length] for length in (0, 4, 8, 100, 5000, -4)}
+    wrong["a weight that is inf"] = content[:-4] + torch.tensor(math.inf).numpy().tobytes()
     for length in 0, size // 2, size - 1, 2 ** 64 - 1:
         wrong[f"a header length of {length} bytes"] = length.to_bytes(8, "little") + content[8:]
     for damaged in headers:

@@ -77,6 +77,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, whole, train_here, capsys
     train_here(finished, *ARGV, "--max-steps", 13)
     said = capsys.readouterr().out
     assert f"warning: {path} is damaged" in said and "of step 12" in said, said
+    assert "Done after step 13; without --max-steps the same command goes on." in said, said
     assert steps_kept(finished) == [12, 13], "the two newest whole checkpoints are not kept"
     assert other.exists(), "a file that is no checkpoint was removed"
     train_here(finished, *ARGV)
