@@ -142,6 +142,9 @@ def test_masking_chooses(masked):
     changed = np.flatnonzero(masked.after != before)
     assert changed.any(), "no token has changed: change `tokens` itself, not a copy"
     assert np.isin(changed, rows).all(), "a token that was not chosen has changed"
+    _, none = masked.dataset.mask(before[::25], masked.counters[::25])   # [CLS] alone
+    assert getattr(none, "dtype", None) == np.int64, (
+        "where nothing is chosen, the labels are no empty array of int64")
 
 
 def test_masking_replaces(masked):
@@ -211,6 +214,9 @@ def test_pairs_are_half_true(shards):
         assert np.median(lengths) == LENGTH, (
             f"nine tenths of the examples should be as long as fits, {LENGTH} tokens; with pairs "
             f"{kind}, the median of 20,000 is {np.median(lengths):g}")
+    few = data.PretrainingData(shards, 5, seed=SEED, pairs="none")       # 3 tokens of text, or 2
+    assert_part(np.array(list(map(few.length, few.spans(range(20_000))))) == 5, 0.95,
+                "of 20,000 examples with room for 3 tokens of text have 3")
     for text in alone:
         assert text.b == text.b_end and text.pair_label == data.IGNORED, (
             f"without pairs, B must be empty and the label IGNORED, not {text}")
@@ -385,9 +391,10 @@ def test_schedule_progress(case):
     seconds = over * 0.99 * 3600 * HOURS
     state = SimpleNamespace(phase=phase, phase_step=phase_step, seconds=seconds,
                             step=phase_step + N_A * (phase > 0))
-    before = {**vars(state)}
+    before = {**vars(state)}, [*phases]
     found = train.progress(args, state)
-    assert vars(state) == before, "`progress` changes the counters, but may only read them"
+    assert (vars(state), args.phases) == before, (
+        "`progress` changes the counters or the phases, but may only read them")
     assert found == pytest.approx(NEXT[case]), (
         f"with phases of {N_A}, 0 and {N_B} steps, --hours {hours} and --max-steps {max_steps}, "
         f"after {phase_step} steps of phase {phase} and {seconds:.0f} s, `progress` should return "
@@ -410,7 +417,9 @@ def test_precision_scale(rng):
             f"from a scale of 8, with growth_interval {growth}, largest 16 and overflows in steps "
             f"{growth} and {2 * growth + 1}, the scale after step {step} should be {scale}; yours "
             f"is {scaler.scale:g}")
-    assert scaler.skipped == 2, f"two steps were skipped, but `skipped` is {scaler.skipped}"
+    assert (scaler.good_steps, scaler.skipped) == (3 * growth, 2), (
+        f"the last {3 * growth} steps were good and two were skipped, but good_steps and skipped "
+        f"are {scaler.good_steps} and {scaler.skipped}")
     scaler = optim.LossScaler(scale=1.0, smallest=0.5)
     floor = "an overflow that halves the scale to `smallest` still skips the step: "
     try:
@@ -530,6 +539,10 @@ def test_lamb_is_its_equations(options):
                  "of 1.1 million weights")
         for what, w, right in zip(kinds, tensors, exact):
             assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
+    w = torch.ones(2, 3).double()
+    w.grad = 0 * w
+    optim.LAMB([w], **options | {"weight_decay": 0}).step()
+    assert (w == 1).all(), "a matrix of ones without decay, with gradient 0, has moved"
 
 
 # ----- dealing -----
@@ -568,28 +581,31 @@ def test_dealing_ahead(rng):
     # the first example of `step`.
     loader = data.loader(SimpleNamespace(batch=batch), step, 4, 1, 1, 2)
     one, two, end = 4 * step + 1, 4 * step + 5, time.monotonic() + 5
-    assert next(loader) == [0, 1], f"step {step} must have examples {one} and {one + 2}"
+    first = next(loader)
+    assert first == [0, 1], f"step {step} must have examples {one} and {one + 2}"
     while len(made) < 4 and time.monotonic() < end:        # the caller's step runs
         time.sleep(0.2)
     time.sleep(0.2)
     assert made == [1, 3, 5, 7], (
         "while the first step runs, the second must be made, and no more: of 1 3, 5 7 and 9 11, "
         f"{made} are made")
-    assert next(loader) == [1, 3], f"step {step + 1} must have examples {two} and {two + 2}"
+    assert [first, next(loader)] == [[0, 1], [1, 3]], (
+        f"step {step + 1} must have examples {two} and {two + 2}, in a list of its own")
     with pytest.raises(ZeroDivisionError):       # the thread's error is raised here
         next(loader)
 
 
-def test_dealing_divisor(shards):
+@pytest.mark.parametrize("pairs, right", [("nsp", {"nsp": 6}), ("none", {})])
+def test_dealing_divisor(shards, pairs, right):
     """4 points: the divisor counts the labels of the whole step."""
-    examples = data.PretrainingData(shards, 32)
+    examples = data.PretrainingData(shards, 32, pairs=pairs)
     batches = [examples.batch([i, i + 9]) for i in range(3)]
     counts = [int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches]
     parts = batches[:1], batches[1:]
     for found in on_threads(lambda world: train.count_labels(world, parts[world.rank]), 2):
-        assert found == {"mlm": sum(counts), "nsp": 6}, (
-            f"one micro-batch of rank 0 and two of rank 1 have {counts} masked tokens, in all "
-            f"{sum(counts)}, and two pairs each; yours is {found}")
+        assert found == {"mlm": sum(counts)} | right, (
+            f"with pairs {pairs}, one micro-batch of rank 0 and two of rank 1 have {counts} masked "
+            f"tokens, in all {sum(counts)}, and two examples each; yours is {found}")
 
 
 # ----- buckets -----
@@ -598,11 +614,13 @@ def test_dealing_divisor(shards):
 def test_buckets_are_filled(a, c, rng):
     """3 points: buckets are filled with the right tensors."""
     unit = rng.randrange(1, 9)
-    sizes = {"bias": 1, "embeddings.a": a, "embeddings.b": 4, "c": c, "d": 5, "e": 3, "f": 6}
+    sizes = {"bias": 1, "embeddings.a": a, "embeddings.b": 4, "embeddings_c": c,
+             "d.embeddings.d": 5, "e": 3, "f": 6}
     tensors = {name: torch.zeros(size, unit).half() for name, size in sizes.items()}
     buckets = dist.fill_buckets(tensors, dist.World(), "none", 8.9 * unit * 4e-6)
     found = [[*bucket.shapes] for bucket in buckets]
-    right = [["f", "e"], ["d", "c"], ["embeddings.b", "embeddings.a"], ["bias"]]
+    right = [["f", "e"], ["d.embeddings.d", "embeddings_c"], ["embeddings.b", "embeddings.a"],
+             ["bias"]]
     assert found == right, (
         f"with fp16 tensors of sizes {sizes}, and full with 8.9 at 4 bytes an element, the buckets "
         f"are {right}, not {found}")
@@ -614,13 +632,15 @@ SCALE = 2.0 ** DRAW.randrange(1, 9)
 
 
 def means(world):
-    """Returns the means by Dense in fp16 of 4096 and 2, and of 0 and LARGE, and its bytes; the mean
-    of NUMBERS by a bucket on two levels, and its bytes; and the scales with which the bucket calls
-    its wire. A stand-in replaces the wire, which is part of exercise 12."""
+    """Returns the means by Dense in fp16 of 4096 and 2, and of 0 and LARGE, and in fp32 of LARGE;
+    the bytes in fp16; the mean of NUMBERS by a bucket on two levels, and its bytes; and the scales
+    with which the bucket calls its wire. A stand-in replaces the wire, a part of exercise 12."""
     large = torch.full((4,), LARGE * (world.rank % 2))
     large[0] = (4096, 2)[world.rank % 2]         # 2048 + 1 is 2048 in fp16
     large[1] = (0, torch.inf)[world.rank % 2]
     sent_large = dist.Dense(torch.float16).average(world, large, 1.0)
+    exact = torch.tensor([LARGE])
+    dist.Dense(torch.float32).average(world, exact, 1.0)
     bucket = dist.Bucket({"weight": (600,)}, world, "int8")
     bucket.flat.fill_(NUMBERS[world.rank])
     scales = []
@@ -633,15 +653,16 @@ def means(world):
 
     bucket.wire.average = average
     sent = bucket.average(SCALE)
-    return large, sent_large, bucket.flat, sent, scales
+    return torch.cat([large, exact]), sent_large, bucket.flat, sent, scales
 
 
 def test_buckets_stay_in_range():
     """3 points: the mean stays in the range of fp16."""
     for mean, *_ in on_threads(means, 2):
-        assert mean.tolist() == [2048, torch.inf] + [LARGE / 2] * 2, (
+        assert mean.tolist() == [2048, torch.inf] + [LARGE / 2] * 2 + [LARGE], (
             f"sent and summed in fp16, 4096 and 2 have the mean 2048, 0 and inf the mean inf, and "
-            f"0 and {LARGE:g} the mean {LARGE / 2:g}, not {mean[:3].tolist()}")
+            f"0 and {LARGE:g} the mean {LARGE / 2:g}, not {mean[:3].tolist()}; in fp32, {LARGE:g} "
+            f"on each rank has this mean, not {mean[4]:g}")
 
 
 def test_buckets_on_two_levels():
@@ -873,14 +894,20 @@ def test_powersgd_is_algorithm_1(tmp_path):
     """7 points: four steps follow algorithm 1."""
     run_ranks(powersgd_in_float64, 2, tmp_path)
     draws = torch.Generator().manual_seed(0)
+    before = torch.get_rng_state()
     for number, q in enumerate(powersgd.first_factors([torch.zeros(9, 5), torch.zeros(7, 5)], 3)):
         assert torch.equal(q, torch.randn(3, 5, generator=draws)), (
             f"first_factors for two matrices: q number {number} is not the next draw of one "
             "generator with seed 0")
+    assert torch.equal(before, torch.get_rng_state()), (
+        "first_factors changes torch's own generator: it needs one of its own")
     sizes = 7, 3000, 5, 3500                     # two matrices, each after a vector, then padding
     value = torch.randn(6600)
     mean, residual, *_ = powersgd.powersgd(dist.World(), value.clone(), {
         "shapes": [torch.Size(shape) for shape in ([7], [60, 50], [5], [70, 50])]})
+    zero, *_ = powersgd.powersgd(dist.World(), torch.zeros(3000), {
+        "shapes": [torch.Size([60, 50])]})
+    assert not zero.any(), "gradients that are all 0 have a mean other than 0"
     assert_near((mean + residual)[:6512], value[:6512], "mean plus residual, on one rank,")
     for part, size, left in zip(mean.split([*sizes, 88]), sizes, residual.split([*sizes, 88])):
         rank = 0 if size < 9 else torch.linalg.matrix_rank(part.view(-1, 50), rtol=1e-4)
@@ -1073,20 +1100,28 @@ def disk_is_full(world, room, action, step=6):
     train.save = patched
 
 
-def other_run(world):
-    """Another run claims the folder at once."""
-    claim = train.Log.claim
-    train.Log.claim = lambda log, folder: (claim(log, folder), (folder / "run").write_text("b"))
+def number_becomes(world, number):
+    """After the save of step 1 the file `run` has another content, after later ones it is gone."""
+    save = train.save
+
+    def patched(args, world, log, state):
+        save(args, world, log, state)
+        (args.out / "run").unlink(missing_ok=True)
+        if state.counters.step == 1:
+            (args.out / "run").write_text(number)
+
+    train.save = patched
 
 
 # {what goes wrong: (sabotage, the steps that have a checkpoint after at most 8 steps)}
 TROUBLE = {
     "in step 1 the disk is full": ((disk_is_full, 0, signal.SIG_IGN, 1), []),
-    "another run has begun": ((other_run,), []),
+    "another run has begun": ((number_becomes, "b"), [1]),
+    "the file `run` is empty, then not there": ((number_becomes, ""), [6, 8]),
     "in step 6 the disk is full": ((disk_is_full, 0, signal.SIG_IGN), [3, 8]),
     "in step 8, the last, the disk is full": ((disk_is_full, 4096, signal.SIG_IGN, 8), [3, 6]),
     "in step 6 the disk is full after 100 KB": ((disk_is_full, 10 ** 5, signal.SIG_IGN), [3, 8]),
-    "in step 6 the program dies while it saves": ((disk_is_full, 0, signal.SIG_DFL), [1, 3]),
+    "the program dies as it saves to disk in step 6": ((disk_is_full, 0, signal.SIG_DFL), [1, 3]),
     "the power fails after each save": ((power_fails,), [6, 8]),
     "a weight is NaN": ((spoil, 0, "weight", math.nan), [])}
 
@@ -1096,12 +1131,17 @@ def test_resume_from_whole_files(shards, tmp_path, trouble):
     """2 points: a checkpoint is whole and finite, or absent."""
     out = tmp_path / "out"
     sabotage, steps = TROUBLE[trouble]
-    resume_run(shards, out, "--max-steps", 8, sabotage=sabotage, check=False)
+    outcome, = resume_run(shards, out, "--max-steps", 8, sabotage=sabotage, check=False)
     assert steps_kept(out) == steps, (
         f"if {trouble}, there should be checkpoints of steps {steps}, not {steps_kept(out)}")
+    assert len(steps) == 2 or isinstance(outcome, (train.ConfigError, optim.TrainingStopped)), (
+        f"if {trouble}, the run must end with an error of `save`, not with {outcome!r}")
+    if "dies" in trouble:                        # the next run overwrites what is left
+        resume_run(shards, out, "--max-steps", 8, "--save-every", 4)
+        trouble += " and the next run ends"
     left = {path.name for path in out.iterdir() if path.is_file()} - {"metrics.jsonl", "run"}
     assert "disk" not in trouble or len(left) == len(steps), (
-        f"if {trouble}, nothing but checkpoints of {steps} may be left over, not {sorted(left)}")
+        f"if {trouble}, nothing but {len(steps)} checkpoints may be left over, not {sorted(left)}")
 
 
 def test_resume_without_a_shared_disk(shards, tmp_path):
@@ -1118,11 +1158,14 @@ def test_resume_without_a_shared_disk(shards, tmp_path):
 
 
 def test_resume_names_files(shards, tmp_path):
-    """1 points: checkpoints have the right file names."""
+    """1 points: checkpoints have the right file names, and say of which code they are."""
     resume_run(shards, tmp_path / "out", "--max-steps", 3)
     names = sorted(path.name for path in tmp_path.glob("out/*.pt"))
     right = ["step-00000001.pt", "step-00000003.pt"]
     assert names == right, f"the checkpoints of steps 1 and 3 are {right}, not {names}"
+    code = last_state(tmp_path / "out")["code"]
+    assert code.get("train.py") == train.code_digests()["train.py"], (
+        f"a checkpoint's \"code\" must be args.code, not {code}")
 
 
 # ----- sharding -----
