@@ -1100,6 +1100,12 @@ def disk_is_full(world, room, action, step=6):
     train.save = patched
 
 
+def other_run(world):
+    """Another run claims the folder at once."""
+    claim = train.Log.claim
+    train.Log.claim = lambda log, folder: (claim(log, folder), (folder / "run").write_text("b"))
+
+
 def number_becomes(world, number):
     """After the save of step 1 the file `run` has another content, after later ones it is gone."""
     save = train.save
@@ -1116,6 +1122,7 @@ def number_becomes(world, number):
 # {what goes wrong: (sabotage, the steps that have a checkpoint after at most 8 steps)}
 TROUBLE = {
     "in step 1 the disk is full": ((disk_is_full, 0, signal.SIG_IGN, 1), []),
+    "another run has begun at once": ((other_run,), []),
     "another run has begun": ((number_becomes, "b"), [1]),
     "the file `run` is empty, then not there": ((number_becomes, ""), [6, 8]),
     "in step 6 the disk is full": ((disk_is_full, 0, signal.SIG_IGN), [3, 8]),
