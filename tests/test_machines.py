@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import bert
 import data
 import train
 from tests.conftest import ROOT
@@ -104,12 +105,15 @@ def test_a_run_whose_shards_are_replaced_stops(
     assert steps_kept(tmp_path / "out") == [1, 4], "the checkpoint of step 4 is not kept"
 
 
-def test_a_start_says_what_was_not_saved_and_what_does_not_fit(train_here, tmp_path, capsys):
+def test_a_start_says_what_was_not_saved_and_what_does_not_fit(
+        train_here, tmp_path, capsys, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')     # of a killed run
+    monkeypatch.setattr(bert, "unlike_huggingface", lambda model: ["gate"])
     train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer=adamw")
     said = capsys.readouterr().out
     assert "left no whole checkpoint: this one starts over" in said
     assert "warning: the recipe's rates and betas are for lamb" in said
+    assert "Hugging Face's BERT differs in gate: only bert.py will load" in said
     assert steps_kept(tmp_path) == [1, 2]
 
 
@@ -166,7 +170,8 @@ def test_a_suspended_job_does_not_lose_its_time(monkeypatch):
 # ----- Cores -----
 
 @pytest.mark.parametrize("limit, cores", [
-    ("150000 100000", 2), ("max 100000", 64), ("10000 100000", 1), ("9900000 100000", 64)])
+    ("150000 100000", 2), ("max 100000", 64), ("10000 100000", 1), ("100000 50000", 2),
+    ("9900000 100000", 64)])
 def test_threads_follow_the_share_of_a_container(monkeypatch, limit, cores):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(data.Path, "read_text", lambda path: limit + "\n")
@@ -245,6 +250,22 @@ def test_a_terminal_without_utf_8_gets_escapes_and_none_gets_nothing(monkeypatch
         data.end_terminal()
     assert plain.buffer.getvalue() == b"\\xfc\n"
     assert list(data.blocks(["a"])) == [["a"]], "a progress bar without a terminal stops the work"
+
+
+class Full(io.StringIO):
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_a_terminal_refuses_in_a_run_is_not_written_again_at_exit(monkeypatch):
+    monkeypatch.setattr(train, "train", lambda *_: data.say("a line"))
+    monkeypatch.setattr(train, "keep_freed_memory", Mock())
+    monkeypatch.setattr(data, "usable_cores", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["-"])
+    monkeypatch.setattr(sys, "stdout", Full())
+    train.main()
+    if sys.stdout:
+        sys.stdout.flush()
 
 
 def test_a_terminal_that_takes_nothing_ends_nothing(documents, shards, tmp_path):

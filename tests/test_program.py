@@ -63,6 +63,7 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
         assert re.search(pattern, first), f"{pattern} is not in:\n{first}"
     assert "warning" not in first, first
     assert "resuming from the checkpoint of step 2" in again, again
+    assert "no whole checkpoint" not in again, again
 
     for line, evaluation in zip(metrics(out), metrics(out, "eval"), strict=True):
         assert line["step"] == evaluation["step"] == line["phase"] == evaluation["phase"]
@@ -99,15 +100,19 @@ def test_the_readme_quotes_messages_that_the_code_has():
 
 def test_the_published_recipes():
     nvidia = args_of("--recipe", "nvidia-64k")
-    assert (nvidia.optimizer, nvidia.dropout, nvidia.betas) == ("lamb", 0.1, (0.9, 0.999))
+    assert nvidia.betas == (0.9, 0.999)
     published = (128, 65536, 7038, 6e-3), (512, 32768, 1563, 4e-3)
     for phase, (*numbers, highest) in zip(nvidia.phases, published, strict=True):
         assert [phase.seq_len, phase.global_batch, phase.steps] == numbers
         assert phase.power == 0.5
         assert phase.lr == pytest.approx(highest * (1 - phase.warmup) ** 0.5, rel=1e-4)
     day = args_of("--recipe", "day")
-    assert day.phases[0].power == 1
+    assert day.phases == [optim.Phase(128, 4096, 20900, lr=5e-4, warmup=0.06, power=1)]
     assert day.betas == args_of().betas == (0.9, 0.98)
+    for args, expected in ((nvidia, ("lamb", "nsp", 0.15, 0.1)), (day, ("adamw", "none", 0.3, 0.1)),
+                           (args_of(), ("lamb", "nsp", 0.3, 0))):
+        found = args.optimizer, args.pairs, args.mask_fraction, args.dropout
+        assert found == expected, f"{args.recipe} has {found}, README's table {expected}"
 
 
 @pytest.mark.parametrize("found, precision", [("avx512_bf16", "bf16"), ("avx2", "fp32")])
@@ -183,13 +188,22 @@ def test_wrong_flags_are_one_line_and_end_torchrun(refused, monkeypatch, argv, m
     assert dist.end_torchrun.called, "torchrun was not ended, and would restart the ranks"
 
 
-def test_wrong_flags_are_said_once_a_node(monkeypatch, capsys):
+def test_wrong_flags_are_said_once_a_node_and_other_ranks_wait_for_it(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")            # without torchrun: left over in a shell
     for said in True, False:
         with pytest.raises(SystemExit, match="2"):
             args_of("--batch=0")
         assert bool(capsys.readouterr().err) == said
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    does = Mock()
+    monkeypatch.setattr(train, "time", does)
+    monkeypatch.setattr(dist, "TORCHRUN", 1)
+    monkeypatch.setattr(dist, "end_torchrun", does.end_torchrun)
+    monkeypatch.setattr(sys, "argv", ["-", "--batch=0"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert [name for name, *_ in does.mock_calls] == ["sleep", "end_torchrun"], (
+        "a rank that says nothing ends torchrun before another can say what is wrong")
 
 
 def test_the_code_of_a_run_is_that_beside_train_py_not_beside_a_link_to_it(monkeypatch, tmp_path):
@@ -222,8 +236,8 @@ def test_a_damaged_shard_is_refused_before_anything_is_written(refused, shards, 
 def start_differently(world):
     if world.rank == 1:
         parse = train.parse_arguments
-        flags = "--lr-scale 2 --bucket-mb 7 --save-every 2 --max-steps 9".split()
-        train.parse_arguments = lambda argv: parse([*argv, *flags])
+        flags = "--lr-scale 2 --bucket-mb 7 --save-every 2 --max-steps 9 --micro-tokens 5"
+        train.parse_arguments = lambda argv: parse([*argv, *flags.split()])
         torch.backends.cpu.get_cpu_capability = lambda: "NEON"
         torch.__version__ = "0"
         train.code_digests = lambda: {"data.py": "other code"}
@@ -234,7 +248,8 @@ def test_what_one_rank_refuses_all_refuse(shards, tmp_path):
     for error in run(shards, out, *SHORT, size=2, check=False, sabotage=(start_differently,)):
         for words in ("rank 1 was started differently:", "processor NEON (not",
                       "lr_scale 2.0 (not 1.0)", "bucket_mb 7.0 (not 2.0)", "save_every 2 (not 3)",
-                      "max_steps 9 (not inf)", "torch 0 (not", "data.py other code (not"):
+                      "max_steps 9 (not inf)", "micro_tokens 5 (not 128)", "torch 0 (not",
+                      "data.py other code (not"):
             assert words in str(error)
     for error in run(shards, out, *SHORT, "--batch", 9, 2, size=3, check=False):
         assert "a batch of 2 is too small for 3 ranks; raise --batch" in str(error)
