@@ -68,10 +68,11 @@ def test_losses_do_not_depend_on_ranks_micro_batches_or_resumes(shards, tmp_path
 
 def make_the_demo(world, folder):
     train.DEMO_SHARDS = folder
+    train.EVAL_EXAMPLES = 1                      # fewer than ranks
     data.machine_documentation = make_documents
 
 
-def test_all_ranks_wait_for_the_demos_shards(tmp_path):
+def test_all_ranks_wait_for_the_demos_shards_and_take_part_in_the_evaluation(tmp_path):
     run(tmp_path / "demo", tmp_path / "out", "--steps", 0, size=2,
         sabotage=(make_the_demo, tmp_path / "demo"))
 
@@ -236,7 +237,7 @@ def note_seeds(world, path):
 
 
 def test_runs_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tmp_path):
-    argv = "--steps 0 2 --batch 8 --micro-tokens 128 --dropout 0.1 --seed".split()
+    argv = "--steps 1 1 --batch 16 8 --micro-tokens 128 --dropout 0.1 --seed".split()
     for seed in 0, 1:
         run(shards, tmp_path / f"{seed}", *argv, seed, size=2,
             sabotage=(note_seeds, tmp_path / "seeds"))
@@ -324,18 +325,26 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(shards, tmp_path):
 
 def test_training_stops_at_the_floor_and_says_where(train_here, tmp_path, monkeypatch):
     spoil_loss(dist.World(), {(0, call) for call in range(9, 91)}, patch=monkeypatch.setattr)
-    message = "step 23: the gradients of 15 of 23 steps were not finite.*--lr-scale"
+    message = "step 19: the gradients of 15 of 19 steps were not finite.*--lr-scale"
     with pytest.raises(optim.TrainingStopped, match=message):
-        train_here(tmp_path, *SHORT, "--steps", 90, 0, "--batch", 4, "--precision", "fp32")
+        train_here(tmp_path, *SHORT, "--steps", 1, 90, "--batch", 4, "--precision", "fp32")
 
 
-def test_a_held_out_loss_that_is_not_finite_ends_the_run(train_here, tmp_path, monkeypatch):
+@pytest.mark.parametrize("classes, bad", [(320, math.nan), (320, math.inf), (2, math.nan)])
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(
+        train_here, tmp_path, monkeypatch, classes, bad):
+    """It is that of one of the two tasks, in the second of two phases."""
     own = train.loss_sum
-    monkeypatch.setattr(train, "loss_sum", lambda logits, labels: (
-        own(logits, labels) + (0 if torch.is_grad_enabled() else math.nan)))
+    losses = iter([0, bad])
+
+    def patched(logits, labels):
+        evaluates = logits.shape[1] == classes and not torch.is_grad_enabled()
+        return own(logits, labels) + (next(losses) if evaluates else 0)
+
+    monkeypatch.setattr(train, "loss_sum", patched)
     message = "step 2: the held-out loss is not finite.*--lr-scale"
     with pytest.raises(optim.TrainingStopped, match=message):
-        train_here(tmp_path, "--steps", 2, 0, "--batch", 2)
+        train_here(tmp_path, "--steps", 1, 1, "--batch", 2)
 
 
 def test_a_bad_step_now_and_then_is_forgiven(shards):
@@ -388,9 +397,11 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     args.phases, state.counters.phase = args.phases[::-1], 1         # now phase 2 has 32 tokens
     sizes = []
     state.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0].tokens)))
-    found = train.evaluate(args, dist.World(), train.Log(None, active=False), state)
+    log = Mock()
+    found = train.evaluate(args, dist.World(), log, state)
     assert max(sizes) <= 192, "a micro-batch exceeds 192 tokens, 6 x 32, at --micro-tokens 200"
     assert state.model.training, "after the evaluation the model is still in eval mode"
+    assert not state.counters.longest, "held-out texts count for the folder's model_max_length"
     state.model.eval()
     # 15 % are masked, whatever --mask-fraction is, and the same tokens with any --seed.
     examples = data.PretrainingData(shards, 32, held_out=True, mask_fraction=0.15)
@@ -398,6 +409,9 @@ def test_an_evaluation_is_that_of_all_examples_at_once(shards, train_here):
     labels = batch.labels["mlm"]
     unigram_losses = data.unigram_losses(shards)[labels[labels != data.IGNORED]]
     expected = {"step": 0, "phase": 2, "unigram_loss": unigram_losses.mean().item()}
+    part = len(unigram_losses) / batch.lengths[:-1].sum()
+    said = log.say.call_args.args[0]
+    assert f"held out, {part:.0%} masked:" in said, f"{part:.1%} are masked, not as in: {said}"
     for task, logits in state.model(batch).items():
         counted = batch.labels[task] != data.IGNORED
         logits, labels = logits[counted], batch.labels[task][counted]
@@ -443,7 +457,7 @@ def stop_rank_1(world):
 
 
 def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(shards, train_here, tmp_path):
-    argv = "--steps", 3, 0, "--precision", "fp32"
+    argv = "--steps", 1, 2, "--precision", "fp32"
     train_here(tmp_path, *argv, "--max-steps", 1)
     (tmp_path / "metrics.jsonl").unlink()
     for error in run(shards, tmp_path, *argv, size=2, sabotage=(stop_rank_1,), check=False):
