@@ -115,13 +115,14 @@ def test_a_flipped_bit_is_found_or_changes_nothing(finished):
     assert found > 15, f"only {found} of {len(positions)} flipped bits are found"
 
 
-def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here):
+def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here, capsys):
     newest = finished / "step-00000014.pt"
     newest.unlink()
     newest.mkdir()                       # unreadable now, but perhaps whole
     with pytest.raises(IsADirectoryError):
         train_here(finished, *ARGV)
     assert steps_kept(finished) == [12, 14], "a checkpoint that cannot be read now was renamed"
+    assert f"{newest} cannot be read now" in capsys.readouterr().out
     newest.rmdir()
     (finished / "step-00000012.pt").write_bytes(b"")
     with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; they"):
@@ -227,15 +228,15 @@ def test_what_a_resume_could_not_read_is_not_saved(shards):
 def test_a_full_disk_costs_one_checkpoint(train_here, tmp_path, monkeypatch, capsys):
     save = train.save
 
-    def full_at_step_6(args, world, log, state):
-        with no_room(20000 if state.counters.step == 6 else resource.RLIM_INFINITY):
+    def full_at_steps_2_and_6(args, world, log, state):
+        with no_room(20000 if state.counters.step in (2, 6) else resource.RLIM_INFINITY):
             save(args, world, log, state)
         assert not (args.out / "unfinished").exists(), "an incomplete file is left behind"
 
-    monkeypatch.setattr(train, "save", full_at_step_6)
+    monkeypatch.setattr(train, "save", full_at_steps_2_and_6)
     train_here(tmp_path, *EIGHT, "--save-every", 2)
     assert steps_kept(tmp_path) == [4, 8]
-    assert "warning: no checkpoint of step 6: " in capsys.readouterr().out
+    assert re.findall(r"no checkpoint of step (\d)", capsys.readouterr().out) == ["2", "6"]
 
 
 def test_what_a_disk_neither_takes_nor_gives_up_stops_no_run(train_here, tmp_path, monkeypatch):

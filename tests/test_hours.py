@@ -53,6 +53,14 @@ def test_phases_share_the_time_and_a_resume_goes_on(train_here, monkeypatch, tmp
     assert_same(last_state(tmp_path / "whole"), last_state(tmp_path / "parts"))
 
 
+def test_a_phase_without_steps_gets_no_time(train_here, monkeypatch, tmp_path, capsys):
+    fake_clock(dist.World(), lambda step, rank: 900.0, monkeypatch.setattr)
+    train_here(tmp_path, *ARGV, "--steps", 1, 0)
+    assert column(tmp_path, "phase") == [1] * 4
+    said = capsys.readouterr().out
+    assert "phase 1: by the clock" in said and "phase 2: 0 steps" in said, said
+
+
 def test_ranks_agree_on_the_time(shards, tmp_path):
     run(shards, tmp_path / "out", *ARGV, size=2, sabotage=(fake_clock, unlike))
     assert column(tmp_path / "out", "seconds") == [160.0 * step for step in range(1, 24)]
