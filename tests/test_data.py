@@ -462,6 +462,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, program):
     ("a.txt --vocab-size 15", "argument --vocab-size: must be in"),
     ("a.txt --vocab-size 65536", "argument --vocab-size: must be in"),
     ("a.txt --out=", "argument --out: the path is empty"),
+    ("a.txt --out /dev/null/out", "Not a directory: '/dev/null/out'"),
     ("a.txt --tokenizer a.txt", "a.txt is not a tokenizer.model"),
     ("a.txt --tokenizer /nowhere", "No such file or directory: '/nowhere'"),
     ("a.txt --shards 300", "400 documents are too few, .* for 300 shards"),
@@ -554,8 +555,10 @@ def test_odd_documents_are_said(warning, tmp_path, program, shards):
             f"the only warning must be {warning!r}; {other!r} is missing or extra: {said}")
 
 
-def test_the_default_corpus_is_english_prose(monkeypatch):
-    monkeypatch.setattr(data, "torch", json)                 # json is a smaller package
+def test_the_default_corpus_is_english_prose(monkeypatch, tmp_path):
+    # In place of torch, which is large: a package with a link to a file that is gone.
+    monkeypatch.setattr(data, "torch", SimpleNamespace(__file__=tmp_path / "__init__.py"))
+    (tmp_path / "gone.py").symlink_to("nowhere")
     documents = data.machine_documentation()
     sentences = "\n".join(documents).split("\n")
     assert len(documents) > 2000

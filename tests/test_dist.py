@@ -385,6 +385,17 @@ def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, m
     monkeypatch.setattr(dist, "torchrun_died", lambda: True)
     with pytest.raises(dist.RankLost, match="torchrun has died"):
         dist.init(1, "file://" + path)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(dist.RankLost, match="rank 0 of 3 could not meet.*MASTER_ADDR"):
+        dist.init(1)
+
+
+@pytest.mark.parametrize("status, parent", [
+    (["7 (a (wrapper)) S 42 7 7"], 42), (ProcessLookupError("it is gone"), os.getppid())])
+def test_torchrun_is_the_parent_of_the_first_process_of_a_session(monkeypatch, status, parent):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(dist.Path, "read_text", Mock(side_effect=status))
+    assert dist.find_torchrun() == parent
 
 
 @pytest.mark.parametrize("gpus, taken", [(8, 3), (1, 0)])
@@ -485,7 +496,7 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
         monkeypatch, capsys, place, missing, error, local_rank, rank_lost, restart_helps,
         other_failed, speaks):
     """A lost rank is not reported if `watch` has seen a failure before: that one was reported."""
-    kill = Mock()
+    kill = Mock(side_effect=ProcessLookupError)                # torchrun has just ended
     monkeypatch.setattr(dist, "may_leave", Mock(is_set=lambda: other_failed))
     monkeypatch.setattr(dist, "os", SimpleNamespace(**vars(os) | {"kill": kill}))  # dist's alone
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
