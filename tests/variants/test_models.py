@@ -11,7 +11,7 @@ import data
 import optim
 import train
 from tests.local_ranks import on_threads
-from tests.training import args_of, losses_of, random_batch
+from tests.training import args_of, assert_same, built, losses_of, random_batch
 from tests.variants import albert, balance, modern, stacking, stream, whole_words
 from tests.variants.equations import installed
 
@@ -156,6 +156,14 @@ def step_in_each_stage(world, shards):
 def test_what_each_stage_of_stacking_trains(shards):
     with installed(stacking.install):
         on_threads(step_in_each_stage, 2, shards)
+
+
+def test_the_upper_half_of_four_layers_begins_as_the_lower(shards):
+    with installed(stacking.install):
+        args, state = built(shards, "--model", "mini")
+        stacking.begin_stage(args, state, 1, grow=True)
+    lower, upper = (half.state_dict() for half in (state.model.blocks[:2], state.model.blocks[2:]))
+    assert_same(lower, upper, "the upper half")
 
 
 def test_the_schedule_of_stacking():

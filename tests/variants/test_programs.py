@@ -192,6 +192,8 @@ ONE_BIT = "needs --compression none, fp16 or bf16, and no --optimizer"
 @pytest.mark.parametrize("name, argv, words", [
     ("albert", "--init nowhere", "leave out --init"),
     ("modern", "--init nowhere", "leave out --init"),
+    ("stacking", "--init nowhere", "--init: leave it out"),
+    ("stacking", "--model odd", "needs a multiple of 2 layers"),
     ("one_by_one", "--compression int8", "sent in full: leave out --compression"),
     ("local_steps", "--compression int8", "send no gradients: leave out --compression"),
     ("slow_momentum", "--compression int8", "leave out --optimizer and --compression"),
@@ -199,7 +201,9 @@ ONE_BIT = "needs --compression none, fp16 or bf16, and no --optimizer"
     ("onebit_lamb", "--compression int8", ONE_BIT),
     ("onebit_lamb", "--optimizer adamw", ONE_BIT),
     ("onebit_lamb", "--steps 3 2", "frozen before its first update; take more --steps")])
-def test_what_a_variant_cannot_do_is_refused(shards, tmp_path, name, argv, words):
+def test_what_a_variant_cannot_do_is_refused(shards, tmp_path, monkeypatch, name, argv, words):
+    monkeypatch.setattr(bert, "PRESETS", bert.PRESETS | {"odd": (3, 64)})
+    monkeypatch.setattr(bert, "init_from", lambda *_: None)      # as if the folder did fit
     with pytest.raises((ValueError, ArithmeticError), match=words):
         train_as(module_of(name).install, dist.World(), shards, tmp_path / "out", "--max-steps", 1,
                  *argv.split())
