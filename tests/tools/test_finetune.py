@@ -84,9 +84,12 @@ def test_a_model_that_is_too_small_is_refused_before_training(finetuned, tmp_pat
     assert not capsys.readouterr().out
 
 
-def test_too_few_lines_are_refused(finetuned):
+def test_too_few_lines_and_a_damaged_model_are_one_line(finetuned, tmp_path):
     with pytest.raises(SystemExit, match="dev.tsv has 4 lines"):
         finetuned(GOOD, b"text\tyes\n" * 4)
+    (tmp_path / "model/config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="^finetune.py: model holds no model that this program"):
+        finetuned(GOOD, GOOD)
 
 
 def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 """Compares plan.py with published and measured numbers and with the program; tests show.py."""
+import io
 import itertools
 import math
 import re
@@ -199,11 +200,22 @@ def test_shards_are_shown_as_words(shards, monkeypatch, capsys):
     answers = re.findall(r"B follows A: (\w+)\n +\[CLS\]", text)
     assert sorted(answers) == ["False", "False", "True"]
     assert text.count("[CLS]") == 3, "an example runs on into the next"
+    assert text.count("[SEP]") == 6, "an example ends before its last [SEP]"
     # Each chosen token is followed by the original token.
     labels = data.PretrainingData(shards, 64, held_out=True).batch([2, 3, 4]).labels["mlm"]
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     for label in set(labels.tolist()) - {data.IGNORED}:
         assert f"({tokenizer.id_to_piece(label).replace('▁', ' ')})" in text
+
+
+def test_a_terminal_without_utf_8_is_shown_escapes(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["show.py", "shards"])
+    monkeypatch.setattr(show, "show", lambda folder: "ü")
+    show.main()
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"\\xfc\n"
 
 
 def test_a_folder_without_shards_or_with_damaged_ones_is_one_line(shards, tmp_path, monkeypatch):

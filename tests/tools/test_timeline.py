@@ -98,15 +98,17 @@ def record(world, folder, argv):
     return end.value.code, drawn
 
 
-@pytest.mark.parametrize("size, variant, megabytes, in_a_bucket", [
-    (2, [], 0.64, 1),                    # 160,000 numbers of 4 bytes, by one all_reduce
-    (2, ["--variant", "topk"], 0.013, 2),    # a hundredth of them, and their indices
-    (1, [], 0, 0)])
-def test_the_second_step_of_a_training(shards, tmp_path, size, variant, megabytes, in_a_bucket):
+@pytest.mark.parametrize("size, step, variant, megabytes, in_a_bucket", [
+    (2, 2, [], 0.64, 1),                    # 160,000 numbers of 4 bytes, by one all_reduce
+    (2, 2, ["--variant", "topk"], 0.013, 2),    # a hundredth of them, and their indices
+    (1, 1, [], 0, 0)])
+def test_a_step_of_a_training(
+        shards, tmp_path, size, step, variant, megabytes, in_a_bucket):
     path = tmp_path / "step.json"
-    argv = ["--data", shards, *SHORT, "--bucket-mb", 0.1, "--at-step", 2, "--save", path, *variant]
+    argv = ["--data", shards, *SHORT, "--bucket-mb", 0.1, "--at-step", step, "--save", path,
+            *variant]
     by_rank_0, *others = run_ranks(record, size, tmp_path, tmp_path, argv)
-    assert by_rank_0 == ("[]", ["step 2"]), "files are left, or a different step is drawn"
+    assert by_rank_0 == ("[]", [f"step {step}"]), "files are left, or a different step is drawn"
     assert others == [("[]", [])] * (size - 1)
     rows = json.loads(path.read_text())
     ranks = []
