@@ -391,11 +391,11 @@ def test_a_rank_that_never_comes_is_named_and_an_orphan_meets_nobody(tmp_path, m
 
 
 @pytest.mark.parametrize("status, parent", [
-    (["7 (a (wrapper)) S 42 7 7"], 42), (ProcessLookupError("it is gone"), os.getppid())])
+    (["7 (a (wrapper)) S 42 7 7"], 42), (ProcessLookupError("it is gone"), None)])
 def test_torchrun_is_the_parent_of_the_first_process_of_a_session(monkeypatch, status, parent):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(dist.Path, "read_text", Mock(side_effect=status))
-    assert dist.find_torchrun() == parent
+    assert dist.find_torchrun() == (parent or os.getppid())
 
 
 @pytest.mark.parametrize("gpus, taken", [(8, 3), (1, 0)])
