@@ -518,9 +518,10 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     assert waited.called == (place is not threading.Thread)
 
 
-def test_the_first_to_fail_speaks_if_the_store_goes_meanwhile(monkeypatch, capsys):
+@pytest.mark.parametrize("answer", [distributed.DistNetworkError("gone"), [True, True]])
+def test_the_first_to_fail_speaks_if_the_store_goes_or_all_are_alive(monkeypatch, capsys, answer):
     store = Mock(compare_set=lambda key, expected, value: value.encode())
-    store.check.side_effect = distributed.DistNetworkError("gone")
+    store.check.side_effect = answer
     monkeypatch.setattr(dist, "open_store", lambda: store)
     monkeypatch.setattr(dist, "time", Mock())
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
@@ -565,10 +566,23 @@ def test_the_first_to_fail_says_whether_a_restart_helps(monkeypatch):
     assert dist.agree("an error of its own", False, False) == ("", True)
 
 
-def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(capsys):
+def test_a_torchrun_that_is_gone_gets_no_signal(monkeypatch):
+    """Its number may be another process's by now."""
+    monkeypatch.setattr(dist, "TORCHRUN", 4711)
+    monkeypatch.setattr(dist, "find_torchrun", lambda: 1)
+    monkeypatch.setattr(dist, "time", Mock())
+    monkeypatch.setattr(dist, "os", Mock())
+    dist.end_torchrun()
+    assert not dist.os.kill.called
+
+
+def test_before_they_meet_and_without_torchrun_a_rank_speaks_for_itself(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         dist.leave("the reason", False)
     assert capsys.readouterr().err == "the reason\n"
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError("no room"))))
+    with pytest.raises(SystemExit, match="1"):                 # an unheard rank ends as well
+        dist.leave("the reason", False)
 
 
 # ----- On GPUs -----

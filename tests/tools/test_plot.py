@@ -1,4 +1,5 @@
 """Tests plot.py: which lines count, where it draws them, its message without matplotlib."""
+import os
 import sys
 
 import pytest
@@ -52,9 +53,11 @@ def test_lines_that_a_crash_has_lost_before_a_resume_are_no_error(tmp_path):
     assert {step: line["tokens"] for step, line in steps.items()} == {1: 512, 3: 512 + 2 * 640}
 
 
-def test_a_run_is_drawn(plot_run, tmp_path):
+def test_a_run_is_drawn(plot_run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook")
     plot_run(METRICS)
+    assert "MPLBACKEND" not in os.environ, "matplotlib refuses the backend of a notebook's kernel"
     assert "<!-- tokens -->" in (tmp_path / "x.svg").read_text(), (
         "no axis is labelled tokens, as --against says")
 

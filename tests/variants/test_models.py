@@ -36,6 +36,7 @@ def test_an_albert_is_a_bert_with_equal_layers():
     theirs = {name: p.grad for name, p in plain.named_parameters()}
     # The chain rule through W = table widen^T; torch stores `widen` as (D, E).
     table, widen = (layer.weight.detach() for layer in shared.embeddings.tokens)
+    assert table.shape == (192, 32), f"the table is {table.shape}: E is at most half the width, 64"
     of_product = theirs["embeddings.tokens.weight"]
     expected = theirs | {"embeddings.tokens.0.weight": of_product @ widen,
                          "embeddings.tokens.1.weight": of_product.T @ table}
