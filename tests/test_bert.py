@@ -262,7 +262,8 @@ def test_a_folder_comes_back_bit_for_bit(saved):
     assert again.training, "the model is not in training mode"
     assert (folder / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     config = json.loads((folder / "config.json").read_text())
-    assert config["attention_probs_dropout_prob"] == config["hidden_dropout_prob"] == 0.25
+    assert config["attention_probs_dropout_prob"] == config["hidden_dropout_prob"] == 0.25, (
+        "config.json has another dropout than the model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 64, "this is not 64, the longest training example"
 

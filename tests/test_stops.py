@@ -13,15 +13,16 @@ SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGQUIT".split()
 
 def ended(process, folder, begun=None):
     """Waits for the future `begun`, if it is a run of `torchruns` in conftest.py, then for the
-    process to end. Returns its exit status, stdout, stderr, and the lines of stderr that begin with
-    "train.py:"."""
+    process to end. Returns its exit status, stdout, stderr, and the only line of stderr that begins
+    with "train.py:"."""
     if begun:
         begun.result()
     process.join(100)
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     assert process.exitcode is not None, f"the run does not end. It has printed:\n{stdout}{stderr}"
     said = [line for line in stderr.splitlines() if line.startswith("train.py:")]
-    return process.exitcode, stdout, stderr, said
+    assert len(said) == 1, f"the reason is not said once, but so: {said}"
+    return process.exitcode, stdout, stderr, said[0]
 
 
 def assert_stopped(out, said):
@@ -65,7 +66,7 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     process.start()
     wait_for_a_step(out)
     os.killpg(process.pid, signal.SIGTERM)
-    status, stdout, _, (said,) = ended(process, tmp_path)
+    status, stdout, _, said = ended(process, tmp_path)
     assert status == 1, f"the exit status is {status}, not 1, so the run looks as if it were done"
     assert_stopped(out, said)
     assert "held out" not in stdout, "a stopped run evaluates: there may be no time for it"
@@ -75,13 +76,13 @@ def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
 # ----- Under torchrun -----
 
 def test_ranks_do_not_train_on_without_their_torchrun(torchruns):
-    *_, (said,) = ended(*torchruns["killed"])
+    *_, said = ended(*torchruns["killed"])
     assert_stopped(torchruns["killed"][1] / "out", said)
 
 
 def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
     _, folder, _ = torchruns["fails"]
-    status, stdout, stderr, (said,) = ended(*torchruns["fails"])
+    status, stdout, stderr, said = ended(*torchruns["fails"])
     assert status == 0, stderr
     assert said.startswith("train.py: rank 1:") and "CUDA error: in a checkpoint" in stderr, stderr
     for words, times in ("2 rank(s) on 1 node(s)", 2), ("held out", 4), ("Done after step 4", 1):
@@ -91,6 +92,6 @@ def test_the_rank_that_fails_says_why_and_all_start_again(torchruns):
 
 
 def test_what_no_restart_can_mend_is_said_once_and_ends_torchrun(torchruns):
-    status, _, stderr, (said,) = ended(*torchruns["refused"])
+    status, _, stderr, said = ended(*torchruns["refused"])
     assert status == 1 and "a batch of 1 is too small for 2 ranks" in said
     assert "Traceback" not in stderr.split(said)[0]

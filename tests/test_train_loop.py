@@ -127,7 +127,7 @@ def test_without_pairs_nothing_is_said_of_them(train_here, tmp_path, capsys):
     # No text had a segment B: the folder has A's embedding in its place, not a random one.
     a, b = bert.load_huggingface(tmp_path / "model").embeddings.segments.weight
     trained = last_state(tmp_path)["tensors"]["embeddings.segments.weight"][0]
-    assert torch.equal(a, b) and torch.equal(a, trained)
+    assert torch.equal(a, b) and torch.equal(a, trained), "A's or B's is not A's trained embedding"
 
 
 @pytest.mark.parametrize("before, trained, longest, init", [
