@@ -361,7 +361,7 @@ class Reducer:
         """Returns the 2-norm of all gradients, as a float; NaN or inf if any element is. Call it
         after `finish`: then the gradients are the means, and their norm is equal on every rank. The
         sum is in fp32: on a CPU the norm can be off by 5e-3 if a tensor has 67 million elements,
-        and by 2e-2 if one of them is as large as the norm of the others."""
+        and by 3e-2 if one of them is as large as the norm of the others."""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):

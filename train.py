@@ -510,8 +510,8 @@ def check_weights(world, state):
 
 def checkpoints_in(folder):
     """Returns {step: path} of the checkpoints in a folder, ignoring files with other names; {} if
-    there are none. Raises OSError if the disk is unreachable, where Path.glob, from Python 3.13
-    on, would find nothing."""
+    there are none. Raises OSError if the disk is unreachable, where Path.glob would find nothing
+    from Python 3.12 on."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):

@@ -238,12 +238,12 @@ def note_seeds(world, path):
 
 
 def test_runs_steps_micro_batches_and_ranks_have_dropout_of_their_own(shards, tmp_path):
-    argv = "--steps 1 1 --batch 16 8 --micro-tokens 128 --dropout 0.1 --seed".split()
+    argv = "--steps 1 2 --batch 16 8 --micro-tokens 128 --dropout 0.1 --seed".split()
     for seed in 0, 1:
         run(shards, tmp_path / f"{seed}", *argv, seed, size=2,
             sabotage=(note_seeds, tmp_path / "seeds"))
     seeds = (tmp_path / "seeds").read_text().split()
-    assert len(set(seeds)) == 2 * 2 * 2 * 2, f"some dropout seeds are equal: {sorted(seeds)}"
+    assert len(set(seeds)) == 2 * 3 * 2 * 2, f"some dropout seeds are equal: {sorted(seeds)}"
 
 
 def test_the_optimizer_gets_the_rate_and_clipped_gradients(train_here, tmp_path, monkeypatch):
@@ -457,8 +457,10 @@ def stop_rank_1(world):
     dist.stop_requests[:] = ["SIGTERM"] * world.rank
 
 
-def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(shards, train_here, tmp_path):
-    argv = "--steps", 1, 2, "--precision", "fp32"
+@pytest.mark.parametrize("steps", [(3, 0), (1, 2)])
+def test_a_stop_of_one_rank_at_a_resume_waits_for_no_evaluation(
+        shards, train_here, tmp_path, steps):
+    argv = "--steps", *steps, "--precision", "fp32"
     train_here(tmp_path, *argv, "--max-steps", 1)
     (tmp_path / "metrics.jsonl").unlink()
     for error in run(shards, tmp_path, *argv, size=2, sabotage=(stop_rank_1,), check=False):

@@ -541,14 +541,8 @@ def test_lamb_is_its_equations(options):
             assert_near(w, right[0], f"a matrix {what}, after step {t},", 1e-7)
     w = torch.ones(2, 3).double()
     w.grad = 0 * w
-    options["weight_decay"] = 0
-    lamb = optim.LAMB([w], **options)
-    lamb.step()
+    optim.LAMB([w], **options | {"weight_decay": 0}).step()
     assert (w == 1).all(), "a matrix of ones without decay, with gradient 0, has moved"
-    w.grad = w / 3
-    right, *_ = lamb_equations(w.clone(), 0, 0, w.grad, 2, **options)
-    lamb.step()
-    assert_near(w, right, "a matrix without decay, after step 2,", 1e-7)
 
 
 # ----- dealing -----
@@ -607,14 +601,13 @@ def test_dealing_divisor(shards, pairs, right):
     examples = data.PretrainingData(shards, 32, pairs=pairs)
     batches = [examples.batch([i, i + 9]) for i in range(3)]
     if pairs == "nsp":
-        batches[2].labels["nsp"][1] = data.IGNORED
+        batches[2].labels["nsp"][1] = data.IGNORED         # so five of six count
     counts = [int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches]
     parts = batches[:1], batches[1:]
     for found in on_threads(lambda world: train.count_labels(world, parts[world.rank]), 2):
         assert found == {"mlm": sum(counts)} | right, (
             f"with pairs {pairs}, one micro-batch of rank 0 and two of rank 1 have {counts} masked "
-            f"tokens, in all {sum(counts)}, and two examples each, the last pair of them IGNORED; "
-            f"yours is {found}")
+            f"tokens, in all {sum(counts)}, and pairs that count: {right}; yours is {found}")
 
 
 # ----- buckets -----

@@ -174,7 +174,7 @@ def one_step(world, tower, kind, dtype=torch.float32, factor=1.0, scale=1.0, bef
 DRAWN = random.Random(SEED)
 A, B, VECTOR = DRAWN.randrange(60, 90), DRAWN.randrange(40, 60), DRAWN.randrange(150, 190)
 K = DRAWN.choice([2, 3])                                   # for powersgd.RANK
-# Of the second, factors would have as many elements as the matrix.
+# Of the second, the factors would have half of the matrix's elements: it is sent in full.
 POWERSGD_SHAPES = [torch.Size([A, B]), torch.Size([4 * K, 4 * K]),
                    torch.Size([VECTOR - 16 * K * K])]
 POWERSGD_BYTES = 4 * (K * A + K * B + VECTOR)              # 2 (W - 1) / W is 1 on two ranks
