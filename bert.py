@@ -625,8 +625,10 @@ def load_huggingface(folder):
         model.load_state_dict(weights, assign=True)
         return model
     except Exception as error:
-        # A damaged file can raise anything.
-        raise ModelError(f"{folder} holds no model that this program can load: {error!r:.300}")
+        # A damaged file can raise anything, also an error of several lines.
+        words = " ".join(str(error).split())
+        raise ModelError(f"{folder} holds no model that this program can load: "
+                         f"{type(error).__name__}: {words:.300}")
 
 
 def init_from(folder, model, tokenizer_path):

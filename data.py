@@ -31,7 +31,6 @@ import mmap
 import os
 import random
 import re
-import shutil
 import string
 import sys
 import unicodedata
@@ -434,7 +433,7 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
     """Writes a new folder of shards and returns its manifest, a dict. An error during writing
-    removes the folder; a killed program leaves it without manifest.json.
+    removes its files; a killed program leaves them without manifest.json.
 
     corpus: documents, each a string, that can be iterated repeatedly: once to count them, once to
     train the tokenizer and once to encode them.
@@ -477,7 +476,11 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         # Written last: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        # Only its own files: there may be others by now.
+        with contextlib.suppress(OSError):
+            for name in [*file_names(shard_names(shards)), "manifest.json"]:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
         raise
     return manifest
 
@@ -950,10 +953,11 @@ def number_in(kind, low, high=math.inf):
 
 
 def path_of(text):
-    """Returns the text of a flag as a Path, for argparse's `type`; refuses empty text."""
+    """Returns the text of a flag as a Path, for argparse's `type`; refuses empty text. A shell does
+    not replace the ~ of `--out=~/x`, so this does."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (a variable that is not set?)")
-    return Path(text)
+    return Path(os.path.expanduser(text))
 
 
 def main():

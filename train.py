@@ -587,9 +587,10 @@ def newest_checkpoint(args, log, tensors):
     checkpoints.
 
     Renames damaged checkpoints, so that `save` does not keep them in place of whole ones. Raises
-    ConfigError if all are damaged, or if the latest whole one is from a different run: its settings
-    differ, or its tensors differ from `tensors` in names or shapes. If the disk or memory fails,
-    raises that error, since the file may be whole.
+    ConfigError if all are damaged, if there are none but a model, which a new run would replace, or
+    if the latest whole one is from a different run: its settings differ, or its tensors differ from
+    `tensors` in names or shapes. If the disk or memory fails, raises that error, since the file may
+    be whole.
     """
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):
@@ -613,6 +614,9 @@ def newest_checkpoint(args, log, tensors):
     if found:
         raise ConfigError(f"no checkpoint in {args.out} is whole; they are now named *.damaged, "
                           "and the same command starts over")
+    if (args.out / "model").exists():
+        raise ConfigError(f"{args.out} has a model, but no checkpoint to go on from; give a new "
+                          "--out, or remove the model to replace it")
     return None
 
 

@@ -128,6 +128,10 @@ def test_without_a_whole_checkpoint_nothing_is_trained(finished, train_here, cap
     with pytest.raises(train.ConfigError, match=f"no checkpoint in {finished} is whole; they"):
         train_here(finished, *ARGV)
     assert not steps_kept(finished), "the damaged checkpoints were not renamed"
+    with pytest.raises(train.ConfigError, match=f"{finished} has a model, but no checkpoint"):
+        train_here(finished, *ARGV)
+    (finished / "model").rename(finished / "old")
+    train_here(finished, *ARGV, "--max-steps", 1)
 
 
 # ----- Whose checkpoint -----

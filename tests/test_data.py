@@ -483,6 +483,17 @@ def test_what_is_stopped_leaves_nothing(monkeypatch, program):
     assert "stopped; nothing is left behind" in program("a.txt --out out --shards 1")
 
 
+def test_what_others_have_put_into_the_folder_stays(monkeypatch, documents, shards, tmp_path):
+    def stop(path):
+        (path.parent / "notes.txt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "sha256_of", stop)
+    with pytest.raises(KeyboardInterrupt):
+        data.prepare(documents, tmp_path / "out", tokenizer=shards / "tokenizer.model")
+    assert os.listdir(tmp_path / "out") == ["notes.txt"]
+
+
 @pytest.mark.parametrize("suffix, compress", [
     (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
 def test_any_flipped_byte_in_an_archive_is_one_line(documents, tmp_path, suffix, compress):

@@ -142,6 +142,8 @@ def test_a_disk_that_cannot_keep_a_checkpoint_is_known_at_once(
 def test_results_of_the_current_folder_have_its_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert train.parse_arguments(["--data", "."]).out == train.Path("runs", tmp_path.name)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(train.parse_arguments(["--out=~/x"]).out) == "/home/me/x"
 
 
 # ----- The clock -----
