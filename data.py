@@ -432,8 +432,8 @@ INVISIBLE = "[\0\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\
 
 
 def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=None):
-    """Writes a new folder of shards and returns its manifest, a dict. An error during writing
-    removes its files; a killed program leaves them without manifest.json.
+    """Writes a new folder of shards and returns its manifest, a dict. After an error its files
+    are removed; a killed program leaves them without manifest.json.
 
     corpus: documents, each a string, that can be iterated repeatedly: once to count them, once to
     train the tokenizer and once to encode them.

@@ -612,8 +612,8 @@ def newest_checkpoint(args, log, tensors):
                               "as before, or a new --out")
         return checkpoint
     if found:
-        raise ConfigError(f"no checkpoint in {args.out} is whole; they are now named *.damaged, "
-                          "and the same command starts over")
+        raise ConfigError(f"no checkpoint in {args.out} is whole; they are now named *.damaged: "
+                          "start over with a new --out")
     if (args.out / "model").exists():
         raise ConfigError(f"{args.out} has a model, but no checkpoint to go on from; give a new "
                           "--out, or remove the model to replace it")

@@ -105,6 +105,7 @@ def test_the_flags_are_those_of_train():
 
 @pytest.mark.parametrize("words, first, later, wrong", [
     ([], 0.7, 0.73, True), (["--model", "mini"], 0.7, 0.73, False),      # as it is, unchanged
+    (["--model=mini"], 0.7, 0.73, False),
     (["--model", "mini"], 0.73, 0.7, True), (["--model", "mini"], 0.7, 0.8, True)])
 def test_pairs_of_larger_models_differ_more_in_later_steps(words, first, later, wrong):
     """In bf16 the loss of pairs, 0.7, is `first` in two steps, then `later`."""

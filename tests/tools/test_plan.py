@@ -94,7 +94,8 @@ def test_the_bytes_are_those_that_a_bucket_sends(compression):
         world.size = nodes
         sent = dist.Bucket({"matrix": (elements,)}, world, compression).average(1.0)
         found = plan.wire_bytes(compression, elements, nodes)
-        assert found == pytest.approx(sent, abs=8 * nodes), (
+        # A part may be rounded up to a whole element: 4 bytes, sent twice to each other rank.
+        assert found == pytest.approx(sent, abs=8 * (nodes - 1)), (
             f"{compression}: for {elements} elements, each of {nodes} ranks sends {sent} bytes, "
             f"not {found:.0f}")
 
