@@ -49,7 +49,7 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 IGNORED = -100              # torch's cross-entropy skips this label
 SHORT_FRACTION = 0.10       # the fraction of examples with a random length, to make some short
 GOLDEN = (5 ** 0.5 - 1) / 2     # 0.618..., the golden ratio minus 1, see PretrainingData
-FORMAT = 1                  # part of a folder's digest. Raise it when the meaning of a file
+FORMAT = 2                  # part of a folder's digest. Raise it when the meaning of a file
                             # changes, so that old folders are refused
 
 
@@ -475,12 +475,15 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         manifest["sha256"] = manifest_digest(manifest)
         # Written last: a folder without a manifest is not ready.
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    except BaseException:
+    except BaseException as error:
         # Only its own files: there may be others by now.
         with contextlib.suppress(OSError):
             for name in [*file_names(shard_names(shards)), "manifest.json"]:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
+        # The error of a full disk names no file.
+        if isinstance(error, OSError) and not error.filename:
+            raise DataError(f"{folder} cannot be written: {error}")
         raise
     return manifest
 
@@ -603,7 +606,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
                         "data.py's --shards")
     return {"shards": shards, "vocab_size": vocab_size,
             "tokens": int(ends.sum()), "documents": sum(counts), "held_out": counts[0],
-            "unknown": unigrams[UNK] / unigrams.sum()}
+            "left_out": documents - sum(counts), "unknown": unigrams[UNK] / unigrams.sum()}
 
 
 def usable_cores():
@@ -650,6 +653,7 @@ class TextFiles:
             else:
                 raise DataError(f"{path} is not a file or folder (a pipe will not do: text is read "
                                 "more than once)")
+        self.files = list(dict.fromkeys(self.files))     # a file that is given twice is read once
 
     def __iter__(self):
         for path in self.files:
@@ -894,7 +898,8 @@ def describe(folder):
     held_out = manifest["held_out"]
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
-              f"{manifest['shards']} shards, {held_out:,} different documents held out\n"
+              f"{manifest['shards']} shards, {held_out:,} different documents held out, "
+              f"{manifest['left_out']:,} left out (under two tokens, or already held out)\n"
               f"{long_enough:.0%} of the text is long enough for examples of 128 tokens, "
               f"{part_long_enough(folder, 512):.0%} for those of 512\n"
               "documents begin so:")

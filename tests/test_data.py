@@ -31,7 +31,7 @@ import torch
 
 import data
 from tests.conftest import SEED, make_documents
-from tests.ranks import CONTEXT
+from tests.ranks import CONTEXT, no_room
 
 # ----- Batches -----
 
@@ -397,7 +397,8 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / "loop").symlink_to(".")
     os.mknod(tmp_path / "socket", stat.S_IFSOCK)             # opening it fails at once
     (tmp_path / "empty.txt").touch()
-    assert list(data.TextFiles([tmp_path])) == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"]
+    read = [*data.TextFiles([tmp_path, tmp_path / "a.txt"])]
+    assert read == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"], "a file is lost or read twice"
     (tmp_path / "nowhere").symlink_to("gone")
     with pytest.raises(OSError, match="nowhere"):
         list(data.TextFiles([tmp_path]))
@@ -483,6 +484,12 @@ def test_what_is_stopped_leaves_nothing(monkeypatch, program):
     assert "stopped; nothing is left behind" in program("a.txt --out out --shards 1")
 
 
+def test_a_full_disk_is_one_line_that_names_the_folder(program):
+    with no_room(20_000):
+        said = program("a.txt --out out --shards 1 --vocab-size 320")
+    assert re.search("/out cannot be written: .*File too large", said), said
+
+
 def test_what_others_have_put_into_the_folder_stays(monkeypatch, documents, shards, tmp_path):
     def stop(path):
         (path.parent / "notes.txt").touch()
@@ -534,6 +541,7 @@ def test_an_endless_document_is_cut_between_words_and_leaves_no_scraps(name, tmp
 def test_the_program_says_what_it_has_prepared(documents, tmp_path, program):
     said = program("a.txt --out shards/ü --vocab-size 320 --shards 2 --cased")
     assert re.match(r"400 documents .* 320 pieces, 0...% \[UNK\]; 2 shards, \d+ different ", said)
+    assert "documents held out, 0 left out" in said, said
     assert said.endswith("\nshards/ü is ready\n"), said
     folder = tmp_path / "shards/ü"
     encode = data.load_tokenizer(folder / "tokenizer.model").encode
@@ -707,6 +715,7 @@ def test_a_text_is_held_out_once_and_never_trained_on(prepared):
     assert 2 <= len(held_out) == len(set(held_out)) == manifest["held_out"] < 20
     assert not set(held_out) & set(trained), "a text is both held out and trained on"
     assert len({*held_out, *trained}) == 201
+    assert manifest["documents"] + manifest["left_out"] == 6220, "what is left out is miscounted"
 
 
 def test_no_document_is_lost_and_a_fifth_at_most_is_held_out(prepared, tmp_path):
@@ -745,7 +754,8 @@ def test_large_vocabularies_fit_short_documents_are_left_out_and_memory_does_not
         manifest = data.prepare(corpus, folder, shards=1, tokenizer="letters")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert manifest["documents"] == count, "documents of one token are kept"
+        assert (manifest["documents"], manifest["left_out"]) == (count, 50), (
+            "documents of one token are kept, or not counted")
         assert set(np.fromfile(folder / "train-00000.tokens", np.uint16)) == {65_535}
     assert peaks[1] < 1.1 * peaks[0], (
         f"memory grows with the text: the peaks for 1 and 4 times as much are {peaks} bytes")
