@@ -467,6 +467,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
         if not documents:
             raise DataError("there is no text in the corpus")
         if not tokenizer:
+            say("training a tokenizer (takes minutes if the text has few spaces)")
             tokenizer = train_tokenizer(corpus, documents, vocab_size, cased)
         (folder / "tokenizer.model").write_bytes(tokenizer.serialized_model_proto())
         manifest = write_shards(corpus, folder, tokenizer, shards, documents, checksum)
