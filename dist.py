@@ -1,13 +1,15 @@
 """Ranks, and gradients averaged over them while backward still runs.
 
-A rank is one training process; a node is a machine that runs one or more. Each rank holds the whole
-model and computes the gradients of its own examples; then all ranks step with the mean gradient.
+A rank is one training process. A node is a machine with one or more ranks; a program on it, torch's
+torchrun, starts them, waits for them and may start them again. Each rank holds the whole model and
+computes the gradients of its own examples; then all ranks step with the mean gradient.
 
 The first part is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
 averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
 2006.15704, section 3.2), one `Bucket` after another. `Dense` and `ErrorFeedback` decide what goes
 over the wire: full gradients, or fewer bits. The second part, from "To run for a week" on, is how
-ranks meet, stop and fail; `init` there makes the World. The first part can be read without it.
+ranks meet, stop and fail; `init` there makes the World. The first part can be read without it: in
+it the ranks have met, and a lost rank is an exception.
 
 A collective is a call that all ranks of a group make together, such as a sum over them; with a
 single rank it sends nothing. Two libraries move the data: NCCL between GPUs, Gloo between CPUs.
@@ -44,8 +46,8 @@ class RankLost(DistError):
 
 # ----- Ranks and collectives -----
 
-# It gathers into one tensor; into a list of them, NCCL would copy all once more. Torch 2.13 has the
-# first name, 2.11 the second.
+# All-gather into one tensor; into a list of tensors, NCCL would copy all once more. Torch 2.13 has
+# the first name, 2.11 the second.
 ALL_GATHER = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -60,23 +62,31 @@ class World:
                                                         which rank it is
 
     One torch group uses both libraries: the device of the tensor decides. `sum` and `barrier` have
-    a tensor on the CPU, so they go over Gloo even between GPUs. Therefore the Reducer calls
-    `barrier`, which raises if a rank is gone, before it waits for NCCL.
+    a tensor on the CPU, so they go over Gloo even between GPUs. NCCL cannot report a lost rank,
+    Gloo can: so the Reducer first calls `barrier`, then waits for NCCL.
+
+    With several nodes a rank is also in two smaller Worlds, its `levels`: the ranks within its
+    node, and the ranks with its local rank (its number on its node) across the nodes. With two
+    nodes of two ranks:
+
+        node 0: ranks 0 1        within nodes:  (0 1) and (2 3)
+        node 1: ranks 2 3        across nodes:  (0 2) and (1 3)
     """
     rank: int = 0            # among the processes of `group`
     size: int = 1
-    local_size: int = 1      # ranks of this node, in the World of all ranks; in others 1
+    local_size: int = 1      # ranks of this node; 1 in the Worlds of `levels`
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
-    levels: list = None      # the Worlds within and across nodes, see `two_levels`
+    levels: list = None      # the Worlds within and across nodes; None if there is one node
 
     def sum(self, **numbers):
         """Returns the sums over all ranks of numbers or one-element tensors, {name: float}, equal
         on every rank. Integers are exact below 2^53; NaN and inf survive. All ranks pass the same
         names in the same order."""
         total = torch.tensor([*numbers.values()], dtype=torch.float64)
-        # A sum goes around a ring of ranks, twice. 32 nodes of 8 ranks have rings of 8 and of 32;
-        # one of 256 would take seven times as many messages, one after another.
+        # Within the nodes first, then across them: every rank has the whole sum. 32 nodes of 8
+        # ranks have rings of 8 and of 32 ranks, see `all_reduce`; a ring of 256 would take seven
+        # times as many messages, one after another.
         for level in self.levels or [self]:
             level.all_reduce(total)
         return dict(zip(numbers, total.tolist()))
@@ -86,7 +96,11 @@ class World:
         self.sum(here=1)
 
     def all_reduce(self, tensor):
-        """Sums a tensor over all ranks, in place on every rank."""
+        """Sums a tensor over all ranks, in place on every rank.
+
+        For example in a ring: each rank cuts its tensor into W parts. W - 1 times it sends a part
+        to the next rank, which adds its own; then the parts are sums, and W - 1 times it passes one
+        on (tests/variants/ring.py)."""
         self._run(distributed.all_reduce, tensor)
 
     def broadcast(self, tensor):
@@ -180,6 +194,9 @@ class Reducer:
 
         g = 1/W sum_r g_r           g_r: the sum of rank r's gradients over its micro-batches
 
+    Ranks differ in the number of their labels. For each label to weigh the same, train.py divides a
+    rank's summed loss by the number of labels on all ranks, and multiplies it by W.
+
     A bucket has a flat fp32 tensor, the memory of the gradients of one or more parameters. p.grad
     is a view of it, and so is the gradient of p's master, the fp32 weight that the optimizer steps.
     Nothing is copied:
@@ -197,15 +214,11 @@ class Reducer:
                                         # same bits on all ranks
         reducer.commit(step_taken)      # for int8, see `ErrorFeedback`
 
-    The threads of a rank:
+    The threads that work on gradients; for others see "To run for a week":
 
         main thread             the training loop; on a CPU also backward, with the hooks (`_ready`)
         autograd's thread       on a GPU: backward, with the hooks
-        loader thread           makes batches (data.py)
-        train.Clock             notices when the process was suspended
         communication thread    averages buckets (`_average`); only if W > 1
-        `watch`                 waits until some rank has failed; only if W > 1
-        `leave`'s thread        asks the store, only after an error
 
     compression: a name in COMPRESSORS. masters: {name: fp32 tensor}, from optim.cast_with_masters;
     without them the optimizer steps the parameters themselves, in fp32. `finish` sets `bytes_sent`,
@@ -222,6 +235,7 @@ class Reducer:
         self.world = world
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         masters = masters or {}
+        # state_dict: parameters and buffers; its tensors share their memory.
         for tensor in [*module.state_dict().values(), *masters.values()]:
             world.broadcast(tensor)
         self.buckets = fill_buckets(parameters, world, compression, bucket_mb)
@@ -232,19 +246,20 @@ class Reducer:
         for name, p in parameters.items():
             if masters:
                 masters[name].grad = self.views[name]
-            p.grad_dtype = None                    # allows p.grad to be fp32 if p has 16 bits
-            # `detach` makes a second tensor of the same memory. If p.grad were the view itself, a
-            # later cast of the module would move both, and `_ready` could not see it.
+            p.grad_dtype = None                    # any format: p.grad is fp32, p may have 16 bits
+            # `detach` makes a second tensor of the same memory. A later cast of the module moves
+            # p.grad to other memory, but not the view, so `_ready` sees the difference.
             p.grad = self.views[name].detach()
             # Autograd calls `_ready` as soon as it has added a gradient to p.grad.
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
 
         self.thread = self.stream = None
         if world.size > 1:
-            # The new thread first calls torch.set_num_threads(1), which holds for its caller, and
-            # for threads that begin later. With more cores it would slow backward: a step of `tiny`
-            # took 1.36 times as long.
-            self.thread = ThreadPoolExecutor(1, "communication", torch.set_num_threads, [1])
+            # The thread first limits itself to one core: with more it would slow backward, and a
+            # step of `tiny` took 1.36 times as long. The main thread keeps its number of cores;
+            # threads that begin later have one, too.
+            self.thread = ThreadPoolExecutor(
+                1, "communication", initializer=torch.set_num_threads, initargs=[1])
             if world.device.type == "cuda":
                 # A stream is a queue of work for a GPU. In a stream of its own, averaging runs
                 # beside backward, not after it.
@@ -252,7 +267,8 @@ class Reducer:
         self.zero_grad()
 
     def zero_grad(self, loss_scale=1.0):
-        """Begins a step: sets all gradients to 0. loss_scale: the factor in the mean gradient."""
+        """Begins a step: sets all gradients to 0. loss_scale: the factor that the step's loss, and
+        so its gradients, will have."""
         self.jobs = []             # the thread's jobs in this step, one for each launched bucket
         self.loss_scale = loss_scale
         self.last_micro_batch = True
@@ -266,7 +282,8 @@ class Reducer:
 
         Autograd calls this hook after it has added the gradients of all uses of p to p.grad (on a
         GPU: has put this into a stream); the token embedding has two uses. On a CPU it runs in the
-        thread that called backward, on a GPU in autograd's own thread. Raises KeyError for a
+        thread that called backward, on a GPU in autograd's own thread, while the main thread waits
+        in backward: no lock is needed. Raises KeyError for a
         backward after that of the last micro-batch, and DistError if p.grad is no longer a view of
         its bucket."""
         if p.grad.data_ptr() != self.views[name].data_ptr():
@@ -361,12 +378,12 @@ class Reducer:
         """Returns the 2-norm of all gradients, as a float; NaN or inf if any element is. Call it
         after `finish`: then the gradients are the means, and their norm is equal on every rank. The
         sum is in fp32: on a CPU the norm can be off by 5e-3 if a tensor has 67 million elements,
-        and by 3e-2 if one of them is as large as the norm of the others."""
+        and by 3e-2 if one element is as large as the norm of all others."""
         return float(nn.utils.get_total_norm(self.flats))
 
     def commit(self, step_taken):
-        """Ends a step: int8 keeps the residuals, what rounding has left unsent, for the next
-        step. If this step is skipped, it keeps those from before it."""
+        """Ends a step. With int8 the new residuals, what rounding has left unsent, replace the old
+        ones if the step is taken; if it is skipped, the old ones stay."""
         for bucket in self.buckets:
             bucket.wire.commit(step_taken)
 
@@ -433,7 +450,7 @@ class Bucket:
 
     def average(self, loss_scale):
         """Averages the bucket over all ranks, in place. Returns the bytes that this rank sent; on
-        two levels, only those to other nodes. loss_scale: the factor in the mean gradient."""
+        two levels, only those to other nodes. loss_scale: the factor in the gradients."""
         if self.within_node.size > 1:
             self.flat.div_(self.within_node.size)
             self.within_node.all_reduce(self.flat)
@@ -469,9 +486,8 @@ class Dense:
     dtype: torch.dtype
 
     def average(self, world, flat, loss_scale):
-        """Divides, casts and sums, in this order. Returns the bytes that a rank sends in a ring: it
-        sends (W - 1) / W of the tensor to its neighbour twice, first to add up, then to spread the
-        sums."""
+        """Divides, casts and sums, in this order. Returns the bytes that a rank sends in a ring:
+        twice W - 1 of the tensor's W parts, see `World.all_reduce`."""
         flat.div_(world.size)                      # before the sum, which could overflow fp16
         rounded = flat.to(self.dtype)              # for fp32 this is `flat` itself
         world.all_reduce(rounded)
@@ -516,12 +532,13 @@ class ErrorFeedback:
     sent, is added to what the next step sends. For example, one rank that rounds to whole numbers:
 
         step    bucket    + residual    = value    sent    next residual
+                b_r         e_r           v_r      c_r       e'_r
         1       0.4         0.0           0.4      0         0.4
         2       0.4         0.4           0.8      1        -0.2
         3       0.3        -0.2           0.1      0         0.1
 
-    In letters, for each rank r of `world`, which on two levels is a leader. Residuals are unscaled,
-    because the next step may have a different loss scale:
+    For each rank r of `world`, which on two levels is a leader. Residuals are unscaled, because the
+    next step may have a different loss scale:
 
         v_r = b_r / loss_scale + e_r           b_r: the rank's bucket; e_r: its residual, 0 at first
         q = mean(v_r), nearly                  the result, the same on every rank
@@ -539,8 +556,8 @@ class ErrorFeedback:
         mean (n + padding,)        q
         residual (n + padding,)    e'_r; the padding may have a residual, too
         state                      a dict, empty at first, for what the function keeps from step to
-                                   step; a save drops it, too, see `Reducer.forget`. It is not
-                                   changed: the next state is a new dict
+                                   step; a save drops it, too, see `Reducer.forget`. The next
+                                   state is a new dict: after a skipped step the old one comes again
     """
 
     def __init__(self, exchange):
@@ -633,9 +650,15 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 
 # ===== To run for a week: how ranks meet, stop and fail. Nothing above calls it. =====
 #
-# The algorithm ends above, and a first reading can, too. torchrun, one on each node, starts the
-# node's ranks, waits for them and may start them again. A store is a small dictionary that all
+# The algorithm ends above, and a first reading can, too. A store is a small dictionary that all
 # ranks share; the torchrun of node 0 keeps one.
+#
+# The threads of a rank, beside those of the `Reducer`:
+#
+#     loader thread           makes batches (data.py)
+#     train.Clock             notices when the process was suspended, which --hours does not count
+#     `watch`                 waits until some rank has failed; only if W > 1
+#     `leave`'s thread        asks the store, only after an error
 
 # ----- How the ranks meet -----
 
@@ -647,8 +670,7 @@ def init(timeout=600.0, init_method="env://"):
     init_method: the address of the store, as for torch; "env://" is torchrun's.
 
     If there are several ranks, they listen to signals from here on, see `listen_to_signals`, and
-    must end by os._exit: Python's exit aborts while torch's groups are open, and closing them can
-    wait for a lost rank. Raises DistError if the nodes differ (number of ranks, GPUs or none), or
+    must end by `end`. Raises DistError if the nodes differ (number of ranks, GPUs or none), or
     if srun or mpirun started the processes without torchrun; RankLost if the ranks do not meet.
     """
     world = world_of_environment()
@@ -695,18 +717,13 @@ def world_of_environment():
 
 def meet(world, init_method, limit):
     """Returns a store that all ranks share, free of keys of earlier processes. Raises RuntimeError
-    if node 0 cannot be reached within `limit`, a timedelta; if ranks do not come within another
-    `limit`, with their numbers; or if this rank's torchrun dies.
+    if node 0 cannot be reached within `limit`, a timedelta; if ranks are missing after another
+    `limit` (it names them); or if this rank's torchrun dies.
 
-    The store of node 0's torchrun lives longer than the ranks, and still has the keys of dead ones.
-    Say ranks 0 and 1 have set their keys and die: the new rank 1 would take the dead rank 0 for
-    present, and hang in the first collective. Torchrun's own count of restarts does not tell the
-    two apart: node 1's torchrun, if it was started anew itself, counts from 0 again.
-
-    Therefore each attempt to meet has a number, which is the prefix of its keys. Each new process
-    begins an attempt, by adding 1 to a count. Then it reads the count, ten times a second, and
-    joins the newest attempt, whoever began it, by setting a key. The ranks meet in an attempt that
-    all have joined:
+    The store of node 0's torchrun lives longer than the ranks, and still has the keys of dead ones:
+    a new rank 1 would take a dead rank 0 for present, and hang in the first collective. So each new
+    process begins a new attempt to meet. All that wait to meet see this within 0.1 s and join it;
+    the dead do not. The ranks have met when all have joined the same attempt:
 
                                           newest attempt    joined by
         rank 0 comes                      1                 0
@@ -716,8 +733,10 @@ def meet(world, init_method, limit):
         rank 1 dies, comes once more      4                 1
         rank 0 comes                      5                 0, then 1: they have met
 
-    The process that replaces a dead one begins a newer attempt, and so leaves the dead one behind.
-    If a rank joins and dies within 0.1 s, all meet, and the next collective fails.
+    An attempt has a number, which is the prefix of its keys. A new process adds 1 to a count; all
+    read the count ten times a second, and join the newest attempt by setting a key. Torchrun's own
+    count of restarts would not do: a torchrun that was itself started anew begins with 0. If a rank
+    joins and dies before the others look again, all meet, and the next collective fails.
     """
     # torch's rendezvous connects to the store of node 0; it yields (store, rank, size), once.
     root, _, _ = next(
@@ -771,12 +790,8 @@ def limit_gloo(group, limit):
 
 
 def two_levels(world, limit):
-    """Returns two Worlds: the ranks within this node, and the ranks with this local rank across the
-    nodes. None on a single node.
-
-        node 0: ranks 0 1        within nodes:  (0 1) and (2 3)
-        node 1: ranks 2 3        across nodes:  (0 2) and (1 3)
-    """
+    """Returns `World.levels`: two Worlds, the ranks within this node, and the ranks with this local
+    rank across the nodes; None on a single node."""
     if world.local_size == world.size:
         return None
     ranks = torch.arange(world.size).view(-1, world.local_size)    # a row for each node
@@ -841,8 +856,8 @@ TORCHRUN = find_torchrun()
 
 
 def torchrun_died():
-    """Returns whether torchrun started this process and is gone: ranks must not train on alone. The
-    parent of an orphan is another process."""
+    """Returns whether torchrun started this process and is gone: ranks must not train on alone. If
+    torchrun dies, `find_torchrun` finds another parent."""
     return find_torchrun() != TORCHRUN
 
 
@@ -857,13 +872,13 @@ def end_torchrun():
 
 # ----- Failures: who failed, said once -----
 #
-# A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. All others
-# then get an error in their next collective over Gloo: at once from a dead rank, at the end of
-# --timeout from one that hangs. A rank that waits for a living rank gets its error when that rank
-# ends. NCCL waits for a dead rank, too, for twice the --timeout at most. Hence a rank that fails
-# only has to end, and all others come to `leave`, which train.py calls for each error in training.
-# One of them prints its error: the first to put its number into the store. If its error comes from
-# a collective, which only says that some rank is gone, it first asks which. Keys in the store:
+# A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. Then errors
+# spread. A rank that waits in a collective over Gloo gets an error: at once if the other is dead,
+# at the end of --timeout if it hangs, and if it lives as soon as it ends. NCCL waits for a dead
+# rank, too, for twice the --timeout at most. So a rank that fails only has to end, and all others
+# come to `leave`, which train.py calls for each error in training. One of them prints its error:
+# the first to put its number into the store. If its error comes from a collective, which only says
+# that some rank is gone, it first asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" means rank 0, and that a
 #                       restart helps
@@ -874,8 +889,8 @@ def end_torchrun():
 #
 #     s     rank 0                        rank 1                     rank 2    torchrun
 #     0.0   in a collective               in a collective            killed
-#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            SIGTERM: to ranks
-#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               only a request
+#     0.1   error; `leave` sets "failed"  error; `leave`: it is set            SIGTERM to 0 and 1,
+#     0.2   `watch` sets "alive/0"        `watch` sets "alive/1"               to them a request
 #     2.1   no "alive/2": prints          prints nothing
 #           "rank 2 died ..."
 #           ends                          ends                                 ends, or restarts all
@@ -885,16 +900,17 @@ def end_torchrun():
 #     this rank                    waits                                         prints
 #     first, with its own error    not at all                                    its error
 #     first, with a RankLost       2 s, so that the living can set "alive"       who is lost
-#     later                        until its `watch` has set "alive" and then    nothing
-#                                  `may_leave`, 2 s at most
+#     later                        about 2 s, so that its `watch` can set        nothing
+#                                  "alive", until that sets `may_leave`
 #
 # A later rank waits because its "alive" must be set, and because node 0's torchrun, with the store,
 # ends soon after the ranks of node 0: the first rank must have asked by then.
 #
-# When something is wrong, every wait has an end, except that a request to the store never returns
-# if node 0's machine is stopped or cut off: `leave` asks in a thread, `meet` does not.
+# When something is wrong, every wait has an end, with one exception: a request to the store never
+# returns if node 0's machine is stopped or cut off. `leave` asks in a thread, `meet` does not.
 #
-#     2 s                     `agree` waits for "alive"; `end_torchrun` for others to read "failed"
+#     2 s                     `agree` and `watch` wait until the living have set "alive";
+#                             `end_torchrun` until others have read "failed"
 #     10 s                    `leave` gives up asking the store
 #     --timeout               a collective over Gloo raises an exception
 #     2 x --timeout           meeting; a collective over NCCL aborts the process
@@ -910,7 +926,8 @@ def open_store():
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
-# Completed by `watch` if the store vanishes before that: node 0's torchrun keeps it.
+# Completed by `watch` if the store vanishes before that: node 0's torchrun keeps it. A Future, so
+# that `leave` can wait for it and for another one.
 store_gone = Future()
 
 
@@ -922,8 +939,9 @@ def watch(rank):
         store = open_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
-        # A timer that ends the process in 60 s, even if all of Python hangs. That is time enough
-        # for rank 0 to end a save; in NCCL the process could wait longer for a dead rank.
+        # A timer that prints all stacks and ends the process in 60 s, even if all of Python hangs.
+        # That is time enough for rank 0 to end a save; in NCCL the process could wait longer for a
+        # dead rank.
         faulthandler.dump_traceback_later(60, exit=True)
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
@@ -942,15 +960,15 @@ def leave(message, restart_helps, rank_lost=False):
     are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A thread asks: the request may never return. To connect to a store that is gone takes
-        # until --timeout, but `watch` notices it in 0.1 s.
+        # A thread asks, since the request may never return. `store_gone` is for a store that is
+        # gone: to connect to it would take until --timeout, but `watch` notices it in 0.1 s.
         agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
         wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
         message, restart_helps = agreement.result(timeout=0)
     except (RuntimeError, TimeoutError):
         # The store is gone with its torchrun, did not answer, or no memory is left for a thread.
-        # Then each rank prints an error of its own. But a RankLost is printed by one rank of each
-        # node only, and not if `may_leave` is set: then the first rank has printed.
+        # Then each rank prints an error of its own. But a RankLost is printed by the first rank of
+        # a node alone, if it is alive, and not if `may_leave` is set: then it was printed before.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:
