@@ -851,6 +851,9 @@ def find_torchrun():
         return os.getppid()
 
 
+# Time enough for every living rank's `watch` to notice that a rank has failed, and to answer.
+REACTION_SECONDS = 2
+
 # Looked up once, when this file is imported. A torchrun that died before that goes unnoticed.
 TORCHRUN = find_torchrun()
 
@@ -864,7 +867,8 @@ def torchrun_died():
 def end_torchrun():
     """Ends the torchrun that started this process, if any, which would restart the ranks."""
     if TORCHRUN:
-        time.sleep(2)      # node 0's torchrun keeps the store: first let all read "failed"
+        # Node 0's torchrun keeps the store: first let all read "failed".
+        time.sleep(REACTION_SECONDS)
         if not torchrun_died():
             with contextlib.suppress(ProcessLookupError):        # it has just ended
                 os.kill(TORCHRUN, signal.SIGTERM)
@@ -909,7 +913,7 @@ def end_torchrun():
 # When something is wrong, every wait has an end, with one exception: a request to the store never
 # returns if node 0's machine is stopped or cut off. `leave` asks in a thread, `meet` does not.
 #
-#     2 s                     `agree` and `watch` wait until the living have set "alive";
+#     2 s (REACTION_SECONDS)  `agree` and `watch` wait until the living have set "alive";
 #                             `end_torchrun` until others have read "failed"
 #     10 s                    `leave` gives up asking the store
 #     --timeout               a collective over Gloo raises an exception
@@ -946,7 +950,7 @@ def watch(rank):
         store.set(f"alive/{rank}", "")
         if store.get("failed").endswith(b"False"):
             end_torchrun()                         # here, too: the main thread may hang
-        time.sleep(2)
+        time.sleep(REACTION_SECONDS)
         may_leave.set()
     except RuntimeError:
         store_gone.set_result(True)
@@ -1000,10 +1004,10 @@ def agree(message, restart_helps, rank_lost):
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()
     if first != ours:
-        may_leave.wait(2)
+        may_leave.wait(REACTION_SECONDS)
         return "", first.endswith("True")
     if rank_lost:
-        time.sleep(2)
+        time.sleep(REACTION_SECONDS)
         with contextlib.suppress(RuntimeError):    # the store has gone meanwhile
             silent = ranks_without(store, "alive", distributed.get_world_size())
             message = message.replace("rank ?", f"rank {silent or '?'}")
