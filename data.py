@@ -443,8 +443,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
     All shards give equally many examples, since example i comes from shard i modulo S, so the text
     in a small shard is seen more often. If there are only a few hundred documents, make one shard.
 
-    Raises DataError if the folder is not empty, or if the text is unusable or changes meanwhile;
-    OSError if the folder cannot be written or a text cannot be opened.
+    Raises DataError if the folder is not empty or its disk is full, or if the text is unusable or
+    changes meanwhile; OSError if the folder cannot be written or a text cannot be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):

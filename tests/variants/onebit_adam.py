@@ -17,8 +17,8 @@ A later phase of three steps or fewer has only the second stage.
 
 As published, there is no bias correction: after n steps v is 1 - b2^n of the mean square, so steps
 are longer than Adam's, 1.6 times at n = 500. b2 is 0.999 in every recipe, so that the frozen v is a
-mean of many steps. Unlike in the paper, p is clipped, see `bound`, and all tensors are sent as one,
-see `set_magnitudes`, as in 1-bit LAMB.
+mean of many steps. Unlike in the paper, p is clipped, see `bound`, and tensors share the scales of
+what is sent, see `set_magnitudes`, as in 1-bit LAMB.
 
 What is changed: optim.OPTIMIZERS and --optimizer's default; dist.Reducer, replaced by one that asks
 the optimizer at the start of each step whether gradients stay local. A save drops residuals, as in
@@ -120,8 +120,8 @@ class OneBitAdam(optim.Optimizer):
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
     def set_magnitudes(self):
-        """Sets a factor for each tensor that brings its momentum to a root mean square of 1. All
-        tensors are sent as one, and elements of several tensors share a scale (1-bit LAMB, section
+        """Sets a factor for each tensor that brings its momentum to a root mean square of 1.
+        Tensors are sent in buckets, in which elements of several share a scale (1-bit LAMB, section
         4.2)."""
         for group in self.param_groups:
             group["magnitudes"] = []
