@@ -77,7 +77,8 @@ class World:
     local_size: int = 1      # ranks of this node; 1 in the Worlds of `levels`
     device: torch.device = torch.device("cpu")
     group: object = None     # torch's process group; None: all processes, or this one alone
-    levels: list = None      # the Worlds within and across nodes; None if there is one node
+    levels: list = None      # the Worlds within and across nodes; None if this is one of
+                             # them, or if there is one node
 
     def sum(self, **numbers):
         """Returns the sums over all ranks of numbers or one-element tensors, {name: float}, equal
