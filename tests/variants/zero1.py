@@ -93,9 +93,8 @@ def step_and_share(step, world, state, owners):
             flat = torch.cat([master.flatten() for master in part])
             broadcast(world, flat, rank)
             torch._foreach_copy_(part, common.split(flat, [master.shape for master in part]))
-    # In a ring each rank passes on all parts but that of the next rank.
-    all_bytes = sum(master.nbytes for master in state.masters.values())
-    state.reducer.bytes_sent += (world.size - 1) * all_bytes // world.size
+            if rank != (world.rank + 1) % world.size:    # in a ring the next rank has its own part
+                state.reducer.bytes_sent += flat.nbytes
 
 
 def megabytes_of_moments(optimizer):
