@@ -272,30 +272,32 @@ STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_nor
 class Log:
     """A run's terminal output and metrics.jsonl; silent on all ranks but rank 0.
 
-    Rank 0 creates the results folder and locks it until the process ends. Raises ConfigError if
+    Rank 0 creates the results folder and locks it until the process ends. timeout: seconds after
+    which other ranks give up. Raises ConfigError if
     another run holds the lock, OSError if the folder is not writable.
     """
 
-    def __init__(self, folder, active):
+    def __init__(self, folder, active, timeout=math.inf):
         self.active = active
+        self.full = False                    # whether the last line found no room on the disk
         self.said_at = time.monotonic()      # when the last step line was printed, in seconds
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
         # The lock lasts while the file is open; its 1 MB buffer is for a full disk, see `metric`.
         self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
-        self.lock(folder)
+        self.lock(folder, math.ceil(min(LOCK_SECONDS, timeout / 2)))
 
-    def lock(self, folder):
-        """Locks the folder for this process. If another process holds the lock, waits up to
-        LOCK_SECONDS: a run that torchrun restarts may overlap its predecessor."""
-        for second in range(LOCK_SECONDS):
+    def lock(self, folder, seconds):
+        """Locks the folder for this process. If another process holds the lock, waits so long: a
+        run that torchrun restarts may overlap its predecessor."""
+        for second in range(seconds):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if second == 0:
-                    self.say(f"another run writes to {folder}; waiting {LOCK_SECONDS} s for it")
+                    self.say(f"another run writes to {folder}; waiting {seconds} s for it")
                 time.sleep(1)
             except OSError as error:
                 self.say(f"warning: the disk of {folder} has no locks ({error.strerror}): start no "
@@ -328,8 +330,11 @@ class Log:
             self.file.write(json.dumps(line) + "\n")
             # On a full disk, the line stays in the buffer if it fits, for a later flush to write.
             self.file.flush()
+            self.full = False
         except OSError as error:
-            self.say(f"warning: metrics.jsonl: {error.strerror}")
+            if not self.full:
+                self.say(f"warning: metrics.jsonl: {error.strerror}")
+            self.full = True
 
     def step(self, figures):
         """Logs the figures of a step, a dict from `step_figures` and `training_loop`: always to
@@ -1010,7 +1015,7 @@ def train(args, world):
     Raises what `explain` knows, and any other error; see `main`.
     """
     prepare_run(args, world)
-    log = Log(args.out, world.rank == 0)
+    log = Log(args.out, world.rank == 0, args.timeout)
     if world.size == 1:      # several ranks have listened since they met
         # From here on, a signal requests a checkpoint and a stop instead of ending the program.
         dist.listen_to_signals()

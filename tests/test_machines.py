@@ -45,9 +45,13 @@ def test_a_run_waits_for_the_lock_of_another_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.time, "sleep", lambda seconds: other.file.close())
     log = train.Log(tmp_path, True)
     assert f"another run writes to {tmp_path}; waiting" in capsys.readouterr().out
-    monkeypatch.setattr(train.time, "sleep", Mock())
-    with pytest.raises(train.ConfigError, match=f"another run writes to {tmp_path}; wait"):
-        train.Log(tmp_path, True)
+    for timeout, seconds in (600, 120), (60, 30):        # others wait in a collective
+        waited = Mock()
+        monkeypatch.setattr(train.time, "sleep", waited)
+        with pytest.raises(train.ConfigError, match=f"another run writes to {tmp_path}; wait"):
+            train.Log(tmp_path, True, timeout)
+        assert waited.call_count == seconds, (
+            f"with a timeout of {timeout} s it waits for {waited.call_count} s, not {seconds}")
     log.file.close()
 
 

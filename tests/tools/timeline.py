@@ -165,7 +165,7 @@ def draw_picture(steps, path):
 
 def draw_and_end(options, args, world, log, state):
     """Replaces train.save: draws the step that has just ended, and ends the program. Collective."""
-    if state.counters.step == 1 and options.at_step != "1":
+    if state.counters.step == 1 and options.at_step > 1:
         return               # train.py saves after the first step, too
     rows = sum(world.all_gather_object(
         rows_of(world.rank, getattr(state.reducer, "buckets", []))), [])
@@ -183,12 +183,14 @@ def main():
     parser = data.Parser(description="Draw a training step, with all flags of train.py.",
                          allow_abbrev=False)
     add = parser.add_argument
-    add("--at-step", default="20", help="draw this step (default: %(default)s)")
+    add("--at-step", type=train.COUNT, default=20, help="draw this step (default: %(default)s)")
     add("--variant", nargs="+", default=[], help="first install these files of tests/variants")
     add("--save", type=data.path_of, help="write what is drawn to this file, as JSON")
     add("--draw", type=data.path_of, nargs="+", help="train nothing: draw what --save has written")
     add("--picture", type=data.path_of, help="draw this file as well, .png or .svg, by matplotlib")
     options, train_flags = parser.parse_known_args()
+    if options.picture and options.picture.suffix not in (".png", ".svg"):
+        parser.error("argument --picture: must end in .png or .svg")
     if options.draw:
         try:
             draw({path.stem: json.loads(path.read_text()) for path in options.draw},
@@ -214,7 +216,8 @@ def main():
     note(dist.Reducer, "finish")
     train.save = functools.partial(draw_and_end, options)
     options.folder = tempfile.TemporaryDirectory()
-    sys.argv[1:] = ["--out", options.folder.name, *train_flags, "--save-every", options.at_step]
+    sys.argv[1:] = ["--out", options.folder.name, *train_flags,
+                    "--save-every", str(options.at_step)]
     train.main()
 
 
