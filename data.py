@@ -19,6 +19,7 @@ import argparse
 import bz2
 import contextlib
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -437,14 +438,14 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
 
     corpus: documents, each a string, that can be iterated repeatedly: once to count them, once to
     train the tokenizer and once to encode them.
-    tokenizer: a path. Without one, a model of `vocab_size` pieces is trained, or of fewer if the
-    text has no more.
+    tokenizer: a path. Without one, it prints a line and trains a model of `vocab_size` pieces, or
+    of fewer if the text has no more.
 
     All shards give equally many examples, since example i comes from shard i modulo S, so the text
     in a small shard is seen more often. If there are only a few hundred documents, make one shard.
 
-    Raises DataError if the folder is not empty or its disk is full, or if the text is unusable or
-    changes meanwhile; OSError if the folder cannot be written or a text cannot be opened.
+    Raises DataError if the folder is not empty, or if the text is unusable or changes meanwhile;
+    OSError if the folder cannot be written or a text cannot be opened.
     """
     folder = Path(folder).resolve()
     if any(folder.glob("*")):
@@ -482,9 +483,9 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
             for name in [*file_names(shard_names(shards)), "manifest.json"]:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
-        # The error of a full disk names no file.
-        if isinstance(error, OSError) and not error.filename:
-            raise DataError(f"{folder} cannot be written: {error}")
+        # A full disk raises an error without a file name.
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.filename = str(folder)
         raise
     return manifest
 
@@ -654,7 +655,8 @@ class TextFiles:
             else:
                 raise DataError(f"{path} is not a file or folder (a pipe will not do: text is read "
                                 "more than once)")
-        self.files = list(dict.fromkeys(self.files))     # a file that is given twice is read once
+        # A file that is given twice is read once.
+        self.files = list({os.path.realpath(path): path for path in self.files}.values())
 
     def __iter__(self):
         for path in self.files:
@@ -900,7 +902,7 @@ def describe(folder):
     report = (f"{manifest['documents']:,} documents of {mean:.0f} tokens, {manifest['tokens']:,} "
               f"in all, {manifest['vocab_size']:,} pieces, {unknown:.2%} [UNK]; "
               f"{manifest['shards']} shards, {held_out:,} different documents held out, "
-              f"{manifest['left_out']:,} left out (under two tokens, or already held out)\n"
+              f"{manifest['left_out']:,} left out (under two tokens, or copies of held-out ones)\n"
               f"{long_enough:.0%} of the text is long enough for examples of 128 tokens, "
               f"{part_long_enough(folder, 512):.0%} for those of 512\n"
               "documents begin so:")

@@ -1,8 +1,9 @@
 """Ranks, and gradients averaged over them while backward still runs.
 
-A rank is one training process. A node is a machine with one or more ranks; a program on it, torch's
-torchrun, starts them, waits for them and may start them again. Each rank holds the whole model and
-computes the gradients of its own examples; then all ranks step with the mean gradient.
+A rank is one training process; a node is a machine with one or more of them. Several ranks are
+started by torch's program torchrun, one on each node, which waits for them and may start them
+again. Each rank holds the whole model and computes the gradients of its own examples; then all
+ranks step with the mean gradient.
 
 The first part is the core, from simple to hard. `World` is a group of ranks. `average_gradients`
 averages after backward; `Reducer` averages during backward (Li et al., "PyTorch Distributed", arXiv
@@ -100,8 +101,8 @@ class World:
         """Sums a tensor over all ranks, in place on every rank.
 
         For example in a ring: each rank cuts its tensor into W parts. W - 1 times it sends a part
-        to the next rank, which adds its own; then the parts are sums, and W - 1 times it passes one
-        on (tests/variants/ring.py)."""
+        to the next rank, which adds its own; then each rank has the sum of one part, and W - 1
+        times it passes a sum on (tests/variants/ring.py)."""
         self._run(distributed.all_reduce, tensor)
 
     def broadcast(self, tensor):
@@ -284,9 +285,8 @@ class Reducer:
         Autograd calls this hook after it has added the gradients of all uses of p to p.grad (on a
         GPU: has put this into a stream); the token embedding has two uses. On a CPU it runs in the
         thread that called backward, on a GPU in autograd's own thread, while the main thread waits
-        in backward: no lock is needed. Raises KeyError for a
-        backward after that of the last micro-batch, and DistError if p.grad is no longer a view of
-        its bucket."""
+        in backward: no lock is needed. Raises KeyError for a backward after that of the last
+        micro-batch, and DistError if p.grad is no longer a view of its bucket."""
         if p.grad.data_ptr() != self.views[name].data_ptr():
             raise DistError(f"the gradient of {name} is no longer in its bucket: cast the module "
                             "before you make the Reducer, call no zero_grad but the Reducer's, and "
@@ -878,12 +878,12 @@ def end_torchrun():
 # ----- Failures: who failed, said once -----
 #
 # A rank can die (kill -9, no memory), hang (a stopped machine) or raise an exception. Then errors
-# spread. A rank that waits in a collective over Gloo gets an error: at once if the other is dead,
-# at the end of --timeout if it hangs, and if it lives as soon as it ends. NCCL waits for a dead
-# rank, too, for twice the --timeout at most. So a rank that fails only has to end, and all others
-# come to `leave`, which train.py calls for each error in training. One of them prints its error:
-# the first to put its number into the store. If its error comes from a collective, which only says
-# that some rank is gone, it first asks which. Keys in the store:
+# spread. A rank that waits for another one over Gloo gets an error: at once if that one is dead, at
+# the end of --timeout if it hangs, else when it ends. NCCL waits for a dead rank, too, for twice
+# the --timeout at most. So a rank that fails only has to end, and all others come to `leave`, which
+# train.py calls for each error in training. One of them prints its error: the first to put its
+# number into the store. If its error comes from a collective, which only says that some rank is
+# gone, it first asks which. Keys in the store:
 #
 #     "failed"          set once, by the first rank that fails: "0 True" means rank 0, and that a
 #                       restart helps
@@ -905,8 +905,8 @@ def end_torchrun():
 #     this rank                    waits                                         prints
 #     first, with its own error    not at all                                    its error
 #     first, with a RankLost       2 s, so that the living can set "alive"       who is lost
-#     later                        about 2 s, so that its `watch` can set        nothing
-#                                  "alive", until that sets `may_leave`
+#     later                        2 s at most, so that its `watch` can set      nothing
+#                                  "alive"; less if `may_leave` is set
 #
 # A later rank waits because its "alive" must be set, and because node 0's torchrun, with the store,
 # ends soon after the ranks of node 0: the first rank must have asked by then.
@@ -914,8 +914,8 @@ def end_torchrun():
 # When something is wrong, every wait has an end, with one exception: a request to the store never
 # returns if node 0's machine is stopped or cut off. `leave` asks in a thread, `meet` does not.
 #
-#     2 s (REACTION_SECONDS)  `agree` and `watch` wait until the living have set "alive";
-#                             `end_torchrun` until others have read "failed"
+#     2 s (REACTION_SECONDS)  `agree` and `watch` wait, so that the living can set "alive";
+#                             `end_torchrun`, so that others can read "failed"
 #     10 s                    `leave` gives up asking the store
 #     --timeout               a collective over Gloo raises an exception
 #     2 x --timeout           meeting; a collective over NCCL aborts the process

@@ -55,7 +55,7 @@ CLIP = 1.0                   # gradients are clipped to this global norm
 EVAL_EXAMPLES = 1024         # held-out examples, the same in every evaluation of a phase
 SAVE_SECONDS = 1800          # after this time, a step ends with a checkpoint
 LOG_SECONDS = 10             # the least time between two step lines on the terminal
-LOCK_SECONDS = 120           # how long a run waits for another run in its folder
+LOCK_SECONDS = 120           # how long a run waits at most for another one in its folder
 DEMO_SHARDS = Path("shards/demo")
 DEMO_SENTENCES = [           # for a model trained on this machine's documentation
     "This function can [MASK] used to create a new file.",
@@ -272,14 +272,15 @@ STEP_LINE = ("step {step:>6}  phase {phase}  {losses}lr {lr:.1e}  norm {grad_nor
 class Log:
     """A run's terminal output and metrics.jsonl; silent on all ranks but rank 0.
 
-    Rank 0 creates the results folder and locks it until the process ends. timeout: seconds after
-    which other ranks give up. Raises ConfigError if
-    another run holds the lock, OSError if the folder is not writable.
+    Rank 0 creates the results folder and locks it until the process ends. It waits for the lock of
+    another run for LOCK_SECONDS at most, or for half of `timeout`, after which other ranks would
+    give up. Raises ConfigError if another run holds the lock, OSError if the folder is not
+    writable.
     """
 
     def __init__(self, folder, active, timeout=math.inf):
         self.active = active
-        self.full = False                    # whether the last line found no room on the disk
+        self.failing = False                 # whether the last line could not be written
         self.said_at = time.monotonic()      # when the last step line was printed, in seconds
         if not active:
             return
@@ -289,8 +290,8 @@ class Log:
         self.lock(folder, math.ceil(min(LOCK_SECONDS, timeout / 2)))
 
     def lock(self, folder, seconds):
-        """Locks the folder for this process. If another process holds the lock, waits so long: a
-        run that torchrun restarts may overlap its predecessor."""
+        """Locks the folder for this process. If another process holds the lock, waits up to
+        `seconds` for it: a run that torchrun restarts may overlap its predecessor."""
         for second in range(seconds):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -330,11 +331,11 @@ class Log:
             self.file.write(json.dumps(line) + "\n")
             # On a full disk, the line stays in the buffer if it fits, for a later flush to write.
             self.file.flush()
-            self.full = False
+            self.failing = False
         except OSError as error:
-            if not self.full:
-                self.say(f"warning: metrics.jsonl: {error.strerror}")
-            self.full = True
+            if not self.failing:
+                self.say(f"warning: metrics.jsonl: {error.strerror}; up to 1 MB of lines can wait")
+            self.failing = True
 
     def step(self, figures):
         """Logs the figures of a step, a dict from `step_figures` and `training_loop`: always to

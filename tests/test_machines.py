@@ -40,7 +40,7 @@ def after_step_3(monkeypatch):
     return set_action
 
 
-def test_a_run_waits_for_the_lock_of_another_one(tmp_path, monkeypatch, capsys):
+def test_a_run_waits_for_the_lock_of_another_one(tmp_path, monkeypatch, capsys, train_here):
     other = train.Log(tmp_path, True)
     monkeypatch.setattr(train.time, "sleep", lambda seconds: other.file.close())
     log = train.Log(tmp_path, True)
@@ -52,6 +52,9 @@ def test_a_run_waits_for_the_lock_of_another_one(tmp_path, monkeypatch, capsys):
             train.Log(tmp_path, True, timeout)
         assert waited.call_count == seconds, (
             f"with a timeout of {timeout} s it waits for {waited.call_count} s, not {seconds}")
+    with pytest.raises(train.ConfigError):
+        train_here(tmp_path, *LITTLE, "--timeout", 80)
+    assert waited.call_count == 30 + 40, "training does not tell the log its --timeout"
     log.file.close()
 
 

@@ -324,11 +324,15 @@ def test_lines_that_found_no_room_are_written_later(tmp_path, capsys):
     with no_room():
         for step in range(1, 1000):
             log.metric("train", step=step)
-    assert capsys.readouterr().out == "warning: metrics.jsonl: File too large\n", (
+    assert capsys.readouterr().out == (
+        "warning: metrics.jsonl: File too large; up to 1 MB of lines can wait\n"), (
         "a full disk is not said once")
     log.metric("train", step=1000, mlm_loss=math.nan)
     assert column(tmp_path, "step") == [*range(1, 1001)]
     assert metrics(tmp_path)[-1]["mlm_loss"] is None, "NaN is not written as null: JSON has no NaN"
+    with no_room():
+        log.metric("train", step=1001)
+    assert "warning" in capsys.readouterr().out, "a disk that is full again is not said"
 
 
 def test_steps_are_lines_now_and_then(tmp_path, capsys, monkeypatch):

@@ -85,8 +85,8 @@ def read(path, tokenizer, labels):
             segments += [segment] * (len(part) + 1)
         examples.append((np.array([tokens, segments, range(len(tokens))]), labels[label]))
     if len(examples) < 5:
-        raise data.DataError(f"{path} has {len(examples)} lines, which are too few (a pipe "
-                             "will not do: files are read twice)")
+        raise data.DataError(f"{path} has {len(examples)} lines, which are too few (is it a "
+                             "pipe? train.tsv is read twice)")
     return examples
 
 

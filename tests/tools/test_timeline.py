@@ -137,7 +137,7 @@ def test_a_step_of_a_training(
     ("1", "--variant synchronised", "unrecognized arguments: --variant=synchronised"),
     ("0", "", r"argument GBPS: must be in .*"),                # the variants' network is used
     ("1", "--picture=", "argument --picture: the path is empty.*"),
-    ("1", "--picture=step.mp3", r"argument --picture: .*\.png or \.svg.*"),
+    ("1", "--picture=step.mp3", r"argument --picture: .*\.png, \.svg or \.pdf"),
     ("1", "--at-step=0", "argument --at-step: must be in .*"),
     ("1", "--draw nowhere.json", "no picture of what --save has written: .*nowhere.json.*"),
     ("1", "--draw TMP/other.json", "no picture of what --save has written: .*")])

@@ -187,10 +187,11 @@ def main():
     add("--variant", nargs="+", default=[], help="first install these files of tests/variants")
     add("--save", type=data.path_of, help="write what is drawn to this file, as JSON")
     add("--draw", type=data.path_of, nargs="+", help="train nothing: draw what --save has written")
-    add("--picture", type=data.path_of, help="draw this file as well, .png or .svg, by matplotlib")
+    add("--picture", type=data.path_of,
+        help="draw this file as well, .png, .svg or .pdf, by matplotlib")
     options, train_flags = parser.parse_known_args()
-    if options.picture and options.picture.suffix not in (".png", ".svg"):
-        parser.error("argument --picture: must end in .png or .svg")
+    if options.picture and options.picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        parser.error("argument --picture: must end in .png, .svg or .pdf")
     if options.draw:
         try:
             draw({path.stem: json.loads(path.read_text()) for path in options.draw},

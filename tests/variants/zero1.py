@@ -93,7 +93,8 @@ def step_and_share(step, world, state, owners):
             flat = torch.cat([master.flatten() for master in part])
             broadcast(world, flat, rank)
             torch._foreach_copy_(part, common.split(flat, [master.shape for master in part]))
-            if rank != (world.rank + 1) % world.size:    # in a ring the next rank has its own part
+            # In a ring nobody sends the next rank that one's own part.
+            if rank != (world.rank + 1) % world.size:
                 state.reducer.bytes_sent += flat.nbytes
 
 
