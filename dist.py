@@ -659,7 +659,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 #     loader thread           makes batches (data.py)
 #     train.Clock             notices when the process was suspended, which --hours does not count
 #     `watch`                 waits until some rank has failed; only if W > 1
-#     `leave`'s thread        asks the store, only after an error
+#     `leave`'s thread        waits until there is an error, then asks the store; only if W > 1
 
 # ----- How the ranks meet -----
 
@@ -778,6 +778,7 @@ def start_groups(world, store, limit):
     # When a rank has died torchrun sends SIGTERM to the others. The signal must not end them at
     # once: they still have to say which rank died.
     listen_to_signals()
+    asking.submit(bool)      # does nothing, but begins the thread
     threading.Thread(target=watch, args=[world.rank], daemon=True).start()
 
 
@@ -934,6 +935,9 @@ may_leave = threading.Event()
 # Completed by `watch` if the store vanishes before that: node 0's torchrun keeps it. A Future, so
 # that `leave` can wait for it and for another one.
 store_gone = Future()
+# The thread in which `leave` asks the store. It begins before training, since after an error there
+# may be no memory for a new one.
+asking = ThreadPoolExecutor()
 
 
 def watch(rank):
@@ -967,11 +971,11 @@ def leave(message, restart_helps, rank_lost=False):
     try:
         # A thread asks, since the request may never return. `store_gone` is for a store that is
         # gone: to connect to it would take until --timeout, but `watch` notices it in 0.1 s.
-        agreement = ThreadPoolExecutor().submit(agree, message, restart_helps, rank_lost)
+        agreement = asking.submit(agree, message, restart_helps, rank_lost)
         wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
         message, restart_helps = agreement.result(timeout=0)
     except (RuntimeError, TimeoutError):
-        # The store is gone with its torchrun, did not answer, or no memory is left for a thread.
+        # The store is gone with its torchrun, did not answer, or before training no thread began.
         # Then each rank prints an error of its own. But a RankLost is printed by the first rank of
         # a node alone, if it is alive, and not if `may_leave` is set: then it was printed before.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -455,6 +455,8 @@ def leaves(world, said, act):
                 late = 'sleep 5; touch "$0"; kill -9 "$1"'
                 subprocess.Popen(["bash", "-c", late, f"{said}.late", str(process)])
                 os.kill(process, signal.SIGSTOP)
+            if act == "error":                                 # such as a lack of memory
+                threading.Thread.start = Mock(side_effect=RuntimeError("can't start new thread"))
             raise ZeroDivisionError("an own\nerror")
         if act == "mistake":                                   # others see nothing, as in NCCL
             threading.Event().wait(20)
@@ -503,6 +505,7 @@ def test_without_a_store_one_rank_of_each_node_speaks_and_who_has_an_own_error(
     monkeypatch.setattr(dist, "TORCHRUN", 4711)
     monkeypatch.setattr(dist, "find_torchrun", lambda: 4711)
     monkeypatch.setattr(dist, "time", Mock())
+    monkeypatch.setattr(dist, "asking", ThreadPoolExecutor())
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(place, missing, Mock(side_effect=error("gone")))
     waited = Mock(wraps=dist.wait)
