@@ -659,7 +659,7 @@ COMPRESSORS = {              # name: makes the wire of a bucket
 #     loader thread           makes batches (data.py)
 #     train.Clock             notices when the process was suspended, which --hours does not count
 #     `watch`                 waits until some rank has failed; only if W > 1
-#     `leave`'s thread        waits until there is an error, then asks the store; only if W > 1
+#     `leave`'s thread        asks the store after an error; if W > 1 it begins before training
 
 # ----- How the ranks meet -----
 
