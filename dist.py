@@ -975,9 +975,10 @@ def leave(message, restart_helps, rank_lost=False):
         wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
         message, restart_helps = agreement.result(timeout=0)
     except (RuntimeError, TimeoutError):
-        # The store is gone with its torchrun, did not answer, or before training no thread began.
-        # Then each rank prints an error of its own. But a RankLost is printed by the first rank of
-        # a node alone, if it is alive, and not if `may_leave` is set: then it was printed before.
+        # The store is gone with its torchrun or did not answer; or the ranks have not met, and no
+        # memory is left for a thread. Then each rank prints an error of its own. But a RankLost is
+        # printed by the first rank of a node alone, if it is alive, and not if `may_leave` is set:
+        # then it was printed before.
         if rank_lost and TORCHRUN and (os.environ["LOCAL_RANK"] != "0" or may_leave.is_set()):
             message = ""
     if message:

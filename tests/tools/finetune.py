@@ -85,8 +85,7 @@ def read(path, tokenizer, labels):
             segments += [segment] * (len(part) + 1)
         examples.append((np.array([tokens, segments, range(len(tokens))]), labels[label]))
     if len(examples) < 5:
-        raise data.DataError(f"{path} has {len(examples)} lines, which are too few (is it a "
-                             "pipe? train.tsv is read twice)")
+        raise data.DataError(f"{path} has {len(examples)} lines, which are too few")
     return examples
 
 
@@ -210,6 +209,8 @@ def run(args):
         if args.out.resolve() == args.model.resolve():
             raise data.DataError("--out is the model's own folder; take another one")
         args.out.mkdir(parents=True, exist_ok=True)
+    if args.train.is_fifo():
+        raise data.DataError(f"{args.train} is a pipe, which can be read only once; give a file")
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
     labels = labels_of(args.train)
     examples = read(args.train, tokenizer, labels)

@@ -1,6 +1,8 @@
 """Tests finetune.py: its scores, the files that it reads, and what it writes."""
 import math
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +84,17 @@ def test_a_model_that_is_too_small_is_refused_before_training(finetuned, tmp_pat
     with pytest.raises(SystemExit, match=f"has {model.config.max_positions} positions and"):
         finetuned(GOOD, GOOD, model="small")
     assert not capsys.readouterr().out
+
+
+def test_a_pipe_is_refused_since_it_can_be_read_only_once(finetuned, monkeypatch):
+    reads, writes = os.pipe()
+    os.write(writes, GOOD)
+    os.close(writes)
+    paths = {"train.tsv": f"/dev/fd/{reads}"}
+    monkeypatch.setattr(data, "path_of", lambda text: Path(paths.get(text, text)))
+    with pytest.raises(SystemExit, match=f"/dev/fd/{reads} is a pipe, .* give a file"):
+        finetuned(GOOD, GOOD)
+    os.close(reads)
 
 
 def test_too_few_lines_and_a_damaged_model_are_one_line(finetuned, tmp_path):
