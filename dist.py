@@ -828,7 +828,7 @@ def listen_to_signals():
     """
     def request(signum, _):
         stop_requests.append(signal.Signals(signum).name)
-        if not TORCHRUN:
+        if not TORCHRUN and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for signum in STOP_SIGNALS:

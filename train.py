@@ -312,8 +312,11 @@ class Log:
         folder is still this run's. The lock is not enough: some disks enforce it on one node only,
         and a folder can be deleted and recreated."""
         self.number = os.urandom(8).hex()
-        with contextlib.suppress(OSError):               # a full disk
+        try:
             (folder / "run").write_text(self.number)
+        except OSError:                                  # a full disk: the old number will do
+            with contextlib.suppress(OSError, ValueError):
+                self.number = (folder / "run").read_text()
 
     def say(self, text):
         """Prints a line."""
@@ -428,9 +431,9 @@ def set_bias_to_frequencies(model, shards):
 
 
 def build_model(args, world):
-    """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
-    --init; dist.Reducer sends rank 0's weights to all. Raises ConfigError if a phase has more
-    tokens than the model has positions."""
+    """Returns the fp32 model before the first step, on this rank's device, and sets
+    args.no_segment_b for `use_masters`. Only rank 0 reads --init; dist.Reducer sends rank 0's
+    weights to all. Raises ConfigError if a phase has more tokens than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     longest = max(phase.seq_len for phase in args.phases)
@@ -445,6 +448,11 @@ def build_model(args, world):
     set_bias_to_frequencies(model, args.data)
     if args.init and world.rank == 0:
         bert.init_from(args.init, model, args.data / "tokenizer.model")
+    # Without pairs no text has a segment B. A model in --init that knows none either has two equal
+    # embeddings of segments.
+    segments = getattr(model.embeddings, "segments", None)       # a variant has none
+    args.no_segment_b = segments and args.pairs == "none" and (
+        not args.init or torch.equal(*segments.weight))
     model.to(world.device)
     return model
 
@@ -607,7 +615,8 @@ def newest_checkpoint(args, log, tensors):
                       or dist.differences(shapes_of(checkpoint["tensors"]), shapes_of(tensors)))
         except Exception as error:
             if explain(error):
-                log.say(f"{path} cannot be read now (if the disk has lost it, remove it)")
+                if isinstance(error, OSError):
+                    log.say(f"{path} cannot be read now (if the disk has lost it, remove it)")
                 raise
             log.say(f"warning: {path} is damaged ({error!r:.80}); trying the one before")
             with contextlib.suppress(OSError):
@@ -772,7 +781,9 @@ def step_figures(args, state, counts, total, seconds):
     batch = args.phases[counters.phase].global_batch
     finished = finished_tokens(args, counters)
     left = max(0, planned_tokens(args.phases) - finished)
-    losses = {f"{task}_loss": total[task] / max(count, 1) for task, count in counts.items()}
+    losses = {}
+    for task, count in counts.items():
+        losses[f"{task}_loss"] = total[task] / (count or math.nan)       # NaN: no labels
     return {
         "step": counters.step,
         "phase": counters.phase + 1,
@@ -859,7 +870,7 @@ def evaluate(args, world, log, state):
     for task in batch.labels:                # the same in every batch
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
         for name in loss, accuracy:
-            result[name] = total[name] / max(total[f"{task}_labels"], 1)
+            result[name] = total[name] / (total[f"{task}_labels"] or math.nan)
         line += f"  {task} {result[loss]:.3f} ({result[accuracy]:.1%} right)"
     log.metric("eval", **result)
     log.say(line)
@@ -1004,10 +1015,9 @@ def use_masters(args, state):
     pooler and the NSP head."""
     state.model.float()
     optim.copy_to_model(state.masters, state.model)
-    segments = getattr(state.model.embeddings, "segments", None)
-    if segments and args.pairs == "none" and not args.init:
-        # No text had a segment B: use A's embedding for it.
-        segments.weight.data[1] = segments.weight.data[0]
+    if args.no_segment_b:                    # use A's embedding for it
+        segments = state.model.embeddings.segments.weight.data
+        segments[1] = segments[0]
 
 
 def train(args, world):

@@ -85,10 +85,11 @@ def test_a_damaged_checkpoint_is_passed_over(finished, whole, train_here, capsys
 
 
 def test_a_checkpoint_for_which_memory_is_missing_keeps_its_name(
-        finished, train_here, monkeypatch):
+        finished, train_here, monkeypatch, capsys):
     monkeypatch.setattr(train, "read_checkpoint", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         train_here(finished, *ARGV)
+    assert "remove it" not in capsys.readouterr().out, "the file is whole: nothing may remove it"
     assert steps_kept(finished) == [12, 14]
 
 
@@ -283,6 +284,18 @@ def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp
         assert torch.equal(ours.get_parameter(head), theirs.get_parameter(head)), head
     a, b = ours.embeddings.segments.weight
     assert not torch.equal(a, b), "the embedding of segment B from --init is lost"
+
+
+def test_segment_b_stays_that_of_a_through_runs_without_pairs(train_here, tmp_path):
+    argv = *EIGHT, "--pairs", "none", "--steps", 2, 0
+    train_here(tmp_path / "first", *argv)
+    train_here(tmp_path / "next", *argv, "--init", tmp_path / "first" / "model", "--seed", 1)
+    tables = []
+    for name in "first", "next":
+        model = bert.load_huggingface(tmp_path / name / "model")
+        tables.append(model.embeddings.segments.weight)
+    assert not torch.equal(*tables), "the second run trained nothing"
+    assert torch.equal(*tables[1]), "segment B is still that of the first run"
 
 
 def test_init_from_a_folder_that_does_not_fit_is_refused(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -74,6 +75,13 @@ def test_a_run_in_whose_folder_another_one_has_begun_stops(train_here, tmp_path,
     with pytest.raises(train.ConfigError, match=f"another run has begun in {tmp_path}"):
         train_here(tmp_path, *LITTLE)
     assert steps_kept(tmp_path) == [1], "the run saved among the other's checkpoints"
+
+
+def test_a_run_that_cannot_write_its_number_goes_on_saving(train_here, tmp_path, monkeypatch):
+    train_here(tmp_path, *LITTLE, "--max-steps", 2)
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.EIO, "Input/output")))
+    train_here(tmp_path, *LITTLE)
+    assert steps_kept(tmp_path)[-1] == 6, "it took its own old number for that of another run"
 
 
 @pytest.mark.parametrize("damage", [

@@ -60,6 +60,14 @@ def test_signals_ask_to_stop_but_for_those_that_nohup_ignores(
             "the next Ctrl-C must end a process at once, but not a rank below torchrun")
 
 
+def test_an_ignored_ctrl_c_stays_ignored_after_a_request(monkeypatch, handlers):
+    monkeypatch.setattr(dist, "TORCHRUN", None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dist.listen_to_signals()
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def test_a_signal_stops_a_run_with_a_checkpoint(shards, tmp_path):
     out = tmp_path / "out"
     process = script(tmp_path, "train.py", "--data", shards, "--out", out, *LONG)

@@ -50,8 +50,8 @@ def labels_of(path):
             counts[label] += 1
     once = [label for label, count in counts.items() if count == 1]
     if once:
-        print(f"warning: {path} has these labels only once (is its first line a header?): "
-              f"{', '.join(once):.80}")
+        data.say(f"warning: {path} has these labels only once (is its first line a header?): "
+                 f"{', '.join(once):.80}")
     in_order = sorted(counts, key=lambda label: (len(label), label))
     return {label: number for number, label in enumerate(in_order)}
 
@@ -200,7 +200,7 @@ def row(name, found):
     for column in torch.stack(found).T:
         deviation = f"+- {column.std(correction=0):.3f}" if len(found) > 1 else ""
         line += f"{column.mean():>7.3f} {deviation:<8}  "
-    print(line.rstrip(), flush=True)
+    data.say(line.rstrip())
 
 
 def run(args):
@@ -224,8 +224,8 @@ def run(args):
         raise data.DataError(f"the model has {config.max_positions} positions and "
                              f"{config.vocab_size} pieces; the longest text has {longest} tokens, "
                              f"and the tokenizer.model {len(tokenizer)} pieces")
-    print(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
-          f"{'':<16}accuracy         macro F1         Matthews")
+    data.say(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
+             f"{'':<16}accuracy         macro F1         Matthews")
     torch.manual_seed(0)
     bag = BagOfTokens(len(tokenizer), len(labels), examples)
     row("largest class", [score(bag, dev)])
@@ -256,6 +256,7 @@ def main():
     torch.set_num_threads(data.usable_cores())
     try:
         run(args)
+        data.end_terminal()
     except (data.DataError, bert.ModelError, OSError) as error:
         sys.exit(f"finetune.py: {error}")
 

@@ -1,4 +1,5 @@
 """Tests finetune.py: its scores, the files that it reads, and what it writes."""
+import io
 import math
 import os
 import sys
@@ -136,11 +137,17 @@ def test_a_text_that_is_too_long_is_cut_as_in_transformers(
     assert tuple(np.diff([0, *ends]) - 1) == kept, f"texts of {long} tokens are cut wrongly"
 
 
-def test_labels_are_in_order_and_one_that_is_there_once_is_said(tmp_path, capsys):
+def test_labels_are_in_order_and_one_that_is_there_once_is_said(tmp_path, capsys, monkeypatch):
     path = tmp_path / "a.tsv"
     path.write_bytes(b"sentence\tlabel\n" + b"text\t10\nb\t9 \nc\t9\r\nd\t10\ne\t\n")
     assert finetune.labels_of(path) == {"9": 0, "10": 1, "label": 2}
     assert "header?): label\n" in capsys.readouterr().out
+    path.write_bytes("a\tß\nb\tß\nc\té\n".encode())
+    ascii_terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_terminal)
+    assert len(finetune.labels_of(path)) == 2
+    ascii_terminal.seek(0)
+    assert "header?): \\xe9\n" in ascii_terminal.read()
 
 
 def test_few_lines_are_trained_on_and_files_that_are_there_are_left_alone(

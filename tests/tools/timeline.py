@@ -165,7 +165,7 @@ def draw_picture(steps, path):
 
 def draw_and_end(options, args, world, log, state):
     """Replaces train.save: draws the step that has just ended, and ends the program. Collective."""
-    if state.counters.step == 1 and options.at_step > 1:
+    if state.counters.step == 1 and min(options.at_step, args.phases[0].steps) > 1:
         return               # train.py saves after the first step, too
     rows = sum(world.all_gather_object(
         rows_of(world.rank, getattr(state.reducer, "buckets", []))), [])
