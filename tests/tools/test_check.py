@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import dist
 import train
 from tests.tools import check
 
@@ -15,7 +16,7 @@ from tests.tools import check
 def pretend(command, wrong_in, loss):
     """Does what the program would do, in place of subprocess.run. wrong_in: where the fault is: a
     word of the command, "the run NAME", or "a resumed run". There the program "dies", "refuses"
-    --init, or has this loss instead of 6.0 and a different model."""
+    --init, has a loss that "drifts", or has this loss instead of 6.0 and a different model."""
     flags = dict(zip(command, command[1:]))          # {word: the next word}
     program = next(word for word in command if word.endswith("train.py"))
     assert Path(program).is_absolute(), "in another folder train.py is not found"
@@ -38,8 +39,13 @@ def pretend(command, wrong_in, loss):
     with open(log, "a") as file:
         for step in range(len(before) // 2, last + 1):
             for kind in "train", "eval":
-                line = {"kind": kind, "step": step, "mlm_loss": 6.0, "nsp_loss": 0.7}
-                if wrong:
+                line = {"kind": kind, "step": step, "mlm_loss": 6.0, "nsp_loss": 0.7,
+                        "grad_norm": 2.0, "skipped": 0}
+                if run.name == "spoiled":
+                    line["skipped"] = min(max(0, step - 4), 2)       # steps 5 and 6
+                if wrong and loss == "drifts":
+                    line["mlm_loss"] += step
+                elif wrong:
                     line |= loss if isinstance(loss, dict) else {"mlm_loss": loss}
                 file.write(json.dumps(line) + "\n")
     (run / "model/model.safetensors").write_text("wrong" if wrong else "right")
@@ -57,6 +63,8 @@ def pretend(command, wrong_in, loss):
     ("--nproc_per_node=2", "dies", "same_on_two_ranks same_from_two_to_one"),
     ("--init", 6.001, "same_from_folder"),
     ("--init", "refuses", ""),
+    ("--micro-tokens", {"grad_norm": 2.001}, "same_one_at_a_time"),
+    ("the run spoiled", "drifts", "same_after_skipped_step"),
     ("bf16", 6.1, "near_in_bf16"),
     ("bf16", {"nsp_loss": 0.73}, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
@@ -82,7 +90,8 @@ def test_it_compares_as_much_as_it_says(monkeypatch):
     losses = {("train", step): {"mlm_loss": 6.0} for step in range(1, 9)}
     assert [step for _, step in check.first_six(losses)] == [1, 2, 3, 4, 5, 6]
     other = losses | {("train", 5): {"mlm_loss": 6.00002}}
-    assert check.difference(other, losses).startswith("NO: mlm_loss of step 5 is 6.00002")
+    said = check.difference(other, losses, check.Program([], None).tolerance)
+    assert said.startswith("NO: mlm_loss of step 5 is 6.00002")
     near = losses | {("train", 5): {"mlm_loss": 6.000001}}
     assert check.same_again(Mock(train=lambda name: near), losses), "other bits are the same to it"
 
@@ -91,6 +100,48 @@ def test_it_compares_as_much_as_it_says(monkeypatch):
     stops = [int(call.args[2]) for call in program.train.mock_calls if len(call.args) > 1]
     assert [stop // 4 for stop in stops] == [0, 1, 2], (
         f"it stops at {stops}, not in each of three phases")
+
+
+@pytest.mark.parametrize("flags, loss, norm, wrong", [
+    ("", 6.00001, 2, False), ("", 6.00002, 2, True), ("", 6, 2.0001, False), ("", 6, 2.0003, True),
+    ("--compression int8", 6.05, 2.7, False), ("--compression=int8", 6.07, 2, True),
+    ("--compression int8", 6, 4, True)])                 # a sum over two ranks, not a mean
+def test_more_may_differ_with_compression(tmp_path, flags, loss, norm, wrong):
+    program = check.Program(flags.split(), tmp_path)
+    whole = {("train", 1): {"mlm_loss": 6, "grad_norm": 2}}
+    program.train = Mock(return_value={("train", 1): {"mlm_loss": loss, "grad_norm": norm}})
+    for question in check.same_on_two_ranks, check.same_from_two_to_one, check.same_one_at_a_time:
+        assert bool(question(program, whole)) == wrong, question.__name__
+    assert check.same_again(program, whole), "a run again may differ"
+
+
+@pytest.mark.parametrize("skipped, changed_by, answer", [
+    ([5, 6], None, ""), ([5, 6], 5, "NO: mlm_loss of step 6"), ([5, 6], 6, "NO: mlm_loss of step"),
+    ([3], 3, "NO: mlm_loss of step 3"),                  # two gradients in a step
+    ([5, 6, 7], None, "NO: the gradients have an inf or NaN in later"), ([], None, "not tried: ")])
+def test_what_a_skipped_step_must_not_do(skipped, changed_by, answer):
+    lines, losses = [], {}
+    for step in range(1, 8):
+        lines.append({"kind": "train", "step": step, "skipped": sum(n <= step for n in skipped)})
+        taken = sum(n not in skipped or n == changed_by for n in range(1, step + 1))
+        losses["eval", step] = {"mlm_loss": 7 - taken}
+    program = Mock(train=Mock(return_value=losses), lines=Mock(return_value=lines))
+    found = check.same_after_skipped_step(program, None)
+    assert found.startswith(answer) and bool(found) == bool(answer), found
+
+
+def test_the_gradients_of_two_steps_are_spoiled(monkeypatch, tmp_path, capsys):
+    (tmp_path / "program.py").write_text(
+        "import sys, torch, dist\n"
+        "reducer = dist.Reducer(torch.nn.Linear(2, 2), dist.World())\n"
+        "for step in range(1, 8):\n"
+        "    reducer.zero_grad(1.0)\n"
+        "    if not reducer.flats[0].isfinite().all():\n"
+        "        print(step, *sys.argv[1:])\n")
+    monkeypatch.setattr(dist.Reducer, "zero_grad", dist.Reducer.zero_grad)   # restored afterwards
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / "program.py"), "--flag"])
+    exec(check.SPOILED, {})
+    assert capsys.readouterr().out == "5 --flag\n6 --flag\n"
 
 
 def test_what_does_not_run_at_all_is_one_line(monkeypatch):
