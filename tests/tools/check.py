@@ -105,9 +105,11 @@ class Program:
         return losses
 
     def lines(self, name):
-        """Returns the lines of a run's metrics.jsonl, a list of dicts."""
-        text = (self.folder / name / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        """Returns the lines of a run's metrics.jsonl, a list of dicts. Raises Failed."""
+        path = self.folder / name / "metrics.jsonl"
+        if not path.exists():
+            raise Failed("it trains nothing")
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
     def model(self, name):
         """Returns the model file of a run, as bytes."""

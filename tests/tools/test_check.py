@@ -148,6 +148,9 @@ def test_what_does_not_run_at_all_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["check.py", "absent.py"])
     with pytest.raises(SystemExit, match="^check.py: absent.py .*: .*can't open file"):
         check.main()
+    monkeypatch.setattr(sys, "argv", ["check.py", "tests/variants/synchronised.py"])
+    with pytest.raises(SystemExit, match="^check.py: tests/.* to its end: it trains nothing"):
+        check.main()
 
 
 def test_the_flags_are_those_of_train():
