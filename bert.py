@@ -369,8 +369,8 @@ CONFIG_NAMES = {                     # our field of BertConfig: theirs in config
     "init_std": "initializer_range"}
 
 # The model_type in config.json: for models with Hugging Face's names, and for others. If you change
-# what a model computes, change its type here: then transformers, and programs without the change,
-# refuse its folder.
+# what a model computes, change its type here: then transformers' Auto classes, and programs without
+# the change, refuse its folder.
 MODEL_TYPES = ["bert", "thriftbert"]
 
 # The ids of the special tokens, and the characters dropped from all text, such as soft hyphens and

@@ -204,9 +204,10 @@ class PretrainingData:
     over a third would be. With pairs it is a quarter, since a wrong B comes from a random place.
     There is no order of examples to shuffle and store.
 
-    A text has as many tokens as fit into the example, half of them before that place. It never
-    leaves its document. A tenth of the examples have a random length instead. Tokens near either
-    end of a document are read less often than others, and so are short documents: a document half
+    A text has as many tokens as fit into the example, half of them before that place if its
+    document reaches so far. It never leaves its document. A tenth of the examples have a random
+    length instead. The first and last tokens of a document are read half as often as others, those
+    half a text from an end up to 1.5 times as often. Short documents are read less often: one half
     as long as a text is read half as often.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two, see `text`; in half of

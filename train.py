@@ -385,7 +385,7 @@ def log_start(args, world, log, state):
     unlike = bert.unlike_huggingface(state.model)
     if unlike:
         log.say(f"Hugging Face's BERT differs in {', '.join(unlike)}: only bert.py will load the "
-                "model's folder")
+                "model's folder as it is")
     if state.counters.step:
         log.say(f"resuming from the checkpoint of step {state.counters.step}")
     elif begun_before:
@@ -600,11 +600,11 @@ def newest_checkpoint(args, log, tensors):
     """Returns the latest whole checkpoint of args.out (dict, on the CPU), or None if there are no
     checkpoints.
 
-    Renames damaged checkpoints, so that `save` does not keep them in place of whole ones. Raises
-    ConfigError if all are damaged, if there are none but a model, which a new run would replace, or
-    if the latest whole one is from a different run: its settings differ, or its tensors differ from
-    `tensors` in names or shapes. If the disk or memory fails, raises that error, since the file may
-    be whole.
+    Renames damaged checkpoints that are later than it, so that `save` does not keep them in place
+    of whole ones. Raises ConfigError if all are damaged, if there are none but a model, which a new
+    run would replace, or if the latest whole one is from a different run: its settings differ, or
+    its tensors differ from `tensors` in names or shapes. If the disk or memory fails, raises that
+    error, since the file may be whole.
     """
     found = checkpoints_in(args.out)
     for step in sorted(found, reverse=True):

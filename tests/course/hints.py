@@ -125,8 +125,8 @@ In any case both are the same afterwards.
 """,
     "resume": """
 `save`: first `check_weights` on all ranks, then `forget`. Only rank 0 writes: args.settings as
-"settings", `tensors_of`, `numbers_of`. If this raises OSError, or torch's RuntimeError, remove
-the half-written file and say so.
+"settings", args.code as "code", `tensors_of`, `numbers_of`. If this raises OSError, or torch's
+RuntimeError, remove the half-written file and say so.
 
 At the end, `save` removes all checkpoints but the new one and the latest before it. `restore`:
 first let each rank compare the latest step in its folder with rank 0's.

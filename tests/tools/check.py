@@ -5,16 +5,17 @@
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
 Trains the program fifteen times for a few steps, on the CPU, in a minute and a half on two idle
-cores (thirteen times if the CPU has no bf16 instructions). For each property that nearly every program must keep,
-it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1 if
-something differs.
+cores (thirteen times if the CPU has no bf16 instructions). For each property that nearly every
+program must keep, it prints "yes", "NO" with the first difference, or "not tried" and why. The
+status is 1 if something differs.
 
-With --compression the results on two ranks may differ by a hundredth, since each rank rounds its
-own gradients. Leave --steps alone, and --save-every, --dropout, --precision and --hours, whose
-results differ by nature. Variants that compress by themselves, or whose ranks step alone, differ,
-too: they get a NO for two ranks or for resumes. This program does not see whether a change does what you wanted, or
-what shows only in a long run, on a GPU or with other flags. With --model, the loss of pairs may
-differ by a tenth in bf16 from step 3 on: in `mini` it then differs by four hundredths.
+With --compression losses on two ranks may differ by a hundredth and norms by two fifths, since each
+rank rounds its own gradients. Leave --steps alone, and --save-every, --dropout, --precision and
+--hours, whose results differ by nature. Variants that compress by themselves, or whose ranks step
+alone, differ, too: they get a NO for two ranks or for resumes. This program does not see whether a
+change does what you wanted, or what shows only in a long run, on a GPU or with other flags. With
+--model, the loss of pairs may differ by a tenth in bf16 from step 3 on: in `mini` it then differs
+by four hundredths.
 """
 import json
 import math
@@ -202,7 +203,7 @@ def same_from_folder(program, whole):
 
 def same_after_skipped_step(program, whole):
     """A step whose gradients have an inf changes nothing that evaluation uses, and the next step
-    can be taken. Here, each step is evaluated."""
+    can be taken. Here, each step but the first is evaluated."""
     losses = program.train(
         "spoiled", "--steps", "8", "--max-steps", "7", "--save-every", "1", spoiled=True)
     skipped = []                         # the numbers of the skipped steps
@@ -219,8 +220,8 @@ def same_after_skipped_step(program, whole):
 
 
 def first_six(whole):
-    """Returns the losses and norms of steps 1 to 6: four of the first phase and two of the second. Later
-    losses drift apart with sign-based optimizers, since sums are rounded differently."""
+    """Returns the losses and norms of steps 1 to 6: four of the first phase and two of the second.
+    Later losses drift apart with sign-based optimizers, since sums are rounded differently."""
     return {(kind, step): losses for (kind, step), losses in whole.items() if step and step <= 6}
 
 

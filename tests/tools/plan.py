@@ -191,12 +191,13 @@ def step_seconds(args, phase):
         step = compute + max(late, exchange - backward)
 
     compute: the examples of the rank that has most. exchange: all gradients between the nodes, by
-    bytes and --gbps, plus --latency for each bucket of --bucket-mb; dist.fill_buckets makes fewer
-    buckets, because it cuts no tensor. Dense sums go around a ring of all ranks, other compressions
-    around one rank of each node, see dist.Bucket; a single node exchanges nothing. backward: that
-    of the last micro-batch, which hides the exchange. late: the fraction of the exchange that the
-    token embeddings are of all parameters. It cannot hide: their gradient is ready only when
-    backward ends.
+    bytes and --gbps, plus --latency for each bucket of --bucket-mb; of a large model
+    dist.fill_buckets makes fewer buckets, because it cuts no tensor, of a small one up to two more,
+    because the embeddings and the MLM head's bias have their own. Dense sums go around a ring of
+    all ranks, other compressions around one rank of each node, see dist.Bucket; a single node
+    exchanges nothing. backward: that of the last micro-batch, which hides the exchange. late: the
+    fraction of the exchange that the token embeddings are of all parameters. It cannot hide: their
+    gradient is ready only when backward ends.
     """
     share = math.ceil(phase.global_batch / args.ranks)
     masked = args.mask_fraction * phase.seq_len
@@ -253,8 +254,9 @@ def main(argv=None):
         compute, exchange, step = step_seconds(args, phase)
         steps = phase.steps
         if args.hours and steps:
-            # Phases share the hours in proportion to their tokens, as in train.py.
-            steps = int(3600 * args.hours * phase.tokens / all_tokens / step)
+            # Phases share the hours in proportion to their tokens, as in train.py, which keeps a
+            # hundredth for the end.
+            steps = int(0.99 * 3600 * args.hours * phase.tokens / all_tokens / step)
         gigaflops = 1e3 * args.tflops * compute / math.ceil(phase.global_batch / args.ranks)
         print(f"phase {number}: {gigaflops:.3g} GFLOP an example; a step computes {compute:.3g} s")
         if args.nodes > 1:

@@ -141,10 +141,11 @@ def test_the_seconds_add_up(printed):
     assert "large: 336232258 parameters" in text
     found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s (\S+) s of it not hidden\n"
                        r" +(\S+) steps take (\S+) h", text)
-    # In proportion to the phases' tokens: 128 x 65,536 x 7,038 and 512 x 32,768 x 1,563.
-    for words, expected in zip(found, [692, 308], strict=True):
+    # 990 hours, since train.py keeps a hundredth for the end, in proportion to the phases' tokens:
+    # 128 x 65,536 x 7,038 and 512 x 32,768 x 1,563.
+    for words, expected in zip(found, [685, 305], strict=True):
         compute, exchange, late, steps, hours = map(float, words)
-        assert hours == pytest.approx(expected, rel=0.01)
+        assert hours == pytest.approx(expected, rel=0.004)
         assert hours == pytest.approx(steps * (compute + late) / 3600, rel=0.01)
         # NCCL's ring goes through the 8 GPUs of 4 nodes: 2 x 7/8 of 4 bytes a parameter, at 1 Gb/s.
         assert exchange == pytest.approx(56e-9 * 336232258, rel=0.01)

@@ -13,10 +13,10 @@ c / sqrt(K), and all K together of at most c. With --compression int8, the resid
 steps come on top. Unlike with the global norm, only large buckets shrink, which changes the
 direction of the gradient, and the noise of a rank is shrunk before it can cancel.
 
-What is changed: dist.Reducer, by a subclass that clips before each bucket's `average`, in the
-communication thread. train.py then finds a norm of at most c and clips no further. It still
-computes that norm, for its log and to detect an overflow, so the optimizer still waits for the last
-bucket. This file shows the effect on the loss, not the time saved at scale.
+What is changed: dist.Reducer, by a subclass that clips before each bucket's `average`, with several
+ranks in the communication thread. train.py then finds a norm of at most c and clips no further. It
+still computes that norm, for its log and to detect an overflow, so the optimizer still waits for
+the last bucket. This file shows the effect on the loss, not the time saved at scale.
 """
 import functools
 import sys

@@ -50,8 +50,8 @@ class WeightReducer(LocalReducer):
         self.means = {}                                  # of the weights due, {name: tensor}
 
     def average_bucket(self, bucket, average, loss_scale):
-        """Averages a bucket's weights if they are due, and returns the bytes sent. Runs in the
-        communication thread when the bucket's gradients are ready."""
+        """Averages a bucket's weights if they are due, and returns the bytes sent. With several
+        ranks it runs in the communication thread when the bucket's gradients are ready."""
         number = self.buckets.index(bucket)
         due = number * PERIOD // len(self.buckets)
         if self.state.counters.step % PERIOD != due:

@@ -19,7 +19,7 @@ variance V, at first a copy of v, keeps moving, and C is multiplied by a factor 
     f = f within [0.5, 4], and within 10 % of the previous f, which starts at 1
     w = w - lr C f u
 
-DeepSpeed starts with C = 0, and also adapts tensors without decay, whose c and C are 1 here.
+DeepSpeed starts with C = 0, and also adapts c of tensors without decay, whose c and C are 1 here.
 
 What is changed: the same as in onebit_adam.py, with this optimizer.
 """

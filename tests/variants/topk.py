@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 tests/variants/topk.py --out runs/topk
 
 Deep Gradient Compression (Lin et al., arXiv 1712.01887), without its momentum correction, local
-clipping and denser first steps. v_r is rank r's bucket of n elements, and S_r are the places of its
-k = FRACTION n largest:
+clipping and denser first steps. v_r is rank r's bucket with its padding, n elements, and S_r are
+the places of its k = FRACTION n largest:
 
     mean = mean over r of (v_r on S_r, 0 elsewhere)
 

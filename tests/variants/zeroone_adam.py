@@ -9,10 +9,10 @@ First stage: in every k-th step (`variance_interval`) gradients are averaged exa
 with b2^k in place of b2. In the other steps v stays, and m moves with g = average(g_i), in one bit.
 
 Second stage: rank i steps alone, with its own gradient g_i. In every j-th step
-(`agreement_interval`) all ranks agree on weights. With W the weights that they last agreed on, and
+(`agreement_interval`) all ranks agree on weights. With A the weights that they last agreed on, and
 L the sum of the learning rates since then:
 
-    K = (1 - L decay) W                     W after decay alone
+    K = (1 - L decay) A                     A after decay alone
     m = average((K - w) (sqrt(v) + eps) / L)            the mean momentum that led from K to w
     w = K - L m / (sqrt(v) + eps)
 
@@ -21,7 +21,7 @@ The published algorithm differs in three ways:
   times, so updates are up to 3 times as long.
 - The ranks average -L m. An agreement soon after another, as before an evaluation, then divides the
   residual of the earlier one by its own short L.
-- W takes the place of K. Decay then becomes a part of m and acts up to 1 / (1 - b1) times as
+- A takes the place of K. Decay then becomes a part of m and acts up to 1 / (1 - b1) times as
   strongly.
 
 What is changed: the same as in onebit_adam.py, with this optimizer. Before train.py saves, the
@@ -52,7 +52,7 @@ class ZeroOneAdam(onebit_adam.OneBitAdam):
     def __init__(self, params, **options):
         super().__init__(params, **options)
         for p, state in self.state.items():
-            state["agreed"] = p.detach().clone()                         # W
+            state["agreed"] = p.detach().clone()                         # A
 
     def connect(self, args, world, state):
         """Takes from a train.State what the optimizer needs. Call it before the first step."""
