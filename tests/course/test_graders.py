@@ -34,8 +34,8 @@ from tests.conftest import ROOT, SEED
 from tests.course import scale
 from tests.local_ranks import on_threads
 from tests.ranks import no_room, one_of_two, run_ranks, together
-from tests.training import (SHORT, assert_same, by_the_clock, column, last_state, on_own_disk,
-                            power_fails, random_batch, run, spoil, steps_kept)
+from tests.training import (SHORT, assert_same, built, by_the_clock, column, last_state,
+                            on_own_disk, power_fails, random_batch, run, spoil, steps_kept)
 from tests.tools import test_flops, test_plan
 from tests.variants import onebit, powersgd
 from tests.variants.equations import (POWERSGD_BYTES, POWERSGD_SHAPES, gradient,
@@ -305,6 +305,9 @@ def test_attention_of_one_example():
     """4 points: attention of one example alone."""
     qkv, _, _ = packed([7])
     assert_attends(bert.plain_attention(qkv), attention_by_hand(qkv), qkv, "plain_attention")
+    large = 30 * qkv.detach()                    # exp(S) would be inf
+    assert_near(bert.plain_attention(large), attention_by_hand(large),
+                "plain_attention of Q, K and V around 30")
 
 
 @pytest.mark.parametrize("fills_up", [19, 0])         # rows of padding at the end
@@ -330,9 +333,12 @@ def test_attention_is_packed(fills_up, rng):
     assert scores < 1.05 * needed, (
         f"{what} computes {scores:.0f} numbers of S in a head, not {needed}: the others belong to "
         "two different examples, or to padding")
-    rounded = bert.attention(qkv.bfloat16(), bounds, sizes, 0.0)
-    assert rounded.dtype == torch.bfloat16, f"attention of torch.bfloat16 returns {rounded.dtype}"
-    assert_near(rounded[:len(exact)], exact, "attention in bfloat16", 0.05)
+    for dtype in torch.bfloat16, torch.float16:
+        rounded = bert.attention(qkv.to(dtype), bounds, sizes, 0.0)
+        assert rounded.dtype == dtype, f"attention of {dtype} returns {rounded.dtype}"
+        assert_near(rounded[:len(exact)], exact, f"attention in {dtype}", 0.05)
+    large = bert.attention(30 * qkv.detach(), bounds, sizes, 0.0)        # exp(S) would be inf
+    assert large.isfinite().all(), "attention of Q, K and V around 30 is not finite"
 
 
 def test_attention_drops_weights():
@@ -345,6 +351,8 @@ def test_attention_drops_weights():
             "a dropout of 0.1 drops too many or no attention weights, or the same weights in all "
             "examples of one length, in all rows of an example, or in all heads; or it drops "
             "elements of the output, or the weights that remain are made to add up to 1")
+    again = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.1).unflatten(0, (3, 50))[:2]
+    assert (sums != again).any(), "each call drops the same weights"
     assert_near(sums, sums[..., :1].expand_as(sums), "with equal V, a row of the output in a head")
     assert 0.95 < sums.mean() < 1.05, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
 
@@ -406,15 +414,15 @@ def test_schedule_progress(case):
 def test_precision_scale(rng):
     """3 points: the loss scale halves, doubles and has a floor."""
     growth = rng.randrange(4, 9)
-    scaler = optim.LossScaler(scale=8.0, growth_interval=growth, smallest=2.0, largest=16.0)
+    scaler = optim.LossScaler(scale=8.0, growth_interval=growth, smallest=2.0, largest=12.0)
     quiet = growth - 1                           # good steps that leave the scale unchanged
-    scales = [8] * quiet + [4] * growth + [8, 4] + [4] * quiet + [8] * growth + [16] * (growth + 1)
+    scales = [8] * quiet + [4] * growth + [8, 4] + [4] * quiet + [8] * growth + [12] * (growth + 1)
     for step, scale in enumerate(scales, 1):
         overflow = step in (growth, 2 * growth + 1)
         taken = scaler.update(overflow, step)
         assert bool(taken) != overflow, f"with overflow {overflow}, update must not return {taken}"
         assert scaler.scale == scale, (
-            f"from a scale of 8, with growth_interval {growth}, largest 16 and overflows in steps "
+            f"from a scale of 8, with growth_interval {growth}, largest 12 and overflows in steps "
             f"{growth} and {2 * growth + 1}, the scale after step {step} should be {scale}; yours "
             f"is {scaler.scale:g}")
     assert (scaler.good_steps, scaler.skipped) == (3 * growth, 2), (
@@ -428,6 +436,7 @@ def test_precision_scale(rng):
         pytest.fail(f"{floor}it must not raise {error!r}")
     with pytest.raises(optim.TrainingStopped):
         scaler.update(True, 42)
+    assert scaler.skipped == 2, f"after the last overflow, skipped is {scaler.skipped}, not 2"
 
 
 def test_precision_names_the_step(rng):
@@ -447,7 +456,8 @@ def test_precision_clips(scale, size, max_norm, rng):
     for weight in weights:
         weight.grad = size * torch.randn(weight.shape)
     scaled = [scale * weight.grad for weight in weights]
-    optim.unscale_and_clip_(scaled, float(nn.utils.get_total_norm(scaled)), scale, max_norm)
+    # A list of its own: the tensors must change, not what is in the list.
+    optim.unscale_and_clip_([*scaled], float(nn.utils.get_total_norm(scaled)), scale, max_norm)
     norm = nn.utils.clip_grad_norm_(weights, max_norm)
     for ours, weight in zip(scaled, weights):
         assert_near(ours, weight.grad, f"gradient {[*ours.shape]} of three, with scale {scale:g}, "
@@ -482,6 +492,14 @@ def test_precision_masters(dtype, rng):
             shared = masters[name].data_ptr() == p.data_ptr()
             assert shared == (dtype == torch.float32), (
                 f"{name} in {dtype}: master and weight share memory in fp32, and only in fp32")
+    # In another order; exact in fp16, not in bf16.
+    others = {name: torch.full_like(masters[name], k + 2 ** -9)
+              for k, name in enumerate(names[::-1])}
+    optim.copy_to_model(others, model)
+    for name, p in model.named_parameters():
+        assert name not in names or torch.equal(p, others[name].to(dtype)), (
+            f"{name} in {dtype} is not {others[name].max():.8g}, its weight among masters in "
+            "another order, rounded once")
 
 
 # ----- lamb -----
@@ -571,9 +589,12 @@ def test_dealing_ahead(rng):
     """3 points: a thread makes the batches of one step ahead."""
     made = []
     step = rng.randrange(1, 50)
+    begins = threading.Event()                   # the caller's first step
 
     def batch(indices):
         time.sleep(0.05)
+        if len(made) == 3 and not begins.wait(3):
+            made.append("too late")
         made.extend(i - 4 * step for i in indices)
         return 6 // (9 - made[-1])
 
@@ -582,6 +603,8 @@ def test_dealing_ahead(rng):
     loader = data.loader(SimpleNamespace(batch=batch), step, 4, 1, 1, 2)
     one, two, end = 4 * step + 1, 4 * step + 5, time.monotonic() + 5
     first = next(loader)
+    begins.set()
+    assert "too late" not in made, "the first step must begin before the second is made"
     assert first == [0, 1], f"step {step} must have examples {one} and {one + 2}"
     while len(made) < 4 and time.monotonic() < end:        # the caller's step runs
         time.sleep(0.2)
@@ -602,6 +625,8 @@ def test_dealing_divisor(shards, pairs, right):
     batches = [examples.batch([i, i + 9]) for i in range(3)]
     if pairs == "nsp":
         batches[2].labels["nsp"][1] = data.IGNORED         # so five of six count
+    else:
+        batches[0].labels["mlm"][:] = data.IGNORED         # so rank 0 has no label at all
     counts = [int((batch.labels["mlm"] != data.IGNORED).sum()) for batch in batches]
     parts = batches[:1], batches[1:]
     for found in on_threads(lambda world: train.count_labels(world, parts[world.rank]), 2):
@@ -612,7 +637,8 @@ def test_dealing_divisor(shards, pairs, right):
 
 # ----- buckets -----
 
-@pytest.mark.parametrize("a, c", [(3, 4), (5, 2)])       # full before the embeddings; after them
+# Full before the embeddings; after them; a tensor that fills a bucket alone, after another one.
+@pytest.mark.parametrize("a, c", [(3, 4), (5, 2), (9, 2)])
 def test_buckets_are_filled(a, c, rng):
     """3 points: buckets are filled with the right tensors."""
     unit = rng.randrange(1, 9)
@@ -620,6 +646,7 @@ def test_buckets_are_filled(a, c, rng):
              "d.embeddings.d": 5, "e": 3, "f": 6}
     tensors = {name: torch.zeros(size, unit).half() for name, size in sizes.items()}
     buckets = dist.fill_buckets(tensors, dist.World(), "none", 8.9 * unit * 4e-6)
+    assert [*tensors] == [*sizes], "`fill_buckets` changes its argument"
     found = [[*bucket.shapes] for bucket in buckets]
     right = [["f", "e"], ["d.embeddings.d", "embeddings_c"], ["embeddings.b", "embeddings.a"],
              ["bias"]]
@@ -665,6 +692,9 @@ def test_buckets_stay_in_range():
             f"sent and summed in fp16, 4096 and 2 have the mean 2048, 0 and inf the mean inf, and "
             f"0 and {LARGE:g} the mean {LARGE / 2:g}, not {mean[:3].tolist()}; in fp32, {LARGE:g} "
             f"on each rank has this mean, not {mean[4]:g}")
+    alone = torch.tensor([1 + 2 ** -12])
+    dist.Dense(torch.bfloat16).average(dist.World(), alone, 1.0)
+    assert alone == 1, "a single rank must round, too: so it shows what bf16 does to the loss"
 
 
 def test_buckets_on_two_levels():
@@ -815,6 +845,11 @@ def test_overlap_errors():
     must_raise(ZeroDivisionError, reducer.finish, "`finish` after a job in the thread has failed")
     must_raise(KeyError, lambda: backward(model),
                "`_ready` in a second backward after that of the last micro-batch")
+    alone = nn.ModuleList([nn.Linear(4, 1)])
+    reducer_alone = dist.Reducer(alone, dist.World())
+    backward(alone)
+    reducer_alone.finish()
+    must_raise(KeyError, lambda: backward(alone), "`_ready` in a second backward, after `finish`,")
     reducer.zero_grad()
     model[0].bias.grad = reducer.views["0.weight"][0, :1]
     must_raise(dist.DistError, lambda: backward(model),
@@ -847,6 +882,13 @@ def test_overlap_tells():
         f"three buckets take 0.3 s and send 7 bytes each, and `finish` waits {took:.2f} s for "
         f"them; your wait_seconds is {seconds:.2f}, your bytes_sent {sent}")
     reducer.zero_grad()
+    sum(model.values()).backward()
+    time.sleep(0.6)
+    reducer.finish()
+    assert reducer.wait_seconds < 0.7 and reducer.bytes_sent == 21, (
+        "wait_seconds and bytes_sent must be those of one step, but in a second step they are "
+        f"{reducer.wait_seconds:.2f} and {reducer.bytes_sent}")
+    reducer.zero_grad()
     model["second"].backward()
     with pytest.raises(dist.DistError) as caught:
         reducer.finish()
@@ -855,8 +897,10 @@ def test_overlap_tells():
         f"first and third take no part in the loss, but the error names {names or 'none'}")
     alone = dist.Reducer(nn.Linear(1, 1), dist.World())
     alone.missing.clear()
+    alone.buckets[0].average = lambda scale: time.sleep(0.3) or 0
     alone.finish()
-    assert alone.wait_seconds < 1 and alone.bytes_sent == 0, "a single rank waits or sends"
+    assert hasattr(alone.buckets[0], "ended"), "a single rank does not call `_average`"
+    assert alone.wait_seconds < 0.2 and alone.bytes_sent == 0, "a single rank waits or sends"
 
 
 def measure():
@@ -910,6 +954,9 @@ def test_powersgd_is_algorithm_1(tmp_path):
     zero, *_ = powersgd.powersgd(dist.World(), torch.zeros(3000), {
         "shapes": [torch.Size([60, 50])]})
     assert not zero.any(), "gradients that are all 0 have a mean other than 0"
+    line = torch.outer(torch.randn(60), torch.randn(50)).flatten()       # of a rank below k
+    found, *_ = powersgd.powersgd(dist.World(), line.clone(), {"shapes": [torch.Size([60, 50])]})
+    assert_near(found, line, "the mean of a matrix of rank 1, on one rank,", 1e-4)
     assert_near((mean + residual)[:6512], value[:6512], "mean plus residual, on one rank,")
     for part, size, left in zip(mean.split([*sizes, 88]), sizes, residual.split([*sizes, 88])):
         rank = 0 if size < 9 else torch.linalg.matrix_rank(part.view(-1, 50), rtol=1e-4)
@@ -996,6 +1043,9 @@ def test_feedback_tells_bytes(rng):
     told = rng.randrange(1000, 9000)
     wire = dist.ErrorFeedback(lambda world, value, state: (value, value, state, told))
     sent = wire.average(dist.World(), torch.zeros(N_BUCKET), 1.0)
+    wire.average(dist.World(), torch.zeros(1024, device="meta"), 1.0)    # on the bucket's device
+    assert len(wire.next[0]) == 1024, (
+        f"for 1024 elements and one rank, `value` has {len(wire.next[0])} with its padding")
     assert sent == told, f"`exchange` returns {told} bytes, but `average` returns {sent}"
 
 
@@ -1074,10 +1124,38 @@ def assert_resumes(shards, folder, size, step, *flags, damaged=False):
     assert_same(last_state(whole), last_state(killed), "the last checkpoint after a kill")
 
 
+def assert_restores_all(shards, out):
+    """Asserts that in one process all numbers are restored, and tensors in place, and that
+    the latest steps are kept whatever the clock says."""
+    world, log = dist.World(), SimpleNamespace(say=print, number="")
+    args, state = built(shards, "--out", out)
+    args.out.mkdir()
+    state.counters = train.Counters(3, 0, 3, 5.0, 9)
+    state.scaler = optim.LossScaler(8.0, 7, 2.0, 16.0, 3, 5)
+    for k, group in enumerate(state.optimizer.param_groups):
+        group["of a variant"] = k
+    train.save(args, world, log, state)
+    _, other = built(shards, "--out", out)
+    places = [tensor.data_ptr() for tensor in train.tensors_of(other).values()]
+    train.restore(args, world, log, other)
+    assert train.numbers_of(other) == train.numbers_of(state), (
+        f"of the numbers {train.numbers_of(state)}, `restore` gives {train.numbers_of(other)}")
+    assert places == [tensor.data_ptr() for tensor in train.tensors_of(other).values()], (
+        "`restore` gives masters or moments other memory, but may only write into theirs")
+    for step in 4, 5:                            # the clock is set back before each save
+        for path in args.out.glob("*.pt"):
+            os.utime(path, (4e9, 4e9))
+        state.counters.step = step
+        train.save(args, world, log, state)
+    found = sorted(train.checkpoints_in(args.out))
+    assert found == [4, 5], f"after saves of steps 3, 4 and 5 there are {found}: is it the clock?"
+
+
 def test_resume_has_the_same_bits(shards, tmp_path, rng):
     """3 points: a killed and resumed run has the bits and seconds of an uninterrupted run."""
     assert_resumes(shards, tmp_path, 2, rng.choice([7, 8]),
                    "--precision", "bf16", "--compression", "fp16")
+    assert_restores_all(shards, tmp_path / "alone")
 
 
 def test_resume_of_lossy_compression(shards, tmp_path, rng):
@@ -1172,6 +1250,14 @@ def test_resume_names_files(shards, tmp_path):
     names = sorted(path.name for path in tmp_path.glob("out/*.pt"))
     right = ["step-00000001.pt", "step-00000003.pt"]
     assert names == right, f"the checkpoints of steps 1 and 3 are {right}, not {names}"
+    args, state = built(shards, "--out", tmp_path / "changed")
+    args.out.mkdir()
+    said = []
+    log = SimpleNamespace(say=said.append, number="")
+    train.save(args, dist.World(), log, state)
+    args.code = args.code | {"train.py": "another"}
+    train.restore(args, dist.World(), log, state)
+    assert "train.py" in " ".join(said), "`restore` does not warn that train.py has changed since"
     code = last_state(tmp_path / "out")["code"]
     assert code.get("train.py") == train.code_digests()["train.py"], (
         f"a checkpoint's \"code\" must be args.code, not {code}")

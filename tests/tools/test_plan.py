@@ -64,17 +64,18 @@ def test_a_step_hides_what_it_can(monkeypatch):
         plan, "flops_per_example", lambda _, length, masked: 1e8 * (length + masked))
     monkeypatch.setattr(plan, "wire_bytes", lambda _, elements, ranks: elements * (ranks - 1))
     # NCCL's ring has all ranks, int8's the nodes; one node sends nothing over the network.
-    for nodes, gbps, latency, compression, ring in (
-            (2, 10, 0, "none", 6), (2, 10, 9, "int8", 2), (2, 0.1, 9, "none", 6),
-            (1, 10, 9, "none", 1)):
+    share = math.ceil((200 + SEED % 80) / 6)              # in three micro-batches, or one by one
+    for nodes, gbps, latency, compression, ring, micro, parts in (
+            (2, 10, 0, "none", 6, 1024, 3), (2, 10, 9, "int8", 2, 1024, 3),
+            (2, 0.1, 9, "none", 6, 1024, 3), (1, 10, 9, "none", 1, 1024, 3),
+            (2, 0.1, 9, "none", 6, 40, share)):
         args = plan.parse_arguments(
             f"--nodes {nodes} --gpus-per-node {6 // nodes} --compression {compression} "
-            f"--model mini --batch {200 + SEED % 80} --micro-tokens 1024 "
+            f"--model mini --batch {200 + SEED % 80} --micro-tokens {micro} "
             f"--tflops 0.1 --gbps {gbps} --latency {latency} --bucket-mb 4".split())
-        share = math.ceil((200 + SEED % 80) / 6)          # in three micro-batches
         each = 1e-3 * 64 * (1 + args.mask_fraction)
         compute = share * each
-        backward = 2 / 3 * each * (share // 3)
+        backward = 2 / 3 * each * (share // parts)
         exchange = 8e-9 * (ring - 1) * args.parameters / gbps
         exchange += (nodes > 1) * 1e-3 * latency * math.ceil(args.parameters / 1e6)
         late = exchange * args.config.vocab_size * args.config.width / args.parameters
@@ -88,8 +89,10 @@ def test_a_step_hides_what_it_can(monkeypatch):
 
 @pytest.mark.parametrize("compression", dist.COMPRESSORS)
 def test_the_bytes_are_those_that_a_bucket_sends(compression):
-    # The parts of the second are 175 elements on four nodes: a block each.
-    for elements, nodes in itertools.product((512 * (2048 + SEED), 700 + SEED), (1, 2, 4)):
+    # Blocks divide evenly in the second; the parts of the third are 175 elements on four nodes, a
+    # block each.
+    sizes = 512 * (2048 + SEED), 2048 * (512 + SEED), 700 + SEED
+    for elements, nodes in itertools.product(sizes, (1, 2, 4)):
         world = one_of_two()                         # which exchanges nothing
         world.size = nodes
         sent = dist.Bucket({"matrix": (elements,)}, world, compression).average(1.0)
