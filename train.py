@@ -314,7 +314,7 @@ class Log:
         self.number = os.urandom(8).hex()
         try:
             (folder / "run").write_text(self.number)
-        except OSError:                                  # a full disk: the old number will do
+        except OSError:          # it is full or away: the number that is there, or none, will do
             with contextlib.suppress(OSError, ValueError):
                 self.number = (folder / "run").read_text()
 
@@ -451,8 +451,8 @@ def build_model(args, world):
     # Without pairs no text has a segment B. A model in --init that knows none either has two equal
     # embeddings of segments.
     segments = getattr(model.embeddings, "segments", None)       # a variant has none
-    args.no_segment_b = segments and args.pairs == "none" and (
-        not args.init or torch.equal(*segments.weight))
+    args.no_segment_b = bool(segments) and args.pairs == "none" and (
+        not args.init or torch.equal(segments.weight[0], segments.weight[1]))
     model.to(world.device)
     return model
 

@@ -307,7 +307,7 @@ def test_attention_of_one_example():
     assert_attends(bert.plain_attention(qkv), attention_by_hand(qkv), qkv, "plain_attention")
     large = 30 * qkv.detach()                    # exp(S) would be inf
     assert_near(bert.plain_attention(large), attention_by_hand(large),
-                "plain_attention of Q, K and V around 30")
+                "plain_attention of Q, K and V around 30", 1e-3)
 
 
 @pytest.mark.parametrize("fills_up", [19, 0])         # rows of padding at the end
@@ -492,7 +492,7 @@ def test_precision_masters(dtype, rng):
             shared = masters[name].data_ptr() == p.data_ptr()
             assert shared == (dtype == torch.float32), (
                 f"{name} in {dtype}: master and weight share memory in fp32, and only in fp32")
-    # In another order; exact in fp16, not in bf16.
+    # In another order; all but the first are exact in fp16, not in bf16.
     others = {name: torch.full_like(masters[name], k + 2 ** -9)
               for k, name in enumerate(names[::-1])}
     optim.copy_to_model(others, model)
@@ -884,10 +884,13 @@ def test_overlap_tells():
     reducer.zero_grad()
     sum(model.values()).backward()
     time.sleep(0.6)
+    finishes = time.perf_counter()
     reducer.finish()
-    assert reducer.wait_seconds < 0.7 and reducer.bytes_sent == 21, (
-        "wait_seconds and bytes_sent must be those of one step, but in a second step they are "
-        f"{reducer.wait_seconds:.2f} and {reducer.bytes_sent}")
+    took = time.perf_counter() - finishes
+    assert reducer.wait_seconds < took and reducer.bytes_sent == 21, (
+        f"in a second step `finish` takes {took:.2f} s, and 21 bytes are sent; wait_seconds and "
+        f"bytes_sent must be of this step alone, but are {reducer.wait_seconds:.2f} and "
+        f"{reducer.bytes_sent}")
     reducer.zero_grad()
     model["second"].backward()
     with pytest.raises(dist.DistError) as caught:
@@ -898,9 +901,12 @@ def test_overlap_tells():
     alone = dist.Reducer(nn.Linear(1, 1), dist.World())
     alone.missing.clear()
     alone.buckets[0].average = lambda scale: time.sleep(0.3) or 0
+    began = time.perf_counter()
     alone.finish()
+    took = time.perf_counter() - began
     assert hasattr(alone.buckets[0], "ended"), "a single rank does not call `_average`"
-    assert alone.wait_seconds < 0.2 and alone.bytes_sent == 0, "a single rank waits or sends"
+    assert alone.wait_seconds <= took - 0.3 and alone.bytes_sent == 0, (
+        "a single rank waits or sends")
 
 
 def measure():
@@ -1043,6 +1049,7 @@ def test_feedback_tells_bytes(rng):
     told = rng.randrange(1000, 9000)
     wire = dist.ErrorFeedback(lambda world, value, state: (value, value, state, told))
     sent = wire.average(dist.World(), torch.zeros(N_BUCKET), 1.0)
+    wire = dist.ErrorFeedback(lambda world, value, state: (value, value, state, told))
     wire.average(dist.World(), torch.zeros(1024, device="meta"), 1.0)    # on the bucket's device
     assert len(wire.next[0]) == 1024, (
         f"for 1024 elements and one rank, `value` has {len(wire.next[0])} with its padding")
@@ -1257,7 +1264,7 @@ def test_resume_names_files(shards, tmp_path):
     train.save(args, dist.World(), log, state)
     args.code = args.code | {"train.py": "another"}
     train.restore(args, dist.World(), log, state)
-    assert "train.py" in " ".join(said), "`restore` does not warn that train.py has changed since"
+    assert "code" in " ".join(said), "`restore` does not warn that the code has changed since"
     code = last_state(tmp_path / "out")["code"]
     assert code.get("train.py") == train.code_digests()["train.py"], (
         f"a checkpoint's \"code\" must be args.code, not {code}")

@@ -102,7 +102,8 @@ def record(world, folder, argv):
     (2, 2, [], 0.64, 1),                    # 160,000 numbers of 4 bytes, by one all_reduce
     (2, 2, ["--variant", "topk"], 0.013, 2),    # a hundredth of them, and their indices
     (1, 1, [], 0, 0), (1, 2, [], 0, 0),
-    (1, 1, ["--at-step", 9, "--steps", 1, 0], 0, 0)])       # the first phase has one step
+    (1, 1, ["--at-step", 9, "--steps", 1, 0], 0, 0),
+    (1, 3, ["--steps", 1, 4], 0, 0)])                       # its first phase has one step
 def test_a_step_of_a_training(
         shards, tmp_path, size, step, variant, megabytes, in_a_bucket):
     path = tmp_path / "step.json"

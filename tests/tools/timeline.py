@@ -4,10 +4,10 @@
     torchrun --nproc_per_node=2 tests/tools/timeline.py --variant topk --save topk.json
     python tests/tools/timeline.py --draw none.json topk.json --picture steps.svg
 
-The first two commands train like train.py with these flags, and end when the step is drawn. If the
-first phase ends before that step, its last step is drawn. No checkpoint is written; without --out
-nothing of the run is, except the demo's shards if they are missing. The third command draws files
-from --save, with a panel for each file and one time axis for all.
+The first two commands train like train.py with these flags, and end when the step is drawn. If a
+phase of more than one step ends before that step, its last step is drawn. No checkpoint is written;
+without --out nothing of the run is, except the demo's shards if they are missing. The third command
+draws files from --save, with a panel for each file and one time axis for all.
 
 Time runs to the right, on each rank from the start of backward of the step's last micro-batch: the
 clocks of two ranks are not compared. A rank has a row for its main thread, with its total in ms:
@@ -165,7 +165,8 @@ def draw_picture(steps, path):
 
 def draw_and_end(options, args, world, log, state):
     """Replaces train.save: draws the step that has just ended, and ends the program. Collective."""
-    if state.counters.step == 1 and min(options.at_step, args.phases[0].steps) > 1:
+    goes_on = train.progress(args, state.counters)[0] is not None
+    if state.counters.step == 1 and options.at_step > 1 and goes_on:
         return               # train.py saves after the first step, too
     rows = sum(world.all_gather_object(
         rows_of(world.rank, getattr(state.reducer, "buckets", []))), [])
