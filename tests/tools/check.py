@@ -4,10 +4,10 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program fifteen times for a few steps, on the CPU, in a minute and a half on two idle
-cores (thirteen times if the CPU has no bf16 instructions). For each property that nearly every
-program must keep, it prints "yes", "NO" with the first difference, or "not tried" and why. The
-status is 1 if something differs.
+Trains the program fifteen times for a few steps, on the CPU, in a minute on two idle cores
+(thirteen times if the CPU has no bf16 instructions). For each property that nearly every program
+must keep, it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1
+if something differs.
 
 With --compression losses on two ranks may differ by a hundredth and norms by two fifths, since each
 rank rounds its own gradients. Leave --steps alone, and --save-every, --dropout, --precision and
