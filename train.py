@@ -314,7 +314,7 @@ class Log:
         self.number = os.urandom(8).hex()
         try:
             (folder / "run").write_text(self.number)
-        except OSError:          # it is full or away: the number that is there, or none, will do
+        except OSError:      # a disk is full or away: the number that is there, or none, will do
             with contextlib.suppress(OSError, ValueError):
                 self.number = (folder / "run").read_text()
 

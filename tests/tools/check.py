@@ -10,12 +10,12 @@ must keep, it prints "yes", "NO" with the first difference, or "not tried" and w
 if something differs.
 
 With --compression losses on two ranks may differ by a hundredth and norms by two fifths, since each
-rank rounds its own gradients. Leave --steps alone, and --save-every, --dropout, --precision and
---hours, whose results differ by nature. Variants that compress by themselves, or whose ranks step
-alone, differ, too: they get a NO for two ranks or for resumes. This program does not see whether a
-change does what you wanted, or what shows only in a long run, on a GPU or with other flags. With
---model, the loss of pairs may differ by a tenth in bf16 from step 3 on: in `mini` it then differs
-by four hundredths.
+rank rounds its own gradients; a step that overflows, as fp16's first one may, gives NO. Leave
+--steps alone, and --save-every, --dropout, --precision and --hours, whose results differ by nature.
+Variants that compress by themselves, or whose ranks step alone, differ, too: they get a NO for two
+ranks or for resumes. This program does not see whether a change does what you wanted, or what shows
+only in a long run, on a GPU or with other flags. With --model, the loss of pairs may differ by a
+tenth in bf16 from step 3 on: in `mini` it then differs by four hundredths.
 """
 import json
 import math

@@ -29,10 +29,12 @@ What is changed:
 
 The optimizer's step count t goes on, so the moments of a copied layer, which start at 0, are not
 corrected. Its updates are too long; under LAMB only those of its vectors, and of matrices so large
-that the bound of LAMB's ratio applies. With constant gradients
-they are up to 1.6 times as long for some fifty steps with the demo's b2 of 0.98, up to 6.6 times
-for a thousand with 0.999; with pure noise, 3 and 14 times at first.  A run that stops before the
-last stage also has its unused, untrained layers in --out/model. """
+that the bound of LAMB's ratio applies. With constant gradients they are up to 1.6 times as long for
+some fifty steps with the demo's b2 of 0.98, up to 6.6 times for a thousand with 0.999; with pure
+noise, 3 and 14 times at first.
+
+A run that stops before the last stage also has its unused, untrained layers in --out/model.
+"""
 import dataclasses
 import sys
 from pathlib import Path
