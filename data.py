@@ -642,39 +642,34 @@ class TextFiles:
 
     A folder contributes all files that are neither hidden nor behind a link to another folder. A
     file is text with blank lines between documents, or JSON lines with a `text` field, and may be
-    compressed as .gz, .bz2 or .xz. Raises DataError if a path is not a file or folder, OSError if a
-    folder cannot be read.
+    compressed as .gz, .bz2 or .xz. Raises DataError if something is not a file or folder, OSError
+    if a folder cannot be read.
     """
 
     def __init__(self, paths):
-        self.files = []
-        for path in map(Path, paths):
-            if path.is_dir():
-                self.files += files_in(path)
-            elif path.is_file():
-                self.files.append(path)
-            else:
-                raise DataError(f"{path} is not a file or folder (a pipe will not do: text is read "
-                                "more than once)")
+        found = [file for path in paths for file in files_in(Path(path))]
         # A file that is given twice is read once.
-        self.files = list({os.path.realpath(path): path for path in self.files}.values())
+        self.files = list({os.path.realpath(file): file for file in found}.values())
 
     def __iter__(self):
         for path in self.files:
             yield from documents_in(path)
 
 
-def files_in(folder):
-    """Yields the files of a folder that are neither hidden nor behind a link to another folder. A
-    broken link counts as a file, so that opening it is an error. Raises OSError if a folder cannot
-    be read, which Path.rglob would skip."""
-    for path in sorted(folder.iterdir()):
-        if path.name[0] == ".":
-            continue
-        if path.is_file() or not path.exists():
-            yield path
-        elif path.is_dir() and not path.is_symlink():
-            yield from files_in(path)
+def files_in(path):
+    """Yields a file, or the files of a folder that are neither hidden nor behind a link to another
+    folder. Raises DataError if a path is neither, and OSError if a folder cannot be read, which
+    Path.rglob would skip."""
+    if path.is_dir():
+        for inner in sorted(path.iterdir()):
+            linked_folder = inner.is_dir() and inner.is_symlink()
+            if inner.name[0] != "." and not linked_folder:
+                yield from files_in(inner)
+    elif path.is_file():
+        yield path
+    else:
+        raise DataError(f"{path} is not a file or folder (a pipe will not do: text is read more "
+                        "than once)")
 
 
 def begins_json(beginning):

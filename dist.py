@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -507,7 +507,7 @@ BLOCK = 512                  # elements that share a block's scale, see `encode_
 
 def encode_int8(blocks):
     """Returns the codes of blocks (..., 512), bytes (..., 516): an int8 for each element and an
-    fp32 scale for the block; and C(blocks), the values that the codes stand for.
+    fp32 scale for the block. `decode_int8` returns C(blocks), the values that they stand for.
 
     The element farthest from 0 becomes 127 or -127 (block-wise quantisation, Dettmers et al., arXiv
     2110.02861, section 2.1, here to evenly spaced numbers):
@@ -517,9 +517,8 @@ def encode_int8(blocks):
     # The clamp is for blocks of zeros. A block with an inf or NaN has such a scale, and all of it
     # is decoded to NaN (0 * inf). So is then the mean, once more encoded: all ranks skip the step.
     scales = blocks.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
-    levels = (blocks / scales).round_()
-    packed = levels.to(torch.int8).view(torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), levels.mul_(scales)
+    levels = (blocks / scales).round_().to(torch.int8)
+    return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], -1)
 
 
 def decode_int8(codes):
@@ -619,14 +618,14 @@ def compressed_mean(encode, decode, world, value, state):
     In a step nothing is lost. All goes out or stays: mean_r v_r + s = q + mean_r e'_r + s'. Above,
     for part 0: (3.4 + 2.0) / 2 + 0 = 2 + (0.4 + 0.0) / 2 + 0.5.
 
-    encode: a function blocks (..., BLOCK) -> (codes (..., bytes of a block) uint8, C(blocks)).
-    decode: codes -> C(blocks). For world, value, state and the result see `ErrorFeedback`.
+    encode: a function blocks (..., BLOCK) -> codes (..., bytes of a block) uint8. decode: codes ->
+    C(blocks). For world, value, state and the result see `ErrorFeedback`.
     """
     parts = value.view(world.size, -1, BLOCK)              # (W, blocks of a part, BLOCK)
 
     # 1. Send each part to the rank that averages it.
-    codes, decoded = encode(parts)                         # codes: (W, blocks, bytes of a block)
-    residual = parts.sub_(decoded).view(-1)                # in place, to save memory
+    codes = encode(parts)                                  # (W, blocks, bytes of a block)
+    residual = parts.sub_(decode(codes)).view(-1)          # in place, to save memory
     received = world.all_to_all(codes)                     # row r: rank r's codes of our part
 
     # 2. Average our part over the ranks.
@@ -634,8 +633,8 @@ def compressed_mean(encode, decode, world, value, state):
     part_mean += state.get("part_residual", 0)
 
     # 3. Send the average to all.
-    part_codes, part_decoded = encode(part_mean)
-    part_residual = part_mean.sub_(part_decoded)
+    part_codes = encode(part_mean)
+    part_residual = part_mean.sub_(decode(part_codes))
     mean = decode(world.all_gather(part_codes)).view(-1)
     sent = 2 * (world.size - 1) * part_codes.numel()
     return mean, residual, {"part_residual": part_residual}, sent
@@ -925,16 +924,15 @@ def end_torchrun():
 #     60 s after "failed"     `watch` ends its process: on nodes where no rank has ended, torchrun
 #                             has sent no SIGTERM
 
-def open_store():
-    """Returns the ranks' store, by a connection of its own: another thread may use the old one."""
+@functools.cache
+def own_store():
+    """Returns the ranks' store, by a connection that only `watch` and `agree` use: they ask nothing
+    that takes long, and if node 0's torchrun has ended, with the store, it fails at once."""
     return distributed.group.WORLD.get_group_store().clone()
 
 
 # Set by `watch` 2 s after it saw "failed", or 2 s after it has ended torchrun.
 may_leave = threading.Event()
-# Completed by `watch` if the store vanishes before that: node 0's torchrun keeps it. A Future, so
-# that `leave` can wait for it and for another one.
-store_gone = Future()
 # The thread in which `leave` asks the store. It begins before training, since after an error there
 # may be no memory for a new one.
 asking = ThreadPoolExecutor()
@@ -944,8 +942,8 @@ def watch(rank):
     """Waits, in a thread of each process, until a rank has failed. Then reports this process as
     alive, and ends it if it still runs a minute later. If a restart cannot help it ends torchrun as
     well."""
-    try:
-        store = open_store()
+    with contextlib.suppress(RuntimeError):        # the store is gone with node 0's torchrun
+        store = own_store()
         while not store.check(["failed"]):
             time.sleep(0.1)
         # A timer that prints all stacks and ends the process in 60 s, even if all of Python hangs.
@@ -957,8 +955,6 @@ def watch(rank):
             end_torchrun()                         # here, too: the main thread may hang
         time.sleep(REACTION_SECONDS)
         may_leave.set()
-    except RuntimeError:
-        store_gone.set_result(True)
 
 
 def leave(message, restart_helps, rank_lost=False):
@@ -969,11 +965,9 @@ def leave(message, restart_helps, rank_lost=False):
     are silent, and puts their numbers in place of the "?" in its message.
     """
     try:
-        # A thread asks, since the request may never return. `store_gone` is for a store that is
-        # gone: to connect to it would take until --timeout, but `watch` notices it in 0.1 s.
+        # A thread asks, since the request may never return.
         agreement = asking.submit(agree, message, restart_helps, rank_lost)
-        wait([agreement, store_gone], timeout=10, return_when="FIRST_COMPLETED")
-        message, restart_helps = agreement.result(timeout=0)
+        message, restart_helps = agreement.result(timeout=10)
     except (RuntimeError, TimeoutError):
         # The store is gone with its torchrun or did not answer; or the ranks have not met, and no
         # memory is left for a thread. Then each rank prints an error of its own. But a RankLost is
@@ -1005,7 +999,7 @@ def agree(message, restart_helps, rank_lost):
     decides. Raises RuntimeError if the store is gone."""
     if not distributed.is_initialized():
         return message, restart_helps              # before they meet, each speaks for itself
-    store = open_store()
+    store = own_store()
     # compare_set writes ours if the key is not set yet, and returns what it then holds.
     ours = f"{distributed.get_rank()} {restart_helps}"
     first = store.compare_set("failed", "", ours).decode()

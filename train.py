@@ -431,9 +431,9 @@ def set_bias_to_frequencies(model, shards):
 
 
 def build_model(args, world):
-    """Returns the fp32 model before the first step, on this rank's device, and sets
-    args.no_segment_b for `use_masters`. Only rank 0 reads --init; dist.Reducer sends rank 0's
-    weights to all. Raises ConfigError if a phase has more tokens than the model has positions."""
+    """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
+    --init; dist.Reducer sends rank 0's weights to all. Raises ConfigError if a phase has more
+    tokens than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     longest = max(phase.seq_len for phase in args.phases)
@@ -443,16 +443,15 @@ def build_model(args, world):
     model = bert.BertForPreTraining(config)
     # Without pairs, the pooler and the NSP head take no part in the loss. They are frozen: the
     # Reducer needs a gradient for each trained parameter, and weight decay alone would shrink them.
-    for head in model.pooler, model.nsp:
-        head.requires_grad_(args.pairs != "none")
+    # So are the embeddings of segments, since no text has a segment B: B's is a copy of A's.
+    for name, p in model.named_parameters():
+        if args.pairs == "none" and name.startswith(("pooler.", "nsp.", "embeddings.segments.")):
+            p.requires_grad_(False)
+            if name == "embeddings.segments.weight":
+                p[1] = p[0]
     set_bias_to_frequencies(model, args.data)
     if args.init and world.rank == 0:
         bert.init_from(args.init, model, args.data / "tokenizer.model")
-    # Without pairs no text has a segment B. A model in --init that knows none either has two equal
-    # embeddings of segments.
-    segments = getattr(model.embeddings, "segments", None)       # a variant has none
-    args.no_segment_b = bool(segments) and args.pairs == "none" and (
-        not args.init or torch.equal(segments.weight[0], segments.weight[1]))
     model.to(world.device)
     return model
 
@@ -1009,15 +1008,12 @@ def report(args, log, state):
             f'Fill in your own:\n    python bert.py "{args.out}/model" "Text with a [MASK] in it."')
 
 
-def use_masters(args, state):
+def use_masters(state):
     """Gives rank 0's model the fp32 weights for its folder: the masters, since 16-bit weights are
     rounded. Untrained tensors have no masters and stay rounded: buffers and, without pairs, the
-    pooler and the NSP head."""
+    pooler, the NSP head and the embeddings of segments."""
     state.model.float()
     optim.copy_to_model(state.masters, state.model)
-    if args.no_segment_b:                    # use A's embedding for it
-        segments = state.model.embeddings.segments.weight.data
-        segments[1] = segments[0]
 
 
 def train(args, world):
@@ -1043,7 +1039,7 @@ def train(args, world):
     stop = training_loop(args, world, log, state, clock)
 
     if world.rank == 0:
-        use_masters(args, state)
+        use_masters(state)
         bert.save_huggingface(state.model, args.data / "tokenizer.model", args.out / "model",
                               state.counters.longest or args.phases[0].seq_len)
         if not stop:

@@ -395,13 +395,16 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "loop").symlink_to(".")
-    os.mknod(tmp_path / "socket", stat.S_IFSOCK)             # opening it fails at once
     (tmp_path / "empty.txt").touch()
     read = [*data.TextFiles([tmp_path, tmp_path / "a.txt", tmp_path / "b/../a.txt"])]
     assert read == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"], "a file is lost or read twice"
     (tmp_path / "nowhere").symlink_to("gone")
-    with pytest.raises(OSError, match="nowhere"):
-        list(data.TextFiles([tmp_path]))
+    with pytest.raises(data.DataError, match="nowhere is not a file"):
+        data.TextFiles([tmp_path])
+    (tmp_path / "nowhere").unlink()
+    os.mknod(tmp_path / "socket", stat.S_IFSOCK)
+    with pytest.raises(data.DataError, match="socket is not a file"):
+        data.TextFiles([tmp_path])
 
 
 def test_a_line_of_marks_that_are_not_seen_is_blank(tmp_path):

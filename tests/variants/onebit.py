@@ -35,8 +35,7 @@ SIGNS = 1 - 2.0 * ((torch.arange(256).view(256, 1) & POWERS) > 0)
 
 def encode(blocks):
     """Returns the codes of blocks (..., 512), bytes (..., 68): a bit for each element and an fp32
-    scale for the block; and C(blocks), the values that the codes stand for. An inf or NaN is in the
-    scale, so it makes the whole block inf or NaN.
+    scale for the block. An inf or NaN is in the scale, so it makes the whole block inf or NaN.
 
         block_scale = mean |x|      bit = sign of x            C(x) = block_scale or -block_scale
 
@@ -51,7 +50,7 @@ def encode(blocks):
         eights = blocks.signbit().unflatten(-1, (-1, 8))
         bits = eights * POWERS.to(blocks.device, non_blocking=True)
         packed = bits.sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], -1), torch.copysign(scales, blocks)
+    return torch.cat([packed, scales.view(torch.uint8)], -1)
 
 
 def decode(codes):
