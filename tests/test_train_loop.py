@@ -107,7 +107,8 @@ def facts_of(shards, *flags):
     ("--compression fp16", {"scale": 65536}),
     ("--optimizer adamw", {"optimizer": optim.AdamW}),
     ("--recipe other", {"betas": (0.7, 0.8), "texts": ANY}),       # whose last phase is as long
-    ("--pairs none", {"tasks": ["mlm"], "untrained": {"pooler", "nsp", "embeddings"}, "texts": ANY}),
+    ("--pairs none",
+     {"tasks": ["mlm"], "untrained": {"pooler", "nsp", "embeddings"}, "texts": ANY}),
     ("--mask-fraction 0.6", {"masked": 0.6}),
     ("--seed 1", {"weights": ANY, "texts": ANY}),
     ("--micro-tokens 512", {"micro-batches": 2, "texts": ANY})])
