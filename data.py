@@ -19,7 +19,6 @@ import argparse
 import bz2
 import contextlib
 import dataclasses
-import errno
 import functools
 import gzip
 import hashlib
@@ -484,8 +483,8 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
             for name in [*file_names(shard_names(shards)), "manifest.json"]:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
-        # A full disk raises an error without a file name.
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        # The error of a write, such as that of a full disk, names no file.
+        if isinstance(error, OSError) and not error.filename:
             error.filename = str(folder)
         raise
     return manifest

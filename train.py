@@ -286,8 +286,12 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         # The lock lasts while the file is open; its 1 MB buffer is for a full disk, see `metric`.
-        self.file = open(folder / "metrics.jsonl", "a", buffering=1 << 20)
+        path = folder / "metrics.jsonl"
+        self.file = open(path, "a", buffering=1 << 20)
         self.lock(folder, math.ceil(min(LOCK_SECONDS, timeout / 2)))
+        # A crash or a full disk may have left half a line.
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            self.file.write("\n")
 
     def lock(self, folder, seconds):
         """Locks the folder for this process. If another process holds the lock, waits up to

@@ -227,7 +227,7 @@ def print_memory(args):
     parts = [f"{part} {gigabytes:.2f}" for part, gigabytes in state.items()]
     # A micro-batch has whole examples, at most those of a rank in a step.
     tokens = 0
-    for phase in args.phases:
+    for phase in [phase for phase in args.phases if phase.steps]:
         share = math.ceil(phase.global_batch / args.ranks)
         micro_size = max(1, args.micro_tokens // phase.seq_len)
         tokens = max(tokens, phase.seq_len * min(share, micro_size))

@@ -176,6 +176,11 @@ def test_the_memory_adds_up(printed, flags, bits, bytes_each):
     assert ("lower --micro-tokens" in text) == (int(fit) < 8192), text
 
 
+def test_a_phase_of_no_steps_takes_no_memory(printed):
+    text = printed("--tflops 10 --recipe nvidia-64k --micro-tokens 8192 --batch 16 64 --steps 9 0")
+    assert "of 256 tokens the most in a micro-batch" in text, text
+
+
 def test_the_plan_knows_gpus_and_recipes(printed):
     base = "--nodes 1 --gpus-per-node 1 --gpu rtx4090 --model base"
     text = printed(f"{base} --recipe day")

@@ -42,7 +42,8 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.json").write_text(LONG)
     (tmp_path / "shorter.json").write_text(SHORTER)
-    monkeypatch.setattr(sys, "argv", "- --draw shorter.json long.json --picture x.svg".split())
+    command = "- --draw shorter.json long.json --picture x.svg"
+    monkeypatch.setattr(sys, "argv", command.split())
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         timeline.main()
@@ -56,6 +57,13 @@ def test_saved_steps_are_drawn_on_one_scale(monkeypatch, capsys, tmp_path):
     written = re.findall("<!-- (.*) -->", (tmp_path / "x.svg").read_text())
     for label in ("long", "shorter", "rank 1  240 ms", *timeline.NAMES.values()):
         assert written.count(label) == 1, f"{label!r} occurs {written.count(label)} times, not once"
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/long.json").write_text(LONG)
+    monkeypatch.setattr(sys, "argv", command.replace("shorter", "b/long").split())
+    timeline.main()
+    said = capsys.readouterr().out
+    assert "\nlong:" in said and "b/long:" in said, "of two files of one name, one is not drawn"
 
 
 # ----- Recorded -----

@@ -195,8 +195,9 @@ def main():
         parser.error("argument --picture: must end in .png, .svg or .pdf")
     if options.draw:
         try:
-            draw({path.stem: json.loads(path.read_text()) for path in options.draw},
-                 options.picture)
+            steps = {str(path.with_suffix("")): json.loads(path.read_text())
+                     for path in options.draw}
+            draw(steps, options.picture)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             parser.error("no picture of what --save has written: "
                          f"{type(error).__name__}: {error}")
