@@ -708,7 +708,7 @@ def fill_mask(model, tokenizer, text, count=5):
     lines = []
     for probabilities, choices in zip(best.values.tolist(), best.indices.tolist()):
         words = zip(tokenizer.id_to_piece(choices), probabilities)
-        lines.append(", ".join(f"{word.strip('▁')} {p:.0%}" for word, p in words))
+        lines.append(", ".join(f"{word.strip('▁') or '▁'} {p:.0%}" for word, p in words))
     return lines
 
 

@@ -143,7 +143,8 @@ def parse_arguments(argv=None):
         help="give up on a silent rank after this many seconds, over NCCL after twice as many "
              "(default: %(default)s)")
     add("--max-steps", type=COUNT, default=math.inf,
-        help="stop after this step; the learning rates stay as planned for the whole training")
+        help="stop after this step; the learning rates, and the minutes that are left, stay those "
+             "of the whole training")
     add("--save-every", type=COUNT, default=300,
         help="save and evaluate every SAVE_EVERY steps and every half hour; after step 1 save only "
              "(default: %(default)s)")
@@ -436,8 +437,8 @@ def set_bias_to_frequencies(model, shards):
 
 def build_model(args, world):
     """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
-    --init; dist.Reducer sends rank 0's weights to all. Raises ConfigError if a phase has more
-    tokens than the model has positions."""
+    --init, and puts its digest into args.settings; dist.Reducer sends rank 0's weights to all.
+    Raises ConfigError if a phase has more tokens than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
     longest = max(phase.seq_len for phase in args.phases)
@@ -456,6 +457,8 @@ def build_model(args, world):
     set_bias_to_frequencies(model, args.data)
     if args.init and world.rank == 0:
         bert.init_from(args.init, model, args.data / "tokenizer.model")
+        # In place of the path: the folder may move, but a resume needs the same frozen weights.
+        args.settings["init"] = data.sha256_of(args.init / "model.safetensors")[:16]
     model.to(world.device)
     return model
 
@@ -670,11 +673,13 @@ def restore(args, world, log, state):
         world.broadcast(tensor)
     optim.copy_to_model(state.masters, state.model)
     try:
-        state.counters = Counters(**numbers["counters"])
-        state.scaler = optim.LossScaler(**numbers["scaler"])
+        for kept, saved in (state.counters, "counters"), (state.scaler, "scaler"):
+            if vars(kept).keys() != numbers[saved].keys():
+                raise ValueError(f"it has other {saved}")
+            vars(kept).update(numbers[saved])
         for group, options in zip(state.optimizer.param_groups, numbers["groups"], strict=True):
             group.update(options)
-    except (TypeError, ValueError) as error:         # another field, another number of groups
+    except ValueError as error:                      # from zip: another number of groups
         raise ConfigError(f"the checkpoint is from different code ({error}); give a new --out")
 
 

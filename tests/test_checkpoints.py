@@ -179,9 +179,11 @@ def test_another_run_in_the_same_folder_is_refused(
 
 
 @pytest.mark.parametrize("change", [
-    lambda numbers: numbers["counters"].update(colour=1), lambda numbers: numbers["groups"].pop()])
+    lambda numbers: numbers["counters"].update(colour=1),
+    lambda numbers: numbers["counters"].pop("phase_step"),
+    lambda numbers: numbers["scaler"].pop("skipped"), lambda numbers: numbers["groups"].pop()])
 def test_a_checkpoint_of_other_code_is_refused(finished, train_here, monkeypatch, change):
-    """Its Counters have an additional field, or its optimizer has a different number of groups."""
+    """Its Counters have a field more or less, or its optimizer a different number of groups."""
     read_checkpoint = train.read_checkpoint
 
     def of_other_code(path):
@@ -275,10 +277,15 @@ def test_rank_0_alone_reads_init(shards):
 
 
 def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp_path):
-    argv = *EIGHT, "--mask-fraction", 0.15, "--pairs", "none", "--init", finished / "model"
-    for last in 2, 4:
-        train_here(tmp_path / "out", *argv, "--max-steps", last)
+    argv = *EIGHT, "--mask-fraction", 0.15, "--pairs", "none", "--init"
+    moved = shutil.copytree(finished / "model", tmp_path / "moved")
+    train_here(tmp_path / "out", *argv, finished / "model", "--max-steps", 2)
+    train_here(tmp_path / "out", *argv, moved, "--max-steps", 4)
     assert column(tmp_path / "out", "step") == [1, 2, 3, 4]
+    shutil.copy(tmp_path / "out" / "model" / "model.safetensors", moved)
+    with pytest.raises(train.ConfigError, match="from a different run: init "):
+        train_here(tmp_path / "out", *argv, moved)
+        pytest.fail("a run goes on with the frozen weights of another model")
     ours, theirs = map(bert.load_huggingface, (tmp_path / "out" / "model", finished / "model"))
     for head in "pooler.weight", "pooler.bias", "nsp.weight", "nsp.bias":
         assert torch.equal(ours.get_parameter(head), theirs.get_parameter(head)), head

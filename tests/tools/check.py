@@ -4,8 +4,8 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program fifteen times for a few steps, on the CPU, in a minute on two idle cores
-(thirteen times if the CPU has no bf16 instructions). For each property that nearly every program
+Trains the program sixteen times for a few steps, on the CPU, in a minute on two idle cores
+(fourteen times if the CPU has no bf16 instructions). For each property that nearly every program
 must keep, it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1
 if something differs.
 
@@ -41,10 +41,8 @@ FLAGS = ("--steps 4 --batch 13 --save-every 3 --lr-scale 0.25 --dropout 0 --prec
          "--timeout 60").split()
 TOLERANCE = 2.5e-6           # relative; right programs differ by less than 6e-7
 
-# Runs a program, given with its flags, in which the gradients of two steps have an inf. Two, since
-# some programs take two gradients in a step: then both are those of one step. The Reducer itself
-# calls `zero_grad` once.
-SPOILED = """
+# Runs a program, given with its flags, after the lines in place of CHANGE.
+CHANGED = """
 import runpy, sys
 from pathlib import Path
 
@@ -52,8 +50,14 @@ sys.argv = sys.argv[1:]
 folders = Path(sys.argv[0]).resolve().parents
 sys.path[0] = str(folders[0])            # as for a program that is started by itself
 sys.path += [str(folder) for folder in folders if (folder / "dist.py").exists()]
-import dist
+import dist, optim
 
+CHANGE
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# The gradients of two steps have an inf. Two, since some programs take two gradients in a step:
+# then both are those of one step. The Reducer itself calls `zero_grad` once.
+SPOILED = """
 zero_grad = dist.Reducer.zero_grad
 calls = []
 
@@ -64,7 +68,17 @@ def spoil(reducer, *loss_scale):
         reducer.flats[0][0] = float("inf")
 
 dist.Reducer.zero_grad = spoil
-runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Each second step has half of the loss scale: a power of two changes no bit of the weights.
+RESCALED = """
+update = optim.LossScaler.update
+
+def rescale(scaler, overflow, step):
+    step_taken = update(scaler, overflow, step)
+    scaler.scale *= 0.5 if step % 2 else 2.0
+    return step_taken
+
+optim.LossScaler.update = rescale
 """
 
 
@@ -85,15 +99,16 @@ class Program:
         compressed = any(word.startswith("--compression") for word in words)
         self.tolerance = 1e-2 if compressed else TOLERANCE
 
-    def train(self, name, *flags, ranks=1, spoiled=False):
-        """Trains the run `name`, or resumes it. Returns its training and held-out losses and norms
-        of gradients, {("train" or "eval", step): {field: value}}. Raises Failed."""
+    def train(self, name, *flags, ranks=1, change=""):
+        """Trains the run `name`, or resumes it. change: SPOILED or RESCALED. Returns its training
+        and held-out losses and norms of gradients, {("train" or "eval", step): {field: value}}.
+        Raises Failed."""
         program, *words = self.words
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        if spoiled:
-            command += ["-c", SPOILED]
+        if change:
+            command += ["-c", CHANGED.replace("CHANGE", change)]
         command += [program, *FLAGS, *words, *flags, "--out", str(self.folder / name)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -210,7 +225,7 @@ def same_after_skipped_step(program, whole):
     """A step whose gradients have an inf changes nothing that evaluation uses, and the next step
     can be taken. Here, each step but the first is evaluated."""
     losses = program.train(
-        "spoiled", "--steps", "8", "--max-steps", "7", "--save-every", "1", spoiled=True)
+        "spoiled", "--steps", "8", "--max-steps", "7", "--save-every", "1", change=SPOILED)
     skipped = []                         # the numbers of the skipped steps
     for line in program.lines("spoiled"):
         if line["kind"] == "train" and line["skipped"] > len(skipped):
@@ -223,6 +238,12 @@ def same_after_skipped_step(program, whole):
     after = {("eval", step): losses["eval", step] for step in evaluated}
     before = {("eval", step): losses["eval", step - 1] for step in evaluated}
     return difference(after, before, 0)
+
+
+def same_with_other_scales(program, whole):
+    """Whatever uses gradients divides them by the loss scale that they had."""
+    tolerance = 0 if program.tolerance == TOLERANCE else program.tolerance       # fp16 rounds
+    return difference(program.train("rescaled", change=RESCALED), whole, tolerance)
 
 
 def first_six(whole):
@@ -239,6 +260,7 @@ QUESTIONS = {
     "two ranks, resumed on one: the same losses": same_from_two_to_one,
     "model/ taken up by --init: the same held-out losses": same_from_folder,
     "inf in gradients: skipped, the same held-out losses": same_after_skipped_step,
+    "other loss scales: the same bits": same_with_other_scales,
     "bf16: losses within a hundredth": near_in_bf16,
 }
 

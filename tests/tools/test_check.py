@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import dist
+import optim
 import train
 from tests.tools import check
 
@@ -65,6 +66,7 @@ def pretend(command, wrong_in, loss):
     ("--init", "refuses", ""),
     ("--micro-tokens", {"grad_norm": 2.001}, "same_one_at_a_time"),
     ("the run spoiled", "drifts", "same_after_skipped_step"),
+    ("the run rescaled", {"grad_norm": 2.000001}, "same_with_other_scales"),
     ("bf16", 6.1, "near_in_bf16"),
     ("bf16", {"nsp_loss": 0.73}, "near_in_bf16")])
 def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in, loss, seen_by):
@@ -114,6 +116,7 @@ def test_two_ranks_may_differ_more_with_compression(tmp_path, flags, loss, norm,
         assert bool(question(program, whole)) == wrong, question.__name__
     assert bool(check.same_one_at_a_time(program, whole)) == (wrong or bool(flags))
     assert check.same_again(program, whole), "a run again may differ"
+    assert bool(check.same_with_other_scales(program, whole)) == (wrong or not flags)
 
 
 @pytest.mark.parametrize("skipped, changed_by, answer", [
@@ -134,19 +137,23 @@ def test_what_a_skipped_step_must_not_do(skipped, changed_by, answer):
     assert found.startswith(answer) and bool(found) == bool(answer), found
 
 
-def test_the_gradients_of_two_steps_are_spoiled(monkeypatch, tmp_path, capsys):
+def test_the_program_is_changed_before_it_runs(monkeypatch, tmp_path, capsys):
     (tmp_path / "program.py").write_text(
-        "import sys, torch, dist\n"
+        "import sys, torch, dist, optim\n"
         "reducer = dist.Reducer(torch.nn.Linear(2, 2), dist.World())\n"
         "for step in range(1, 8):\n"
         "    reducer.zero_grad(1.0)\n"
         "    if not reducer.flats[0].isfinite().all():\n"
-        "        print(step, *sys.argv[1:])\n")
+        "        print(step, *sys.argv[1:])\n"
+        "scaler = optim.LossScaler(scale=1.0)\n"
+        "for step in range(1, 4):\n"
+        "    print(scaler.scale, scaler.update(False, step))\n")
     monkeypatch.setattr(dist.Reducer, "zero_grad", dist.Reducer.zero_grad)   # restored afterwards
+    monkeypatch.setattr(optim.LossScaler, "update", optim.LossScaler.update)
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / "program.py"), "--flag"])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    exec(check.SPOILED, {})
-    assert capsys.readouterr().out == "5 --flag\n6 --flag\n"
+    exec(check.CHANGED.replace("CHANGE", check.SPOILED + check.RESCALED), {})
+    assert capsys.readouterr().out == "5 --flag\n6 --flag\n1.0 True\n0.5 True\n1.0 True\n"
 
 
 def test_what_does_not_run_at_all_is_one_line(monkeypatch, tmp_path):

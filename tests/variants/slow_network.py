@@ -74,7 +74,7 @@ def crosses_nodes(world):
     """Returns whether the collectives of a World send to other nodes."""
     if world.size == 1:
         return False
-    if world.group is None:                        # all ranks
+    if world.group is None or world.size == int(os.environ["WORLD_SIZE"]):       # all ranks
         return True
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     ranks = distributed.get_process_group_ranks(world.group)

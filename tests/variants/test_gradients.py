@@ -318,6 +318,11 @@ def waits(world):
         assert torch.equal(result, expected), f"{name} of {team.size} ranks gives other bits"
 
 
+def test_a_second_group_of_all_ranks_of_one_node_is_slow_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert slow_network.crosses_nodes(dist.World(size=2, group="another"))
+
+
 def test_ring_and_slow_network(tmp_path):
     _, [lost, _], _, _ = together(
         lambda: run_ranks(around, 3, tmp_path),
