@@ -484,7 +484,7 @@ def prepare(corpus, folder, vocab_size=8192, shards=8, cased=False, tokenizer=No
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
         # The error of a write, such as that of a full disk, names no file.
-        if isinstance(error, OSError) and not error.filename:
+        if isinstance(error, OSError) and error.errno and not error.filename:
             error.filename = str(folder)
         raise
     return manifest
@@ -596,7 +596,7 @@ def write_shards(corpus, folder, tokenizer, shards, documents, checksum):
 
     if found != checksum:
         raise DataError("the text changed while it was read; wait until it is complete")
-    unigrams.tofile(folder / "unigrams")
+    (folder / "unigrams").write_bytes(unigrams)
     # A number has 8 bytes; the first number, 0, ends no document.
     counts = [file.tell() // 8 - 1 for file in document_files]
     for file in token_files + document_files:

@@ -364,7 +364,7 @@ def log_start(args, world, log, state):
     if not log.active:
         return
     log.claim(args.out)
-    begun_before = log.file.tell() > 0       # lines of an earlier start
+    begun_before = (args.out / "metrics.jsonl").stat().st_size > 0       # by an earlier start
     config = state.model.config
     parameters = sum(p.numel() for p in state.model.parameters())
     log.metric("run", command=sys.argv, flags=args.settings, code=args.code,

@@ -23,6 +23,7 @@ import threading
 import tracemalloc
 import unicodedata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -485,6 +486,11 @@ def test_what_is_stopped_leaves_nothing(monkeypatch, program):
 
     monkeypatch.setattr(data, "sha256_of", stop)
     assert "stopped; nothing is left behind" in program("a.txt --out out --shards 1")
+
+
+def test_an_error_without_a_number_keeps_its_words(monkeypatch, program):
+    monkeypatch.setattr(data, "sha256_of", Mock(side_effect=OSError("as some libraries say")))
+    assert "as some libraries say" in program("a.txt --out out --shards 1")
 
 
 def test_a_full_disk_is_one_line_that_names_the_folder(program):
