@@ -661,8 +661,7 @@ def files_in(path):
     Path.rglob would skip."""
     if path.is_dir():
         for inner in sorted(path.iterdir()):
-            linked_folder = inner.is_dir() and inner.is_symlink()
-            if inner.name[0] != "." and not linked_folder:
+            if inner.name[0] != "." and not (inner.is_symlink() and inner.is_dir()):
                 yield from files_in(inner)
     elif path.is_file():
         yield path

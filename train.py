@@ -437,7 +437,7 @@ def set_bias_to_frequencies(model, shards):
 
 def build_model(args, world):
     """Returns the fp32 model before the first step, on this rank's device. Only rank 0 reads
-    --init, and puts its digest into args.settings; dist.Reducer sends rank 0's weights to all.
+    --init, and changes its entry in args.settings; dist.Reducer sends rank 0's weights to all.
     Raises ConfigError if a phase has more tokens than the model has positions."""
     torch.manual_seed(args.seed)
     config = bert.BertConfig.preset(args.model, args.vocab_size, dropout=args.dropout)
@@ -448,7 +448,8 @@ def build_model(args, world):
     model = bert.BertForPreTraining(config)
     # Without pairs, the pooler and the NSP head take no part in the loss. They are frozen: the
     # Reducer needs a gradient for each trained parameter, and weight decay alone would shrink them.
-    # So are the embeddings of segments, since no text has a segment B: B's is a copy of A's.
+    # So are the embeddings of segments, since no text has a segment B. B's is a copy of A's; those
+    # of --init stay as they are.
     for name, p in model.named_parameters():
         if args.pairs == "none" and name.startswith(("pooler.", "nsp.", "embeddings.segments.")):
             p.requires_grad_(False)
@@ -457,8 +458,11 @@ def build_model(args, world):
     set_bias_to_frequencies(model, args.data)
     if args.init and world.rank == 0:
         bert.init_from(args.init, model, args.data / "tokenizer.model")
-        # In place of the path: the folder may move, but a resume needs the same frozen weights.
-        args.settings["init"] = data.sha256_of(args.init / "model.safetensors")[:16]
+        # In place of the path, which may change. A checkpoint has no frozen weights, so a resume
+        # needs the same ones.
+        args.settings["init"] = "given"
+        if not all(p.requires_grad for p in model.parameters()):
+            args.settings["init"] = data.sha256_of(args.init / "model.safetensors")[:16]
     model.to(world.device)
     return model
 

@@ -286,6 +286,10 @@ def test_a_resumed_run_has_the_untrained_heads_of_init(finished, train_here, tmp
     with pytest.raises(train.ConfigError, match="from a different run: init "):
         train_here(tmp_path / "out", *argv, moved)
         pytest.fail("a run goes on with the frozen weights of another model")
+    for last in 1, 2:                                  # with pairs, nothing is frozen
+        train_here(tmp_path / "pairs", *EIGHT, "--init", moved, "--max-steps", last)
+        moved = moved.rename(tmp_path / f"moved{last}")
+        shutil.copy(finished / "model" / "model.safetensors", moved)
     ours, theirs = map(bert.load_huggingface, (tmp_path / "out" / "model", finished / "model"))
     for head in "pooler.weight", "pooler.bias", "nsp.weight", "nsp.bias":
         assert torch.equal(ours.get_parameter(head), theirs.get_parameter(head)), head

@@ -396,6 +396,7 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "loop").symlink_to(".")
+    (tmp_path / ".nowhere").symlink_to("gone")
     (tmp_path / "empty.txt").touch()
     read = [*data.TextFiles([tmp_path, tmp_path / "a.txt", tmp_path / "b/../a.txt"])]
     assert read == ["AA/wiki_00\n", "a.txt\n", "b/c.txt\n"], "a file is lost or read twice"

@@ -446,6 +446,8 @@ def leaves(world, said, act):
     dist.end_torchrun = Path(f"{said}.{world.rank}.ends").touch
     world = dist.init(3, f"file://{said}.store")
     process = world.all_gather_object(os.getpid())[2]
+    assert dist.asking.submit(dist.own_store).result() is dist.own_store(), (
+        "each thread has a connection of its own, and waits to connect to a store that is gone")
     try:
         if world.rank == 2:
             if act == "killed":
