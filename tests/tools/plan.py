@@ -3,10 +3,11 @@ r"""Estimates the memory, seconds and hours of a training by formulas alone. It 
     python tests/tools/plan.py --nodes 32 --gpus-per-node 8 --gbps 10 --gpu v100 \
         --model large --recipe nvidia-64k --micro-tokens 4096
 
-The flags of train.py count as they do there, except --data, --pairs and --max-steps, which have no
-effect; the plan adds its own. The speed of a GPU is required. --gpu takes a card's published speed;
-better is --tflops, from a short run of your own: its `examples_per_second` per GPU, times the GFLOP
-of an example, which the plan prints, divided by 1,000. With --hours, it prints how many steps fit.
+Flags of train.py that change time or memory count as they do there, except --pairs and --max-steps,
+which have no effect; the plan adds its own. The speed of a GPU is required. --gpu takes a card's
+published speed; better is --tflops, from a short run of your own: its `examples_per_second` per
+GPU, times the GFLOP of an example, which the plan prints, divided by 1,000. With --hours, it prints
+how many steps fit.
 
 The plan does not count the time to compress, the traffic inside a node, the optimizer, loading,
 evaluation and saving. Every example counts at the phase's full length; some are shorter, which

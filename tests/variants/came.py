@@ -9,7 +9,7 @@ column means, R + C elements each. A(r, c) is 1 / sqrt of the matrix that a pair
 
     A(r, c) = (r / mean(r))^-1/2 c^-1/2                     r (R, 1), c (1, C): the factors
     r, c = b2 (r, c) + (1 - b2) row and column means of g^2 + 1e-30
-    u = g A(r, c)                       u = u / max(1, RMS(u) / d)
+    u = g A(r, c)                       u = u / max(1, RMS(u) / d), d = 1
     m = b1 m + (1 - b1) u
     r', c' = b3 (r', c') + (1 - b3) row and column means of (u - m)^2 + 1e-16
     w = w - lr decay w - lr m A(r', c')

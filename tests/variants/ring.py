@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=3 tests/variants/ring.py --out runs/ring
 
-Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. If
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. If
 every rank sent its tensor to one rank that adds them up, that rank would receive (W - 1) n
 elements. Instead, the tensor is cut into W chunks, and the ranks form a ring in which each sends
 only to the next. Here three ranks have the tensors a, b, c; ab0 is the sum of a0 and b0:

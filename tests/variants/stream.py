@@ -20,7 +20,7 @@ What it costs:
   GB, which --hours counts. At the start of a phase and at a resume, it reads up to all of it again.
 - Training waits a second or two while a window is read. Each rank reads and tokenizes all text.
 - A rank needs about 300 MB more. KEPT windows stay in memory, tokenized. A step of more text than
-  that, 60 million tokens (120,000 examples of 512), would read the text again for almost every
+  that, 67 million tokens (131,000 examples of 512), would read the text again for almost every
   example.
 - A wrong B comes from the same window. With windows of 256 documents the demo learned almost no NSP
   (59 % right, not 70), because A and a wrong B mostly shared a subject.

@@ -3,11 +3,11 @@
     python tests/variants/whole_words.py                     # and any flag of train.py
 
 google-research/bert, 2019 (its README, "Whole Word Masking"). The rest of a word gives a masked
-token away: "philam" and "on" are enough to guess what was between them. A word is the text between
-two spaces, including punctuation, which BERT's tokenizer splits off. As many tokens are masked as
-in train.py. In Google's code each token of a chosen word draws for itself whether it becomes
-[MASK], a random token or stays, and which random token; here all tokens of a word share these
-draws, too.
+token away: of "philammon", "phil" and "mon" are enough to guess the "am" between them. A word is
+the text between two spaces, including punctuation, which BERT's tokenizer splits off. As many
+tokens are masked as in train.py. In Google's code each token of a chosen word draws for itself
+whether it becomes [MASK], a random token or stays, and which random token; here all tokens of a
+word share these draws, too.
 
 What is changed: data.PretrainingData, replaced by a subclass that gives all tokens of a word the
 random numbers of its first token. Held-out tokens are masked as in train.py, to keep losses

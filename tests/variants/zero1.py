@@ -9,9 +9,9 @@ master belongs to one of the W ranks, its owner:
     rank r:             m, v and w of its own masters move as in train.py
     r = 0 ... W - 1:    rank r broadcasts its own masters to all
 
-The norm, clipping and skipped steps depend on all gradients, which every rank has, so all numbers
-are those of train.py, bit for bit. A checkpoint holds all moments, gathered on rank 0. It resumes
-on any number of ranks, also in train.py, and this program resumes runs of train.py.
+The norm, clipping and skipped steps depend on all gradients, which every rank has, so all losses
+and weights are those of train.py, bit for bit. A checkpoint holds all moments, gathered on rank 0.
+It resumes on any number of ranks, also in train.py, and this program resumes runs of train.py.
 
 m and v take 8 bytes a parameter, of which a rank saves 8 (1 - 1 / W). Masters and gradients, 4
 bytes each, and 16-bit weights are not divided; the paper divides masters in this stage, too, and
