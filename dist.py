@@ -166,7 +166,8 @@ class World:
 def differences(one, other):
     """Returns the entries in which two dicts differ, as text: "seed 1 (not 0)"."""
     keys = [key for key in sorted(one | other) if one.get(key) != other.get(key)]
-    return ", ".join(f"{key} {one.get(key)} (not {other.get(key)})" for key in keys)
+    return ", ".join(
+        f"{key} {one.get(key, 'absent')} (not {other.get(key, 'absent')})" for key in keys)
 
 
 # ----- The simple form: average after backward -----

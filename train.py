@@ -518,8 +518,8 @@ def numbers_of(state):
 def check_weights(world, state):
     """Raises optim.TrainingStopped if weights or moments are not finite, and dist.DistError on all
     ranks if their weights are not bit-identical. Collective."""
-    norm = torch.nn.utils.get_total_norm(list(tensors_of(state).values()))
-    if not norm.isfinite():
+    floats = [tensor for tensor in tensors_of(state).values() if tensor.is_floating_point()]
+    if not torch.nn.utils.get_total_norm(floats).isfinite():
         raise optim.TrainingStopped(f"step {state.counters.step}: weights or moments are not "
                                     "finite; not saved: start over with a lower --lr-scale and a "
                                     "new --out")

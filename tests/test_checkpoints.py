@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -194,6 +195,13 @@ def test_a_checkpoint_of_other_code_is_refused(finished, train_here, monkeypatch
     monkeypatch.setattr(train, "read_checkpoint", of_other_code)
     with pytest.raises(train.ConfigError, match="is from different code .*; give a new --out"):
         train_here(finished, *ARGV)
+
+
+def test_moments_may_be_integers():
+    weight = torch.ones(2)
+    optimizer = SimpleNamespace(state={weight: {"codes": torch.ones(2, dtype=torch.uint8)}})
+    train.check_weights(dist.World(), SimpleNamespace(
+        masters={"weight": weight}, optimizer=optimizer, counters=train.Counters()))
 
 
 def test_a_later_checkpoint_on_another_node_is_not_passed_over(shards, finished, tmp_path):

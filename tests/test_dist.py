@@ -314,7 +314,7 @@ def test_small_collectives(tmp_path):
     expected = {
         "broadcast": [5, 5],
         "sum": str({"large": 2.0 ** 52 + 4, "rank": 6.0, "bad": math.nan}),
-        "check_same": "rank 3 differs: a 2 (not 0), b None (not 1), c 1 (not None)",
+        "check_same": "rank 3 differs: a 2 (not 0), b absent (not 1), c 1 (not absent)",
         "all_gather_object": [[0, "changed"], [1], [2], [3]]}
     for outcomes in (run_ranks(collectives, 4, tmp_path, local_size=2),
                      on_threads(collectives, 4, local_size=2)):
