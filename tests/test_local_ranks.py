@@ -64,10 +64,11 @@ def rows_of(world, values):
 
     def encode(numbers):
         rows.extend([numbers.clone(), numbers.floor()])
-        return rows[-1], rows[-1]
+        return rows[-1]
 
     def decode(codes):
-        rows.append(codes)
+        if codes is not rows[-1]:                      # not its own codes, for the residual
+            rows.append(codes)
         return codes
 
     value = torch.tensor(values[world.rank])
