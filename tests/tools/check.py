@@ -4,10 +4,11 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program sixteen times for a few steps, on the CPU, in a minute on two idle cores
-(fourteen times if the CPU has no bf16 instructions). For each property that nearly every program
-must keep, it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1
-if something differs.
+Trains the program 21 times for a few steps, on the CPU, in one or two minutes on two idle cores (19
+times if the CPU has no bf16 instructions). For each property that nearly every program must keep,
+it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1 if
+something differs. The last line names the weights that no step changes, which are right if you have
+frozen them.
 
 With --compression losses on two ranks may differ by a hundredth and norms by two fifths, since each
 rank rounds its own gradients; a step that overflows, as fp16's first one may, gives NO. Leave
@@ -25,12 +26,15 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+import torch.nn.functional as F
 
+import bert
 import optim
 
 # With four steps in each phase, `first_six` reaches into the second phase. A save drops the
@@ -50,7 +54,7 @@ sys.argv = sys.argv[1:]
 folders = Path(sys.argv[0]).resolve().parents
 sys.path[0] = str(folders[0])            # as for a program that is started by itself
 sys.path += [str(folder) for folder in folders if (folder / "dist.py").exists()]
-import dist, optim
+import bert, data, dist, optim
 
 CHANGE
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -80,6 +84,38 @@ def rescale(scaler, overflow, step):
 
 optim.LossScaler.update = rescale
 """
+# For each training batch, prints the number of its dataset, one for each phase, and the numbers of
+# its examples.
+NOTED = """
+batch = data.PretrainingData.batch
+datasets = []
+
+def note(dataset, indices):
+    if "heldout" not in dataset.paths[0]:
+        if dataset not in datasets:
+            datasets.append(dataset)
+        print("read", datasets.index(dataset), *indices)
+    return batch(dataset, indices)
+
+data.PretrainingData.batch = note
+"""
+# Compares the model with its folder, on the last batch that it has read.
+COMPARED = f"""
+to = data.Batch.to
+save = bert.save_huggingface
+batches = []
+
+def keep(batch, device):
+    batches[:] = [to(batch, device)]
+    return batches[0]
+
+def save_and_compare(model, tokenizer_path, folder, longest):
+    save(model, tokenizer_path, folder, longest)
+    runpy.run_path({__file__!r})["compare"](model, batches[0], folder)
+
+data.Batch.to = keep
+bert.save_huggingface = save_and_compare
+"""
 
 
 class Failed(Exception):
@@ -98,11 +134,12 @@ class Program:
         # differ by 6e-4, norms by 6e-3.
         compressed = any(word.startswith("--compression") for word in words)
         self.tolerance = 1e-2 if compressed else TOLERANCE
+        self.said = {}                   # {run: what it has printed}
 
     def train(self, name, *flags, ranks=1, change=""):
-        """Trains the run `name`, or resumes it. change: SPOILED or RESCALED. Returns its training
-        and held-out losses and norms of gradients, {("train" or "eval", step): {field: value}}.
-        Raises Failed."""
+        """Trains the run `name`, or resumes it. change: SPOILED, RESCALED, NOTED or COMPARED.
+        Returns its training and held-out losses and norms of gradients, {("train" or "eval", step):
+        {field: value}}, and keeps what it prints in `said`. Raises Failed."""
         program, *words = self.words
         command = [sys.executable]
         if ranks > 1:
@@ -117,6 +154,7 @@ class Program:
             said = process.stderr.strip().splitlines()
             own = [line for line in said if line.startswith("train.py: ") or "Error: " in line]
             raise Failed("; ".join((own or said)[:2])[:300])
+        self.said[name] = process.stdout
 
         losses = {}
         for line in self.lines(name):
@@ -133,8 +171,18 @@ class Program:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def model(self, name):
-        """Returns the model file of a run, as bytes."""
-        return (self.folder / name / "model/model.safetensors").read_bytes()
+        """Returns the weights of a run's model folder, {Hugging Face's name: tensor}."""
+        return weights_in(self.folder / name / "model")
+
+
+def weights_in(folder):
+    """Returns the weights of a model folder, {Hugging Face's name: tensor}."""
+    return bert.unpack(bytearray((folder / "model.safetensors").read_bytes()))
+
+
+def unchanged(one, other):
+    """Returns the names of the weights of two models that have the same bits in both."""
+    return [name for name in one if torch.equal(one[name], other[name])]
 
 
 def difference(losses, expected, tolerance):
@@ -154,6 +202,69 @@ def difference(losses, expected, tolerance):
     return ""
 
 
+# ----- The BERT of Hugging Face -----
+
+def huggingface_logits(folder, batch):
+    """Returns the logits that Hugging Face's BertForPreTraining has with the weights of a folder,
+    {task: tensor}, for a data.Batch without its padding. By torch's functions alone, an example at
+    a time."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = weights_in(folder)
+
+    def embedding(kind, indices):
+        return weights[f"bert.embeddings.{kind}_embeddings.weight"][indices]
+
+    def linear(name, x):
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def norm(name, x):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"],
+                            config["layer_norm_eps"])
+
+    def layer(name, x):
+        qkv = [linear(f"{name}.attention.self.{part}", x) for part in ("query", "key", "value")]
+        heads = [part.unflatten(1, (config["num_attention_heads"], -1)).transpose(0, 1)
+                 for part in qkv]                            # (H, T, D/H) each
+        attended = F.scaled_dot_product_attention(*heads).transpose(0, 1).flatten(1)
+        attended = linear(f"{name}.attention.output.dense", attended)
+        x = norm(f"{name}.attention.output.LayerNorm", x + attended)
+        inner = F.gelu(linear(f"{name}.intermediate.dense", x))
+        return norm(f"{name}.output.LayerNorm", x + linear(f"{name}.output.dense", inner))
+
+    hidden = []
+    for rows in torch.arange(int(batch.bounds[-2])).split(batch.lengths[:-1].tolist()):
+        x = embedding("word", batch.tokens[rows])
+        x = x + embedding("position", torch.arange(len(rows)))
+        x = norm("bert.embeddings.LayerNorm", x + embedding("token_type", batch.segments[rows]))
+        for number in range(config["num_hidden_layers"]):
+            x = layer(f"bert.encoder.layer.{number}", x)
+        hidden.append(x)                                     # (T, D)
+    hidden = torch.cat(hidden)
+
+    pooled = torch.tanh(linear("bert.pooler.dense", hidden[batch.bounds[:-2]]))
+    predicted = F.gelu(linear("cls.predictions.transform.dense", hidden[batch.masked_rows]))
+    predicted = norm("cls.predictions.transform.LayerNorm", predicted)
+    mlm = predicted @ weights["bert.embeddings.word_embeddings.weight"].T
+    return {"mlm": mlm + weights["cls.predictions.bias"],
+            "nsp": linear("cls.seq_relationship", pooled)}
+
+
+@torch.no_grad()
+def compare(model, batch, folder):
+    """Raises bert.ModelError if a folder says that it is a BERT, and Hugging Face's BERT would give
+    other logits than the model. Runs in the program that has just written the folder."""
+    if json.loads((folder / "config.json").read_text())["model_type"] != "bert":
+        return
+    model.eval()
+    logits = model(batch)
+    expected = huggingface_logits(folder, batch)
+    for task in sorted(logits.keys() & expected.keys()):
+        error = (logits[task] - expected[task]).abs().max()
+        if not error < 1e-4:
+            raise bert.ModelError(f"Hugging Face's BERT with these weights has other {task} logits "
+                                  f"({error:.2g} off); change MODEL_TYPES in bert.py")
+
+
 # ----- What must hold -----
 #
 # Each function returns "" if its property holds, else "NO: " and the reason, or "not tried: " and
@@ -169,9 +280,49 @@ def same_after_resume(program, whole):
     for stop in "3", "6", "9":
         program.train("resumed", "--max-steps", stop)
     found = difference(program.train("resumed"), whole, 0)
-    if not found and program.model("resumed") != program.model("whole"):
-        return "NO: all losses are the same, but not model/"
-    return found
+    if found:
+        return found
+    resumed = program.model("resumed")
+    changed = resumed.keys() - unchanged(resumed, program.model("whole"))
+    if changed:
+        return f"NO: all losses are the same, but not {min(changed)} in model/"
+    return ""
+
+
+def same_with_dropout(program, whole):
+    """Dropout follows from --seed and the step, and evaluation has none."""
+    dropout = "--dropout", "0.1"
+    expected = program.train("dropout", *dropout, "--max-steps", "6")
+    program.train("dropout, resumed", *dropout, "--max-steps", "3")
+    return difference(program.train("dropout, resumed", *dropout, "--max-steps", "6"), expected, 0)
+
+
+def each_example_once(program, whole):
+    """The steps of a phase read the examples 0, 1, 2 ..., each one once. Only this run shows it:
+    what skips or repeats examples does so on all ranks alike."""
+    program.train("noted", change=NOTED)
+    read = {}                            # {number of the dataset: numbers of examples}
+    for line in program.said["noted"].splitlines():
+        if line.startswith("read "):
+            dataset, *indices = map(int, line.split()[1:])
+            read.setdefault(dataset, []).extend(indices)
+    if not read:
+        return "not tried: the program does not call data.PretrainingData.batch"
+    for dataset, indices in read.items():
+        for expected, index in enumerate(sorted(indices)):
+            if index != expected:
+                happens = "comes twice" if index < expected else f"comes after {expected - 1}"
+                return f"NO: in phase {dataset + 1} example {index} {happens}"
+    return ""
+
+
+def same_as_huggingface(program, whole):
+    """What model/ calls a BERT is one: Hugging Face's gives the logits of this model."""
+    program.train("compared", "--max-steps", "3", change=COMPARED)
+    config = json.loads((program.folder / "compared/model/config.json").read_text())
+    if config["model_type"] != "bert":
+        return f"not tried: its folder says that it is a {config['model_type']}"
+    return ""
 
 
 def same_one_at_a_time(program, whole):
@@ -255,10 +406,13 @@ def first_six(whole):
 QUESTIONS = {
     "run again: the same bits": same_again,
     "stopped after steps 3, 6, 9, resumed: same bits": same_after_resume,
+    "with dropout, stopped after step 3: same bits": same_with_dropout,
+    "each example of a phase is read once": each_example_once,
     "an example at a time: the same losses": same_one_at_a_time,
     "two ranks: the same losses": same_on_two_ranks,
     "two ranks, resumed on one: the same losses": same_from_two_to_one,
     "model/ taken up by --init: the same held-out losses": same_from_folder,
+    "model/, if called a BERT, is Hugging Face's": same_as_huggingface,
     "inf in gradients: skipped, the same held-out losses": same_after_skipped_step,
     "other loss scales: the same bits": same_with_other_scales,
     "bf16: losses within a hundredth": near_in_bf16,
@@ -292,6 +446,9 @@ def main():
             for question, answer in zip(questions, pool.map(ask, questions.values())):
                 print(f"{question:<53}{answer or 'yes'}", flush=True)
                 right = right and not answer.startswith("NO")
+        with suppress(FileNotFoundError):        # a run has failed
+            names = unchanged(program.model("written"), program.model("whole"))
+            print(f"{'weights that steps 4 to 8 do not change':<53}{', '.join(names) or 'none'}")
     sys.exit(not right)
 
 

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+import bert
+import data
 import dist
 import optim
 import train
@@ -46,18 +49,24 @@ def pretend(command, wrong_in, loss):
                     line["skipped"] = min(max(0, step - 4), 2)       # steps 5 and 6
                 if wrong and loss == "drifts":
                     line["mlm_loss"] += step
-                elif wrong:
+                elif wrong and loss != "skips":
                     line |= loss if isinstance(loss, dict) else {"mlm_loss": loss}
                 file.write(json.dumps(line) + "\n")
-    (run / "model/model.safetensors").write_text("wrong" if wrong else "right")
-    return SimpleNamespace(returncode=0)
+    weights = {"frozen": torch.ones(1), "trained": torch.tensor([float(last), wrong])}
+    (run / "model/model.safetensors").write_bytes(bert.pack(weights))
+    (run / "model/config.json").write_text('{"model_type": "bert"}')
+    index = 7 if wrong and loss == "skips" else 2
+    return SimpleNamespace(returncode=0, stdout=f"step 1\nread 0 1 0\nread 1 0\nread 0 {index}\n")
 
 
 @pytest.mark.parametrize("wrong_in, loss, seen_by", [
     ("no run", 6.1, ""),
     ("the run again", 6.1, "same_again"),
-    ("a resumed run", 6.1, "same_after_resume same_from_two_to_one"),
-    ("a resumed run", None, "same_after_resume same_from_two_to_one"),
+    ("a resumed run", 6.1, "same_after_resume same_with_dropout same_from_two_to_one"),
+    ("a resumed run", None, "same_after_resume same_with_dropout same_from_two_to_one"),
+    ("the run dropout, resumed", 6.1, "same_with_dropout"),
+    ("the run noted", "skips", "each_example_once"),
+    ("the run compared", "dies", "same_as_huggingface"),
     ("a resumed run", 6.0, "same_after_resume"),
     ("--micro-tokens", 6.1, "same_one_at_a_time"),
     ("--nproc_per_node=2", 6.1, "same_on_two_ranks same_from_two_to_one"),
@@ -79,11 +88,13 @@ def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in,
     seen = [question.__name__ for question, line in zip(check.QUESTIONS.values(), lines)
             if "NO: " in line]
     assert seen == seen_by.split(), lines
+    assert lines.pop().split("change ")[1].split() == ["frozen"]
     others = [line for line in lines if not ("NO: " in line or line.endswith("yes"))]
     assert bool(others) == (loss == "refuses"), lines
     assert end.value.code == bool(seen)
     if loss == "dies":
-        assert "NO: train.py: rank 1: ValueError" in lines[3], "the program's own line is not shown"
+        assert "NO: train.py: rank 1: ValueError" in "".join(lines), (
+            "the program's own line is not shown")
 
 
 def test_it_compares_as_much_as_it_says(monkeypatch):
@@ -97,7 +108,7 @@ def test_it_compares_as_much_as_it_says(monkeypatch):
     near = losses | {("train", 5): {"mlm_loss": 6.000001}}
     assert check.same_again(Mock(train=lambda name: near), losses), "other bits are the same to it"
 
-    program = Mock(train=Mock(return_value=losses), model=Mock(return_value=b""))
+    program = Mock(train=Mock(return_value=losses), model=Mock(return_value={}))
     assert not check.same_after_resume(program, losses)
     stops = [int(call.args[2]) for call in program.train.mock_calls if len(call.args) > 1]
     assert [stop // 4 for stop in stops] == [0, 1, 2], (
@@ -155,6 +166,49 @@ def test_the_program_is_changed_before_it_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     exec(check.CHANGED.replace("CHANGE", check.SPOILED + check.RESCALED), {})
     assert capsys.readouterr().out == "5 --flag\n6 --flag\n1.0 True\n0.5 True\n1.0 True\n"
+
+
+@pytest.mark.parametrize("said, answer", [
+    ("read 0 1 0\nread 1 0\nread 0 2", ""), ("step 1", "not tried: "),
+    ("read 0 0 1\nread 0 1 2", "NO: in phase 1 example 1 comes twice"),
+    ("read 0 0\nread 1 0\nread 1 2", "NO: in phase 2 example 2 comes after 0"),
+    ("read 0 3", "NO: in phase 1 example 3 comes after -1")])
+def test_which_examples_a_phase_reads(said, answer):
+    found = check.each_example_once(Mock(said={"noted": said}), None)
+    assert found.startswith(answer) and bool(found) == bool(answer), found
+
+
+def test_examples_are_noted_and_the_folder_is_compared(shards, monkeypatch, tmp_path, capsys):
+    (tmp_path / "program.py").write_text(
+        "import sys, torch, bert, data\n"
+        "from pathlib import Path\n"
+        "shards, folder = map(Path, sys.argv[1:])\n"
+        "for held_out in False, True, False:\n"
+        "    batch = data.PretrainingData(shards, 32, held_out=held_out).batch([3, 4]).to('cpu')\n"
+        "model = bert.BertForPreTraining(bert.BertConfig(2, 64, 2, 96, 320, dropout=0.5))\n"
+        "for p in model.parameters():\n"
+        "    p.data += 0.1 * torch.randn_like(p)\n"
+        "forward = bert.Block.forward\n"
+        "bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n"
+        "bert.Block.forward = lambda *inputs: 0.99 * forward(*inputs)\n"
+        "try:\n"
+        "    bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n"
+        "except bert.ModelError as error:\n"
+        "    print(error)\n"
+        "bert.MODEL_TYPES[0] = 'other'\n"
+        "bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n")
+    for module, name in ((data.PretrainingData, "batch"), (data.Batch, "to"),
+                         (bert, "save_huggingface"), (bert.Block, "forward"),
+                         (bert, "MODEL_TYPES")):
+        monkeypatch.setattr(module, name, getattr(module, name))         # restored afterwards
+    monkeypatch.setattr(bert, "MODEL_TYPES", [*bert.MODEL_TYPES])
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / "program.py"), str(shards),
+                                      str(tmp_path / "model")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    exec(check.CHANGED.replace("CHANGE", check.NOTED + check.COMPARED), {})
+    *noted, error = capsys.readouterr().out.splitlines()
+    assert noted == ["read 0 3 4", "read 1 3 4"]
+    assert error.startswith("Hugging Face's BERT with these weights has other "), error
 
 
 def test_what_does_not_run_at_all_is_one_line(monkeypatch, tmp_path):
