@@ -172,8 +172,8 @@ def uniform(counters, key):
     the key alone, so example i needs nothing from earlier examples.
 
     The numbers are SplitMix64 hashes (Steele, Lea, Flood 2014), whose constants and shifts mix all
-    bits of the counter. A NumPy generator for each example would make batches take 1.5 times as
-    long.
+    bits of the counter. A NumPy generator for each example would make batches take 1.5 to 2
+    times as long.
     """
     # uint64 arithmetic is modulo 2^64.
     x = np.asarray(counters, np.uint64) * 0x9E3779B97F4A7C15 + key
@@ -206,8 +206,8 @@ class PretrainingData:
     A text has as many tokens as fit into the example, half of them before that place if its
     document reaches so far. It never leaves its document. A tenth of the examples have a random
     length instead. The first and last tokens of a document are read half as often as others, those
-    half a text from an end up to 1.5 times as often. Short documents are read less often: one half
-    as long as a text is read half as often.
+    nearly a text from an end up to 1.5 times as often. Short documents are read less often: one
+    half as long as a text is read half as often.
 
     pairs: "nsp" (BERT, arXiv 1810.04805, section 3.1) cuts the text in two, see `text`; in half of
     the examples B comes from another document of the same shard. "none" keeps the text whole.

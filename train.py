@@ -135,7 +135,7 @@ def parse_arguments(argv=None):
              "each 2.4 MB of its memory, 4.8 MB in fp32, rounded down to a power of two)")
     add("--compression", choices=dist.COMPRESSORS, default="none",
         help="send gradients in this form (default: %(default)s)")
-    # NCCL takes longer to start a collective than to send a few MB.
+    # Between the GPUs of a node, NCCL takes longer to start a collective than to send a few MB.
     add("--bucket-mb", type=data.number_in(float, 1e-6),
         default=25.0 if torch.cuda.is_available() else 2.0,
         help="average gradients as soon as this many MB are ready (default: 2; on a GPU 25)")

@@ -98,9 +98,10 @@ def disturb(run, what, moment, rng):
 def compare(whole, out):
     """Returns the differences of two finished runs, a list of texts."""
     wrong = beside.other_bits(whole, out)
-    models = [(folder / "model/model.safetensors").read_bytes() for folder in (whole, out)]
-    if models[0] != models[1]:
-        wrong.append("another model.safetensors")
+    for file in sorted((whole / "model").iterdir()):
+        other = out / "model" / file.name
+        if not other.exists() or other.read_bytes() != file.read_bytes():
+            wrong.append(f"another {file.name}")
     # A step that was lost and repeated has two lines in the log, which must agree.
     logs = []
     for folder in whole, out:

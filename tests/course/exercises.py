@@ -36,6 +36,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -61,7 +62,7 @@ UNUSUAL = """
     atexit builtins compile conftest ctypes currentframe environ eval exec f_back gc getattr getenv
     globals importlib inspect kill listdir locals mock monkeypatch open popen proc pytest report
     request run_path SEED setattr settrace signal subprocess sys system test_graders tests
-    THRIFTBERT_SEED traceback unittest xml""".split()
+    THRIFTBERT_SEED traceback type unittest xml""".split()
 
 
 class CourseError(Exception):
@@ -186,6 +187,11 @@ def find(source, function):
     return node
 
 
+def first_line(node):
+    """Returns the number of the first line of a function, which may be a decorator's."""
+    return min([node, *node.decorator_list], key=lambda part: part.lineno).lineno
+
+
 def lines_of(source):
     """Returns the lines of a source, as Python counts them: str.splitlines also ends a line at a
     form feed and the like."""
@@ -193,23 +199,23 @@ def lines_of(source):
 
 
 def text_of(source, function):
-    """Returns the text of a function."""
+    """Returns the text of a function, with its decorators."""
     node = find(source, function)
-    return "".join(lines_of(source)[node.lineno - 1:node.end_lineno])
+    return "".join(lines_of(source)[first_line(node) - 1:node.end_lineno])
 
 
 def with_function(source, function, text):
     """Returns the source with `text` in place of a function."""
     node = find(source, function)
     lines = lines_of(source)
-    return "".join([*lines[:node.lineno - 1], text, *lines[node.end_lineno:]])
+    return "".join([*lines[:first_line(node) - 1], text, *lines[node.end_lineno:]])
 
 
 def blank(source, function):
     """Returns the source with a function reduced to its signature and docstring."""
     node = find(source, function)
     docstring = node.body[0]
-    lines = lines_of(source)[node.lineno - 1:docstring.end_lineno]
+    lines = lines_of(source)[first_line(node) - 1:docstring.end_lineno]
     lines.append(f"{' ' * docstring.col_offset}{BLANK}\n")
     return with_function(source, function, "".join(lines))
 
@@ -225,26 +231,41 @@ def blank_in(folder, name):
             if is_blank(load(folder, path), function)]
 
 
-IMPORTS = ast.Import, ast.ImportFrom
+ADDITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+
+
+def name_of(node):
+    """Returns what a statement defines: the name of a function, a class or a constant; otherwise
+    its own text."""
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets)
+    return getattr(node, "name", ast.unparse(getattr(node, "target", node)))
+
+
+def additions(ours, theirs):
+    """Yields (line, text) for each import, constant, function, class or method that is only in the
+    second of two lists of statements. It belongs after this line of the first: after whatever it
+    follows in the second."""
+    known = {name_of(node): node for node in ours}
+    line = ours[0].end_lineno
+    for node in theirs:
+        text = ast.unparse(node)
+        same = known.get(name_of(node))
+        if same:
+            line = same.end_lineno
+            if isinstance(same, ast.ClassDef) and isinstance(node, ast.ClassDef):
+                yield from additions(same.body, node.body)
+        # A __future__ must be at the very top. What has a dot or bracket changes something of ours.
+        elif isinstance(node, ADDITIONS) and not re.match(r"from __future__|\w+[.[].* = ", text):
+            yield line, textwrap.indent(f"{text}\n", " " * ours[0].col_offset)
 
 
 def with_additions(ours, theirs):
-    """Returns our source with the imports and top-level functions that are in `theirs` only: the
-    imports after ours, since annotations and default values may need them; the functions last."""
-    known = {getattr(node, "name", ast.unparse(node)) for node in parse(ours).body}
-    imports = []
-    functions = ["\n"]
-    for node in parse(theirs).body:
-        text = ast.unparse(node)
-        if getattr(node, "name", text) in known or getattr(node, "module", "") == "__future__":
-            continue                             # a __future__ is allowed only at the very top
-        if isinstance(node, IMPORTS):
-            imports.append(f"{text}\n")
-        elif isinstance(node, ast.FunctionDef):
-            functions.append(f"{text}\n")
+    """Returns our source with the `additions` of theirs."""
     lines = lines_of(ours)
-    last = max(node.end_lineno for node in parse(ours).body if isinstance(node, IMPORTS))
-    return "".join([*lines[:last], *imports, *lines[last:], *functions])
+    for line, text in additions(parse(ours).body, parse(theirs).body):
+        lines[line - 1] += text
+    return "".join(lines)
 
 
 def unusual(source):
@@ -342,7 +363,8 @@ def read_report(path):
             if child.tag in ("failure", "error", "skipped"):
                 line = child.get("message", "").strip().partition("\n")[0]
                 # Where the error comes from: the innermost lines of the program
-                places = re.findall(r"^(?:tests/variants/)?\w+\.py:\d+", child.text, re.MULTILINE)
+                places = re.findall(r"^(?:tests/(?:variants/|course/scale|tools/plan))?\w*\.py:\d+",
+                                    child.text, re.MULTILINE)
                 line = " at ".join([line, *dict.fromkeys(places[-2:])])
                 found[test] = found[test] or line.removeprefix("AssertionError: ") or child.tag
     return found
@@ -382,8 +404,10 @@ def check(name, limit):
     if left:
         print(f"\nstill blank in this folder: {', '.join(left)}")
     elif not wrong:
-        print("\nNothing is blank: `python train.py` trains a BERT with your functions, in\n"
-              "minutes. Stop it by Ctrl-C, and call it again: it goes on.")
+        print("\nNothing is left to write: `python train.py` trains a BERT with your functions, in\n"
+              "minutes. Stop it by Ctrl-C, and call it again: it goes on. Functions that would have\n"
+              "given a solution away may be blank in tests/variants and bert.py: their tests in\n"
+              "`python -m pytest` stay red.")
     return points < 10
 
 
@@ -457,8 +481,8 @@ def handed_in(folder, path):
 
 def taken(name, folder):
     """Returns our files, {Path: text}, with the parts of a submission that count: the exercise's
-    functions, imports, and new top-level functions. All else is ours, including the tests. The
-    functions of a missing file are blank."""
+    functions and the `additions`. All else is ours, including the tests. The functions of a missing
+    file are blank."""
     changed = {}
     for path, function in functions_of(name):
         ours = load(ROOT, path)

@@ -165,6 +165,59 @@ def test_grade(tmp_path, monkeypatch):
         exercises.grade(folders, ["lamb"], 25, 1, file)
 
 
+OURS = """'Ours.'
+import os
+CLIP = 1.0
+
+class A:
+    'Has f.'
+    size = 1
+
+    @staticmethod
+    def f(x):
+        raise NotImplementedError
+
+print(A.f(2))
+"""
+THEIRS = """'Ours.'
+from __future__ import annotations
+import os, math
+CLIP = 9.0
+TWO, THREE = 2, 3
+os.sep = "long"
+
+def twice(f):
+    return lambda x: 2 * f(x)
+
+class B:
+    four = 4
+
+class A:
+    size = 5
+    six = THREE * TWO
+
+    @staticmethod
+    @twice
+    def f(x):
+        return g(A.h(x)) + A.six + B.four
+
+    @staticmethod
+    def h(x):
+        return 10 * x * CLIP * A.size
+
+def g(x):
+    return x + math.floor(0.5) + len(os.sep)
+"""
+
+
+def test_what_a_student_adds_counts_and_what_a_student_changes_does_not(capsys):
+    added = exercises.with_additions(OURS, THEIRS)
+    text = exercises.with_function(added, "A.f", exercises.text_of(THEIRS, "A.f"))
+    exec(text, {"__name__": "program"})
+    assert float(capsys.readouterr().out) == 2 * (10 * 2 + 0 + 1 + 6 + 4)
+    assert exercises.with_function(added, "A.f", exercises.text_of(OURS, "A.f")) == added
+
+
 @pytest.mark.parametrize("section", ["0. A first evening", "17. profile"])
 def test_the_handout_s_programs_run(section, capsys):
     """The model and the messages are smaller than in the handout."""

@@ -104,6 +104,7 @@ def assert_near(ours, exact, what, tolerance=1e-6, slips={}):
 
 N = 300_000                  # enough for each random token to occur
 FRACTION = DRAW.uniform(0.2, 0.3)
+V = 320 + SEED % 37          # pieces
 
 
 @pytest.fixture
@@ -116,6 +117,7 @@ def masked(shards):
     before[11::1000] = data.UNK
     counters = rng.permutation(10 * N)[:N] + 2 ** 40
     dataset = data.PretrainingData(shards, 64, mask_fraction=FRACTION)
+    dataset.vocab_size = V
     after = before.copy()
     rows, labels = dataset.mask(after, counters)
     fates = data.uniform(counters[rows], dataset.fate_key)
@@ -152,15 +154,15 @@ def test_masking_replaces(masked):
     found = masked.after[masked.rows]
     assert_part(found == data.MASK, 0.8, "of the chosen tokens became [MASK]")
     stays = found == masked.labels
-    assert_part(stays, 0.1 + 0.1 / 315, "of the chosen tokens stayed as they were")
+    assert_part(stays, 0.1 + 0.1 / (V - 5), "of the chosen tokens stayed as they were")
     # A fate may come from a key other than fate_key; then a tenth of these tokens stay.
     assert stays[masked.fates > 0.9].mean() > 0.05, (
         "tokens with a fate below 0.9 stay, and tokens with a fate above it do not")
-    assert set(found[~stays]) == {*range(4, 320)}, (
-        "the random tokens must be all tokens from 5 to 319, the last one, and no others: is their "
-        "draw multiplied by V - 5, and is it a different draw from their fate?")
+    assert set(found[~stays]) == {*range(4, V)}, (
+        f"the random tokens must be all tokens from 5 to V - 1, here {V - 1}, and no others: is "
+        "their draw multiplied by V - 5, and is it a different draw from their fate?")
     others = found[~stays & (found != data.MASK)]
-    assert_part(np.isin(others, range(5, 10)), 5 / 315, "of the random tokens are 5 to 9")
+    assert_part(np.isin(others, range(5, 10)), 5 / (V - 5), "of the random tokens are 5 to 9")
 
 
 def test_masking_is_pure(masked):
@@ -173,6 +175,17 @@ def test_masking_is_pure(masked):
     assert np.array_equal(alone, masked.after[some]), (
         "among different examples, in a different order, different tokens are chosen, or replaced "
         "by different random tokens")
+    for what, arguments in ("phase", {"phase": 1}), ("seed", {"seed": 1}):
+        other = data.PretrainingData(masked.shards, 64, mask_fraction=FRACTION, **arguments)
+        after = masked.before.copy()
+        rows, _ = other.mask(after, masked.counters)
+        both = np.intersect1d(rows, masked.rows)             # chosen with either
+        assert len(both) < 0.5 * len(rows), f"another {what} chooses the same tokens"
+        ours, theirs = masked.after[both], after[both]
+        assert ((ours == data.MASK) == (theirs == data.MASK)).mean() < 0.9, (
+            f"another {what} replaces the same tokens by [MASK]")
+        same = (ours == theirs)[np.minimum(ours, theirs) > data.MASK]
+        assert same.mean() < 0.5, f"another {what} has the same random tokens"
 
 
 # ----- pairs -----
@@ -203,6 +216,8 @@ def test_pairs_are_half_true(shards):
         else:
             assert pair.a_end == pair.b, f"B of example {i} is labelled true, but does not follow A"
     assert_part(np.array([pair.pair_label for pair in pairs]) == 0, 0.5, "of 20,000 pairs are true")
+    assert dataset.spans(range(99, 9, -1)) == pairs[99:9:-1], (
+        "examples 99 to 10, asked for again, are different pairs")
     without = data.PretrainingData(shards, LENGTH, seed=SEED, pairs="none")
     alone = without.spans(range(20_000))
     for kind, of, spans in ("nsp", dataset, pairs), ("none", without, alone):
@@ -258,6 +273,11 @@ def test_pairs_look_alike(shards):
         assert abs(means[0] - means[1]) < 0.035, (
             f"{feature} is {means[0]:.1%} for true pairs and {means[1]:.1%} for false pairs: a "
             "model can tell them apart without reading")
+    # The part of the shard that lies between A's text and the false B.
+    way = (pairs.b - pairs.a_end)[false] % shard.documents[-1]
+    same = np.corrcoef(way, (pairs.a_end - pairs.a)[false])[0, 1]
+    assert abs(same) < 0.2, (
+        f"how long A is tells where the false B comes from: their correlation is {same:.2f}")
     long = data.PretrainingData(shards, 128, seed=SEED)
     room = []                                    # of false Bs that end before their document
     for pair in long.spans(range(4000)):
@@ -336,23 +356,34 @@ def test_attention_is_packed(fills_up, rng):
     for dtype in torch.bfloat16, torch.float16:
         rounded = bert.attention(qkv.to(dtype), bounds, sizes, 0.0)
         assert rounded.dtype == dtype, f"attention of {dtype} returns {rounded.dtype}"
+        assert rounded.requires_grad, f"attention of {dtype} gives Q, K and V no gradient"
         assert_near(rounded[:len(exact)], exact, f"attention in {dtype}", 0.05)
     large = bert.attention(30 * qkv.detach(), bounds, sizes, 0.0)        # exp(S) would be inf
     assert large.isfinite().all(), "attention of Q, K and V around 30 is not finite"
 
 
-def test_attention_drops_weights():
+def test_attention_drops_weights(rng):
     """2 points: dropout drops attention weights, each by itself."""
-    qkv, bounds, sizes = packed([50, 50, 50])            # the last 50 are padding
-    # With ones, all weights are equal, and an output is the sum of the weights that remain.
-    sums = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.1).unflatten(0, (3, 50))[:2]
+    qkv, bounds, sizes = packed([40, 50, 50, 50])        # the last 50 are padding
+    dropout = rng.uniform(0.1, 0.2)
+
+    def drop():
+        # With ones, all weights are equal, and an output is the sum of the weights that remain.
+        alone, sums = bert.attention(torch.ones_like(qkv), bounds, sizes, dropout).split([40, 150])
+        return alone, sums.unflatten(0, (3, 50))[:2]
+
+    alone, sums = drop()
     for dim in range(3):
         assert 0.01 < sums.std(dim).max() < 0.3, (
-            "a dropout of 0.1 drops too many or no attention weights, or the same weights in all "
-            "examples of one length, in all rows of an example, or in all heads; or it drops "
-            "elements of the output, or the weights that remain are made to add up to 1")
-    again = bert.attention(torch.ones_like(qkv), bounds, sizes, 0.1).unflatten(0, (3, 50))[:2]
-    assert (sums != again).any(), "each call drops the same weights"
+            f"a dropout of {dropout:.2f} drops too many or no attention weights, or the same "
+            "weights in all examples of one length, in all rows of an example, or in all heads; or "
+            "it drops elements of the output, or the weights that remain are made to add up to 1")
+    right = (dropout / (1 - dropout) / 50) ** 0.5
+    assert sums.std() == pytest.approx(right, rel=0.25), (
+        f"with a dropout of {dropout:.2f}, the sums of weights spread by {sums.std():.3f}, not "
+        f"{right:.3f}")
+    assert alone.std() > 0.01, "where an example is alone with its length, no weight is dropped"
+    assert (sums != drop()[1]).any(), "each call drops the same weights"
     assert_near(sums, sums[..., :1].expand_as(sums), "with equal V, a row of the output in a head")
     assert 0.95 < sums.mean() < 1.05, f"the remaining weights add up to {sums.mean():.2f}, not to 1"
 
@@ -384,6 +415,7 @@ NOTHING = None, 0
 NEXT = {(None, 99, 0, 0, 6): (0, 7 / (N_A + 1)), (None, 99, 0, 2, 1): (2, 2 / (N_B + 1)),
         (None, 99, 0, 0, 0): (0, 1 / (N_A + 1)), (None, 99, 0, 0, N_A): (2, 1 / (N_B + 1)),
         (None, 99, 0, 2, N_B): NOTHING, (None, 5, 0, 0, 5): NOTHING, (None, 5, 0, 2, 1): NOTHING,
+        (None, 7, 0, 0, 6): (0, 7 / (N_A + 1)), (HOURS, 6, 0.5, 0, 6): NOTHING,
         (HOURS, 99, 1.01, 2, 1): NOTHING, (HOURS, 5, 0.5, 0, 6): NOTHING,
         (HOURS, 99, 0.4, 0, 1): (0, 0.4 * (N_A + 2 * N_B) / N_A),
         (HOURS, 99, 0.9, 0, 60): (2, (0.9 * (N_A + 2 * N_B) - N_A) / (2 * N_B))}
@@ -405,8 +437,8 @@ def test_schedule_progress(case):
         "`progress` changes the counters or the phases, but may only read them")
     assert found == pytest.approx(NEXT[case]), (
         f"with phases of {N_A}, 0 and {N_B} steps, --hours {hours} and --max-steps {max_steps}, "
-        f"after {phase_step} steps of phase {phase} and {seconds:.0f} s, `progress` should return "
-        f"{NEXT[case]}; yours is {found}")
+        f"after {state.step} steps, {phase_step} of them of phase {phase}, and {seconds:.0f} s, "
+        f"`progress` should return {NEXT[case]}; yours is {found}")
 
 
 # ----- precision -----
@@ -512,13 +544,15 @@ def options(rng):
             "weight_decay": rng.uniform(0.02, 0.08)}
 
 
-def test_lamb_of_vectors_is_adam(options):
-    """4 points: for vectors, which have no decay, LAMB is Adam."""
+@pytest.mark.parametrize("name", ["LAMB", "AdamW"])
+def test_lamb_of_vectors_is_adam(options, name):
+    """4 points: for vectors, which have no decay, LAMB is Adam; and AdamW is right, too."""
     ours = torch.randn(5).double()
     theirs = ours.clone()
-    options["weight_decay"] = 0
-    lamb = optim.LAMB([ours], **options)
-    adam = torch.optim.Adam([theirs], **options)
+    if name == "LAMB":
+        options["weight_decay"] = 0
+    lamb = getattr(optim, name)([ours], **options)
+    adam = torch.optim.AdamW([theirs], **options)
     for t in range(1, 31):
         ours.grad = theirs.grad = torch.randn(5).double()
         b1, b2 = options["betas"]
@@ -526,7 +560,8 @@ def test_lamb_of_vectors_is_adam(options):
         without_t = ours - options["lr"] * u               # right in the first step only
         adam.step()
         lamb.step()                                        # last, because it may change g
-        assert_near(ours, theirs, f"a vector without decay, after step {t},", 1e-9,
+        assert_near(ours, theirs, f"a vector with decay {options['weight_decay']:.3g}, after step "
+                    f"{t} of {name}, which calls adam_update,", 1e-9,
                     {"m and v are not divided by 1 - b^t": without_t})
 
 
@@ -595,25 +630,30 @@ def test_dealing_ahead(rng):
         time.sleep(0.05)
         if len(made) == 3 and not begins.wait(3):
             made.append("too late")
-        made.extend(i - 4 * step for i in indices)
-        return 6 // (9 - made[-1])
+        made.append([i - 8 * step for i in indices])
+        if 17 in made[-1]:
+            raise ZeroDivisionError
+        return made[-1]
 
-    # The second of two ranks, with batches of 4: its steps are 1 3, 5 7 and 9 11, counted from
-    # the first example of `step`.
-    loader = data.loader(SimpleNamespace(batch=batch), step, 4, 1, 1, 2)
-    one, two, end = 4 * step + 1, 4 * step + 5, time.monotonic() + 5
+    # The second of two ranks, with batches of 8 in micro-batches of 2. Examples are counted from
+    # the first one of `step`.
+    steps = [[1, 5], [3, 7]], [[9, 13], [11, 15]], [[17, 21], [19, 23]]
+    loader = data.loader(SimpleNamespace(batch=batch), step, 8, 2, 1, 2)
+    end = time.monotonic() + 5
     first = next(loader)
     begins.set()
     assert "too late" not in made, "the first step must begin before the second is made"
-    assert first == [0, 1], f"step {step} must have examples {one} and {one + 2}"
+    first_example = f"counted from example {8 * step}, the first of step {step},"
+    assert first == steps[0], (
+        f"{first_example} this step must have micro-batches {steps[0]}, not {first}")
     while len(made) < 4 and time.monotonic() < end:        # the caller's step runs
         time.sleep(0.2)
     time.sleep(0.2)
-    assert made == [1, 3, 5, 7], (
-        "while the first step runs, the second must be made, and no more: of 1 3, 5 7 and 9 11, "
-        f"{made} are made")
-    assert [first, next(loader)] == [[0, 1], [1, 3]], (
-        f"step {step + 1} must have examples {two} and {two + 2}, in a list of its own")
+    assert made == steps[0] + steps[1], (
+        f"while the first step runs, the second must be made, and no more: of {steps}, {made} are "
+        "made")
+    assert [first, next(loader)] == [*steps[:2]], (
+        f"{first_example} the next one must have micro-batches {steps[1]}, in a list of its own")
     with pytest.raises(ZeroDivisionError):       # the thread's error is raised here
         next(loader)
 
@@ -663,7 +703,8 @@ SCALE = 2.0 ** DRAW.randrange(1, 9)
 def means(world):
     """Returns the means by Dense in fp16 of 4096 and 2, and of 0 and LARGE, and in fp32 of LARGE;
     the bytes in fp16; the mean of NUMBERS by a bucket on two levels, and its bytes; and the scales
-    with which the bucket calls its wire. A stand-in replaces the wire, a part of exercise 12."""
+    and numbers with which the bucket calls its wire. A stand-in replaces the wire, a part of
+    exercise 12."""
     large = torch.full((4,), LARGE * (world.rank % 2))
     large[0] = (4096, 2)[world.rank % 2]         # 2048 + 1 is 2048 in fp16
     large[1] = (0, torch.inf)[world.rank % 2]
@@ -672,17 +713,17 @@ def means(world):
     dist.Dense(torch.float32).average(world, exact, 1.0)
     bucket = dist.Bucket({"weight": (600,)}, world, "int8")
     bucket.flat.fill_(NUMBERS[world.rank])
-    scales = []
+    calls = []
 
     def average(world, flat, scale):
-        scales.append(scale)
+        calls.append((scale, float(flat[0])))
         flat.div_(world.size)
         world.all_reduce(flat)
         return 1000
 
     bucket.wire.average = average
     sent = bucket.average(SCALE)
-    return torch.cat([large, exact]), sent_large, bucket.flat, sent, scales
+    return torch.cat([large, exact]), sent_large, bucket.flat, sent, calls
 
 
 def test_buckets_stay_in_range():
@@ -703,14 +744,16 @@ def test_buckets_on_two_levels():
     for rank, (_, _, mean, _, found) in enumerate(on_threads(means, 4, local_size=2)):
         assert_near(mean, right, f"the mean of {NUMBERS}, with two ranks on each of 2 nodes,",
                     slips={"the ranks of a node are summed, not averaged": 2 * right})
-        scales = [SCALE] * (rank % 2 == 0)
-        assert found == scales, (
-            f"in average({SCALE:g}), rank {rank} calls the wire with scales {found}, not {scales}: "
-            "only the leaders, ranks 0 and 2, call it, once each")
+        calls = [(SCALE, sum(NUMBERS[rank:rank + 2]) / 2)] * (rank % 2 == 0)
+        assert found == calls, (
+            f"in average({SCALE:g}), rank {rank} calls the wire with (scale, number) {found}, not "
+            f"{calls}: only the leaders, ranks 0 and 2, call it, once each, with their node's mean")
 
 
 def test_buckets_count_bytes():
     """1 points: the bytes sent are returned."""
+    for _, dense, *_ in on_threads(means, 2):
+        assert dense == 8, f"each of 2 ranks sends 8 bytes of 4 numbers in fp16, not {dense}"
     for rank, (_, dense, _, bucket, _) in enumerate(on_threads(means, 4, local_size=2)):
         right = 12, 1000 * (rank % 2 == 0)
         assert (dense, bucket) == right, (
@@ -845,6 +888,20 @@ def test_overlap_errors():
     must_raise(ZeroDivisionError, reducer.finish, "`finish` after a job in the thread has failed")
     must_raise(KeyError, lambda: backward(model),
                "`_ready` in a second backward after that of the last micro-batch")
+    many = nn.ParameterList([torch.ones(1) for _ in range(5)])
+    reducer_of_many = dist.Reducer(many, one_of_two(), bucket_mb=1e-9)
+    for bucket in reducer_of_many.buckets:
+        bucket.average = lambda scale: 0
+    reducer_of_many.buckets[2].average = lambda scale: 1 / 0
+    sum(many).backward()
+    must_raise(ZeroDivisionError, reducer_of_many.finish,
+               "`finish` after the third of five jobs has failed")
+    five = nn.ParameterList([torch.ones(1) for _ in range(5)])
+    whole = dist.Reducer(five, one_of_two(), bucket_mb=1)    # one bucket
+    for absent in range(5):
+        whole.zero_grad()
+        sum(p for k, p in enumerate(five) if k != absent).backward()
+        assert not whole.jobs, f"a bucket is launched though gradient {absent} of its 5 is missing"
     alone = nn.ModuleList([nn.Linear(4, 1)])
     reducer_alone = dist.Reducer(alone, dist.World())
     backward(alone)

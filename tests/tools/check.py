@@ -14,9 +14,10 @@ With --compression losses on two ranks may differ by a hundredth and norms by tw
 rank rounds its own gradients; a step that overflows, as fp16's first one may, gives NO. Leave
 --steps alone, and --save-every, --dropout, --precision and --hours, whose results differ by nature.
 Variants that compress or clip by themselves, or whose ranks step alone, and came.py differ, too:
-they get a NO for two ranks or for resumes. This program does not see whether a change does what you
-wanted, or what shows only in a long run, on a GPU or with other flags. With --model, the loss of
-pairs may differ by a tenth in bf16 from step 3 on: in `mini` it then differs by four hundredths.
+they get a NO for two ranks or for resumes, came.py also for an example at a time. This program does
+not see whether a change does what you wanted, or what shows only in a long run, on a GPU or with
+other flags. With --model, the loss of pairs may differ by a tenth in bf16 from step 3 on: in `mini`
+it then differs by four hundredths.
 """
 import json
 import math

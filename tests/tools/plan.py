@@ -32,8 +32,8 @@ import train
 # are published examples per second times `flops_per_example`; none was measured with this program.
 # Sources:
 #   A   pre-training, 128 tokens: NVIDIA, DeepLearningExamples, PyTorch BERT, README.md
-#   B   fine-tuning on SQuAD, 384 tokens, which is slightly slower: Lambda, deeplearning-benchmark,
-#       pytorch-train-throughput-fp16.csv
+#   B   fine-tuning on SQuAD, 384 tokens, which is slightly slower, without the heads: Lambda,
+#       deeplearning-benchmark, pytorch-train-throughput-fp16.csv
 #   C   MLPerf Training v3.1, BERT without padding, 256 tokens on average, evaluation included
 #   D   fine-tuning of ModernBERT-base on a T4, from a blog; an upper bound
 GPUS = {

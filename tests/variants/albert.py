@@ -11,7 +11,7 @@ Lan et al., arXiv 1909.11942, section 3.1. With V tokens, width D and a much sma
     sentence order prediction, in place of NSP, which the topics of A and B give away)
 
 A text without two whole sentences has no order to predict: 42 % of the demo's texts at 64 tokens,
-14 % at 128. Of the others, a guess by lengths and end marks alone is right for about 55 %.
+14 % at 128. Of the others, a guess by lengths and end marks alone is right for about 57 %.
 
 A shared weight's gradient is the sum of the gradients that its L copies would have. Only the MLM
 head has less to compute. Weights, moments and bytes to average shrink by a factor of 8.7 at base

@@ -14,7 +14,7 @@ neighbouring lengths, because attention computes equal lengths together. A rank'
 come last, because the backward pass of the last micro-batch hides the all-reduce.
 
 Lengths follow from the numbers of the examples, so ranks need not communicate. Each rank computes
-the lengths of all examples in the loader thread, at about 10 us each; every node therefore needs
+the lengths of all examples in the loader thread, at 10 to 20 us each; every node therefore needs
 all shards.
 
 What is changed: data.micro_batches, which leaves the dealing to that thread; data.PretrainingData,
