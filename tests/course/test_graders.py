@@ -177,6 +177,7 @@ def test_masking_is_pure(masked):
         "by different random tokens")
     for what, arguments in ("phase", {"phase": 1}), ("seed", {"seed": 1}):
         other = data.PretrainingData(masked.shards, 64, mask_fraction=FRACTION, **arguments)
+        other.vocab_size = V
         after = masked.before.copy()
         rows, _ = other.mask(after, masked.counters)
         both = np.intersect1d(rows, masked.rows)             # chosen with either
@@ -185,7 +186,7 @@ def test_masking_is_pure(masked):
         assert ((ours == data.MASK) == (theirs == data.MASK)).mean() < 0.9, (
             f"another {what} replaces the same tokens by [MASK]")
         same = (ours == theirs)[np.minimum(ours, theirs) > data.MASK]
-        assert same.mean() < 0.5, f"another {what} has the same random tokens"
+        assert same.mean() < 0.38, f"another {what} has the same random tokens"
 
 
 # ----- pairs -----
