@@ -213,12 +213,16 @@ def padded_attention(qkv, bounds, longest, dropout):
     """
     lengths = bounds.diff()                                      # (b,), on the GPU
     mask = torch.arange(longest, device=qkv.device) < lengths[:, None]       # (b, T)
-    batch = qkv.new_zeros(*mask.shape, *qkv.shape[1:])           # (b, T, 3, H, D/H)
-    batch[mask] = qkv
-    q, k, v = batch.permute(2, 0, 3, 1, 4)                       # (b, H, T, D/H) each
+    # Row i of qkv is row places[i] of the padded batch. Indexing by `mask` would find the same
+    # rows, but the CPU would wait for the GPU to count them.
+    starts = torch.arange(len(lengths), device=qkv.device) * longest         # (b,)
+    shifts = (starts - bounds[:-1]).repeat_interleave(lengths, output_size=len(qkv))     # (N,)
+    places = torch.arange(len(qkv), device=qkv.device) + shifts
+    batch = qkv.new_zeros(mask.numel(), *qkv.shape[1:]).index_copy(0, places, qkv)
+    q, k, v = batch.unflatten(0, mask.shape).permute(2, 0, 3, 1, 4)          # (b, H, T, D/H) each
     # An example without rows, such as empty padding, gives 0 or NaN, which nothing reads.
     output = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], dropout)
-    return output.transpose(1, 2)[mask]                          # (N, H, D/H)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, places)      # (N, H, D/H)
 
 
 def attention(qkv, bounds, lengths, dropout):

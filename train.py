@@ -959,9 +959,12 @@ def training_loop(args, world, log, state, clock):
         state.reducer.finish()
         norm = state.reducer.norm()
 
-        # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step.
+        # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step. Sum losses,
+        # seconds and stop requests over the ranks now: a GPU then updates while the CPU goes on.
         step_taken = state.scaler.update(not math.isfinite(norm), counters.step + 1)
         state.reducer.commit(step_taken)             # for int8
+        total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
+                          orphans=dist.torchrun_died())
 
         # 7. Unscale, clip, step the fp32 masters, and copy them to the model.
         lr = optim.learning_rate(done, phase)
@@ -972,9 +975,7 @@ def training_loop(args, world, log, state, clock):
             state.optimizer.step()
             optim.copy_to_model(state.masters, state.model)
 
-        # 8. Sum losses, seconds and stop requests over the ranks. Then log, save, evaluate.
-        total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
-                          orphans=dist.torchrun_died())
+        # 8. Log, sometimes save a checkpoint and evaluate.
         counters.step += 1
         counters.phase_step += 1
         counters.seconds = total["seconds"] / world.size
