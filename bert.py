@@ -631,8 +631,9 @@ def load_huggingface(folder):
     except Exception as error:
         # A damaged file can raise anything, also an error of several lines.
         words = " ".join(str(error).split())
-        raise ModelError(f"{folder} holds no model that this program can load: "
-                         f"{type(error).__name__}: {words:.300}")
+        raise ModelError(f"{folder} holds no model that this program can load (a run has one in "
+                         "model/; of transformers' classes only BertForPreTraining has all "
+                         f"weights): {type(error).__name__}: {words:.300}")
 
 
 def init_from(folder, model, tokenizer_path):
@@ -681,9 +682,9 @@ def encode_with_masks(tokenizer, text):
 
 
 def fill_mask(model, tokenizer, text, count=5):
-    """Returns, for each [MASK] in a text, the `count` likeliest tokens, as "be 12%, have 3%".
+    """Returns, for each [MASK] in a text, the `count` likeliest tokens, as "be 12%, ##en 3%".
 
-    The model is in evaluation mode afterwards. The guesses are poor if the text has more tokens
+    As in other BERTs, ## is at the beginning of a piece that continues a word. The model is in evaluation mode afterwards. The guesses are poor if the text has more tokens
     than the training examples (128 in the demo). Raises ModelError if the text has no [MASK], or
     more tokens than max_positions, or if the tokenizer has more pieces than the model.
     """
@@ -711,8 +712,11 @@ def fill_mask(model, tokenizer, text, count=5):
     best = logits.softmax(1).topk(count)
     lines = []
     for probabilities, choices in zip(best.values.tolist(), best.indices.tolist()):
-        words = zip(tokenizer.id_to_piece(choices), probabilities)
-        lines.append(", ".join(f"{word.strip('▁') or '▁'} {p:.0%}" for word, p in words))
+        words = []
+        for piece, p in zip(tokenizer.id_to_piece(choices), probabilities):
+            word = piece.removeprefix("▁") if piece[0] == "▁" else f"##{piece}"
+            words.append(f"{word or '▁'} {p:.0%}")
+        lines.append(", ".join(words))
     return lines
 
 

@@ -114,8 +114,11 @@ def choose_precision(name, device):
     if name != "auto":
         return name
     if device.type == "cuda":
-        # Old GPUs (T4, V100) can only emulate bf16, which is slow.
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        # Old GPUs (T4, V100) can only emulate bf16, which is slow. Older ones have no tensor cores:
+        # most of them compute more slowly in fp16 than in fp32.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
+        return "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
     # Without bf16 instructions, a CPU takes up to 200 times as long in bf16 as in fp32.
     features = torch.cpu.get_capabilities()
     return "bf16" if features.get("avx512_bf16") else "fp32"

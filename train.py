@@ -382,8 +382,13 @@ def log_start(args, world, log, state):
     made_for = optim.RECIPES[args.recipe]["optimizer"]
     if args.optimizer != made_for:
         log.say(f"warning: the recipe's rates and betas are for {made_for}")
+    if args.recipe == "demo" and config.layers > 4:
+        log.say("warning: the recipe demo is for tiny and mini; give another --recipe")
+    text = data.load_manifest(args.data)["tokens"]
     for number, phase in enumerate(args.phases, 1):
-        steps = "by the clock" if args.hours and phase.steps else f"{phase.steps:,} steps"
+        steps = f"{phase.steps:,} steps ({phase.tokens / text:.3g} times the text)"
+        if args.hours and phase.steps:
+            steps = "by the clock"
         part = data.part_long_enough(args.data, phase.seq_len)
         log.say(f"phase {number}: {steps}, {phase.global_batch:,} examples of {phase.seq_len} "
                 f"tokens ({part:.0%} of the text is long enough) a step, lr {phase.lr:g}")
@@ -1045,10 +1050,11 @@ def train(args, world):
     clock = Clock(state.counters.seconds)    # a resumed run keeps its seconds
     log_start(args, world, log, state)
     # A resumed run may have died in an evaluation, so it evaluates first, unless it must stop at
-    # once. A run with no steps left evaluates too, and rewrites its model.
+    # once. So does a run that begins from --init, to show what it begins with. A run with no steps
+    # left evaluates too, and rewrites its model.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
     phase_index, _ = progress(args, state.counters)
-    if phase_index is None or (state.counters.step and not signals):
+    if phase_index is None or ((state.counters.step or args.init) and not signals):
         evaluate(args, world, log, state)
     stop = training_loop(args, world, log, state, clock)
 

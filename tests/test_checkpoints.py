@@ -312,6 +312,9 @@ def test_segment_b_stays_that_of_a_through_runs_without_pairs(train_here, tmp_pa
     for name in "first", "next":
         model = bert.load_huggingface(tmp_path / name / "model")
         assert torch.equal(*model.embeddings.segments.weight), f"{name}: B is not A"
+    last, begun = metrics(tmp_path / "first", "eval")[-1], metrics(tmp_path / "next", "eval")[0]
+    assert begun["step"] == 0 and begun["mlm_loss"] == pytest.approx(last["mlm_loss"]), (
+        "a run with --init does not show the loss that its model begins with")
 
 
 def test_init_from_a_folder_that_does_not_fit_is_refused(

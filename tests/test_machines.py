@@ -134,10 +134,12 @@ def test_a_start_says_what_was_not_saved_and_what_does_not_fit(
         train_here, tmp_path, capsys, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n{"kin')     # of a killed run
     monkeypatch.setattr(bert, "unlike_huggingface", lambda model: ["gate"])
+    monkeypatch.setitem(bert.PRESETS, "tiny", (5, 64))
     train_here(tmp_path, *LITTLE, "--max-steps", 2, "--optimizer=adamw")
     said = capsys.readouterr().out
     assert "left no whole checkpoint: this one starts over" in said
     assert "warning: the recipe's rates and betas are for lamb" in said
+    assert "warning: the recipe demo is for tiny and mini" in said
     assert "Hugging Face's BERT differs in gate: only bert.py will load" in said
     assert steps_kept(tmp_path) == [1, 2]
     assert '\n{"kin\n{"kind": "run"' in (tmp_path / "metrics.jsonl").read_text(), (
