@@ -4,8 +4,8 @@
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --random    # not pre-trained
 
 Each line of a .tsv file is a text and its label or, in all lines alike, two texts and a label, with
-tabs between them, in UTF-8, without a header. Examples are cut at 128 tokens, the longest that the
-demo trains on. In a model pre-trained on shorter texts only, the later positions are untrained.
+tabs between them, in UTF-8, without a header. Examples are cut at the length of the longest that the
+model was pre-trained on, since later positions are untrained.
 
 A new linear layer replaces the NSP head, to predict any number of labels from [CLS], not just two.
 It trains together with the encoder, or alone with --frozen. A fifth of train.tsv, at most 2,000
@@ -17,6 +17,7 @@ deviations over three seeds. The baselines are the largest class, which is the m
 and a bag of tokens, a logistic regression on the tokens of a text in any order. --out writes the
 model of the last seed, as a folder for AutoModelForSequenceClassification of transformers.
 """
+import contextlib
 import copy
 import json
 import sys
@@ -36,7 +37,6 @@ import bert
 import data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LONGEST = 128           # tokens in an example
 
 
 # ----- Files -> examples (table, label) -> batches -----
@@ -56,11 +56,22 @@ def labels_of(path):
     return {label: number for number, label in enumerate(in_order)}
 
 
-def read(path, tokenizer, labels):
+def positions_of(folder, config):
+    """Returns how many positions of a model are trained: its folder's model_max_length, or all if
+    it says nothing."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        described = json.loads((folder / "tokenizer_config.json").read_text())
+        return min(described["model_max_length"], config.max_positions)
+    return config.max_positions
+
+
+def read(path, tokenizer, labels, longest=128):
     """Returns the examples of a .tsv file, a list of (table, number of the label). A table (3, T)
-    has tokens, segments and positions. Too long a pair loses the end of its longer text, then of
-    both, as in transformers. labels: from `labels_of`. Raises DataError or OSError."""
+    has tokens, segments and positions; T is at most `longest`. Too long a pair loses the end of its
+    longer text, then of both, as in transformers. labels: from `labels_of`. Says how many were too
+    long. Raises DataError or OSError."""
     examples = []
+    cut = 0                                              # examples that were too long
     columns = None                                       # texts in each line
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -74,7 +85,8 @@ def read(path, tokenizer, labels):
             raise data.DataError(f"{path}, line {number}: {error}")
         # Without [CLS] and [SEP].
         parts = [bert.encode_with_masks(tokenizer, text)[1:-1] for text in texts]
-        room = LONGEST - 1 - len(parts)
+        room = longest - 1 - len(parts)
+        cut += sum(map(len, parts)) > room
         shorter, longer = sorted([[], *parts], key=len)[-2:]             # [] if there is one text
         del shorter[room // 2:]
         del longer[room - len(shorter):]
@@ -86,6 +98,8 @@ def read(path, tokenizer, labels):
         examples.append((np.array([tokens, segments, range(len(tokens))]), labels[label]))
     if len(examples) < 5:
         raise data.DataError(f"{path} has {len(examples)} lines, which are too few")
+    if cut:
+        data.say(f"{path}: {cut:,} of {len(examples):,} examples are cut at {longest} tokens")
     return examples
 
 
@@ -181,11 +195,11 @@ def fit(model, examples, epochs, lr, size=32):
 
 # ----- The program -----
 
-def save(model, labels, source, folder):
+def save(model, labels, source, folder, longest):
     """Writes a folder that AutoModelForSequenceClassification and AutoTokenizer load. source: the
-    folder of the pre-trained model."""
+    folder of the pre-trained model. longest: of `read`."""
     bert.MODULE_NAMES["nsp"] = "classifier"
-    bert.save_huggingface(model, source / "tokenizer.model", folder, LONGEST)
+    bert.save_huggingface(model, source / "tokenizer.model", folder, longest)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {
         "architectures": ["BertForSequenceClassification"],
@@ -212,18 +226,17 @@ def run(args):
     if args.train.is_fifo():
         raise data.DataError(f"{args.train} is a pipe, which can be read only once; give a file")
     tokenizer = data.load_tokenizer(args.model / "tokenizer.model")
+    config = bert.load_huggingface(args.model).config
+    if config.vocab_size < len(tokenizer):
+        raise data.DataError(f"the model has {config.vocab_size} pieces, and the tokenizer.model "
+                             f"{len(tokenizer)}")
+    longest = positions_of(args.model, config)
     labels = labels_of(args.train)
-    examples = read(args.train, tokenizer, labels)
-    dev = read(args.dev, tokenizer, labels)
+    examples = read(args.train, tokenizer, labels, longest)
+    dev = read(args.dev, tokenizer, labels, longest)
     if examples[0][0][1].any() != dev[0][0][1].any():        # segment 1 is that of second texts
         raise data.DataError(f"one of {args.train} and {args.dev} has two texts a line, the other "
                              "one")
-    longest = max(table.shape[1] for table, _ in examples + dev)
-    config = bert.load_huggingface(args.model).config
-    if config.max_positions < longest or config.vocab_size < len(tokenizer):
-        raise data.DataError(f"the model has {config.max_positions} positions and "
-                             f"{config.vocab_size} pieces; the longest text has {longest} tokens, "
-                             f"and the tokenizer.model {len(tokenizer)} pieces")
     data.say(f"{len(examples):,} and {len(dev):,} examples, {len(labels)} labels\n"
              f"{'':<16}accuracy         macro F1         Matthews")
     torch.manual_seed(0)
@@ -239,7 +252,7 @@ def run(args):
         found.append(score(model, dev))
     row("three seeds", found)
     if args.out:
-        save(model, labels, args.model, args.out)
+        save(model, labels, args.model, args.out, longest)
 
 
 def main():

@@ -1,5 +1,6 @@
 """Tests finetune.py: its scores, the files that it reads, and what it writes."""
 import io
+import json
 import math
 import os
 import sys
@@ -77,14 +78,32 @@ def test_a_file_of_pairs_beside_one_of_single_texts_is_refused(finetuned):
         finetuned(GOOD, b"text\ttext\tyes\n" * 5)
 
 
-@pytest.mark.parametrize("config", [(1, 64, 1, 64, 320, 2), (1, 64, 1, 64, 128)])
-def test_a_model_that_is_too_small_is_refused_before_training(finetuned, tmp_path, shards, capsys,
-                                                              config):
-    model = bert.BertForPreTraining(bert.BertConfig(*config))
+def test_a_model_of_another_tokenizer_is_refused_before_training(
+        finetuned, tmp_path, shards, capsys):
+    model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 128))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "small", 64)
-    with pytest.raises(SystemExit, match=f"has {model.config.max_positions} positions and"):
+    with pytest.raises(SystemExit, match="has 128 pieces, and the tokenizer.model 320"):
         finetuned(GOOD, GOOD, model="small")
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("written, longest", [
+    ('{"model_max_length": 9}', 9), ('{"model_max_length": 1e30}', 11), ("{}", 11), ("[", 11),
+    (None, 11)])
+def test_texts_are_cut_at_the_trained_positions_and_that_is_said(
+        finetuned, tmp_path, shards, capsys, written, longest):
+    model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320, 11))
+    bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "short", 8)
+    path = tmp_path / "short" / "tokenizer_config.json"
+    path.unlink()
+    if written:
+        path.write_text(written)
+    finetuned(b"way " * 12 + b"\tyes\n" + GOOD, GOOD, model="short")
+    said = capsys.readouterr().out
+    assert f"train.tsv: 1 of 11 examples are cut at {longest} tokens\n" in said, said
+    assert "dev.tsv:" not in said, said
+    config = json.loads((tmp_path / "sorted" / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == longest
 
 
 def test_a_pipe_is_refused_since_it_can_be_read_only_once(finetuned, monkeypatch):
@@ -106,13 +125,12 @@ def test_too_few_lines_and_a_damaged_model_are_one_line(finetuned, tmp_path):
         finetuned(GOOD, GOOD)
 
 
-def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypatch):
+def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path):
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     path = tmp_path / "a.tsv"
     # A byte order mark, carriage returns, a blank; pairs, the first with a text that is too long.
     path.write_bytes(b"\xef\xbb\xbf" + b"way " * 99 + b"\ttime day\tb\r\n" + b"year\t\ta \r\n" * 4)
-    monkeypatch.setattr(finetune, "LONGEST", 32)
-    (pair, _), (_, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1})
+    (pair, _), (_, label), *_ = finetune.read(path, tokenizer, {"b": 0, "a": 1}, 32)
     assert label == 1
     first = [2, *tokenizer.encode("way " * 99)[:27], 3]
     second = [*tokenizer.encode("time day"), 3]
@@ -127,12 +145,11 @@ def test_a_line_becomes_tokens_segments_and_positions(shards, tmp_path, monkeypa
     ((99, 2), (27, 2)), ((2, 99), (2, 27)), ((99, 50), (15, 14)), ((50, 50), (14, 15)),
     ((20, 9), (20, 9)), ((99,), (30,))])
 def test_a_text_that_is_too_long_is_cut_as_in_transformers(
-        shards, tmp_path, monkeypatch, long, kept):
+        shards, tmp_path, long, kept):
     tokenizer = data.load_tokenizer(shards / "tokenizer.model")
     path = tmp_path / "a.tsv"
     path.write_text("\t".join(["way " * words for words in long] + ["a\n"]) * 5)
-    monkeypatch.setattr(finetune, "LONGEST", 32)
-    (example, _), *_ = finetune.read(path, tokenizer, {"a": 0})
+    (example, _), *_ = finetune.read(path, tokenizer, {"a": 0}, 32)
     ends = np.flatnonzero(example[0] == bert.SEP)
     assert tuple(np.diff([0, *ends]) - 1) == kept, f"texts of {long} tokens are cut wrongly"
 
