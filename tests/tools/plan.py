@@ -6,8 +6,9 @@ r"""Estimates the memory, seconds and hours of a training by formulas alone. It 
 Flags of train.py that change time or memory count as they do there, except --pairs and --max-steps,
 which have no effect; the plan adds its own. The speed of a GPU is required. --gpu takes a card's
 published speed; better is --tflops, from a short run of your own: its `examples_per_second` per
-GPU, times the GFLOP of an example, which the plan prints, divided by 1,000. With --hours, it prints
-how many steps fit.
+GPU, times the GFLOP of an example, which the plan prints, divided by 1,000. The published speeds
+are those of BERT-large; small models reach less of them. With --hours, it prints how many steps
+fit.
 
 The plan does not count the time to compress, the traffic inside a node, the optimizer, loading,
 evaluation and saving. Every example counts at the phase's full length; some are shorter, which
@@ -262,7 +263,8 @@ def main(argv=None):
         print(f"phase {number}: {gigaflops:.3g} GFLOP an example; a step computes {compute:.3g} s")
         if args.nodes > 1:
             print(f"    at {args.gbps:g} Gb/s, compression {args.compression}, it exchanges "
-                  f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden")
+                  f"{exchange:.3g} s, {step - compute:.3g} s of it not hidden, "
+                  f"{(step - compute) / step:.0%} of the step")
         print(f"    {steps:,} steps take {steps * step / 3600:.4g} h")
 
 
