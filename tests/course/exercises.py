@@ -404,10 +404,10 @@ def check(name, limit):
     if left:
         print(f"\nstill blank in this folder: {', '.join(left)}")
     elif not wrong:
-        print("\nNothing is left to write: `python train.py` trains a BERT with your functions, in\n"
-              "minutes. Stop it by Ctrl-C, and call it again: it goes on. Functions that would have\n"
-              "given a solution away may be blank in tests/variants and bert.py: their tests in\n"
-              "`python -m pytest` stay red.")
+        print("\nNothing is left to write: `python train.py` trains a BERT with your functions,\n"
+              "in minutes. Stop it by Ctrl-C, and call it again: it goes on. Functions that would\n"
+              "have given a solution away may be blank in tests/variants and bert.py: their tests\n"
+              "in `python -m pytest` stay red.")
     return points < 10
 
 

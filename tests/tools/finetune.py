@@ -4,8 +4,8 @@
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --random    # not pre-trained
 
 Each line of a .tsv file is a text and its label or, in all lines alike, two texts and a label, with
-tabs between them, in UTF-8, without a header. Examples are cut at the length of the longest that the
-model was pre-trained on, since later positions are untrained.
+tabs between them, in UTF-8, without a header. Examples are cut at the length of the longest that
+the model was pre-trained on, since later positions are untrained.
 
 A new linear layer replaces the NSP head, to predict any number of labels from [CLS], not just two.
 It trains together with the encoder, or alone with --frozen. A fifth of train.tsv, at most 2,000

@@ -142,8 +142,8 @@ def test_the_seconds_add_up(printed):
                    "--recipe nvidia-64k --hours 1000")
     # BERT-large has 336,226,108; here the vocabulary of 30,522 is rounded up to 30,528 rows.
     assert "large: 336232258 parameters" in text
-    found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s (\S+) s of it not hidden (\d+)% of the step\n"
-                       r" +(\S+) steps take (\S+) h", text)
+    found = re.findall(r"computes (\S+) s\n.*exchanges (\S+) s (\S+) s of it not hidden "
+                       r"(\d+)% of the step\n +(\S+) steps take (\S+) h", text)
     # 990 hours, since train.py keeps a hundredth for the end, in proportion to the phases' tokens:
     # 128 x 65,536 x 7,038 and 512 x 32,768 x 1,563.
     for words, expected in zip(found, [685, 305], strict=True):
