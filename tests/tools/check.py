@@ -4,7 +4,7 @@
     python tests/tools/check.py --optimizer lion             # with flags of train.py
     python tests/tools/check.py tests/variants/albert.py     # a variant
 
-Trains the program 21 times for a few steps, on the CPU, in one or two minutes on two idle cores (19
+Trains the program 21 times for a few steps, on the CPU, in about two minutes on two idle cores (19
 times if the CPU has no bf16 instructions). For each property that nearly every program must keep,
 it prints "yes", "NO" with the first difference, or "not tried" and why. The status is 1 if
 something differs. The last line names the weights that no step changes, which are right if you have
