@@ -100,22 +100,29 @@ def note(dataset, indices):
 
 data.PretrainingData.batch = note
 """
-# Compares the model with its folder, on the last batch that it has read.
+# At the end of the program, compares the model with its folder, on the last batch that it has read.
 COMPARED = f"""
 to = data.Batch.to
 save = bert.save_huggingface
-batches = []
+end = dist.end
+last = {{}}
 
-def keep(batch, device):
-    batches[:] = [to(batch, device)]
-    return batches[0]
+def keep_batch(batch, device):
+    last["batch"] = to(batch, device)
+    return last["batch"]
 
-def save_and_compare(model, tokenizer_path, folder, longest):
+def keep_model(model, tokenizer_path, folder, longest):
     save(model, tokenizer_path, folder, longest)
-    runpy.run_path({__file__!r})["compare"](model, batches[0], folder)
+    last.update(model=model, folder=folder)
 
-data.Batch.to = keep
-bert.save_huggingface = save_and_compare
+def compare_and_end(status):
+    if status == 0:
+        runpy.run_path({__file__!r})["compare"](**last)
+    end(status)
+
+data.Batch.to = keep_batch
+bert.save_huggingface = keep_model
+dist.end = compare_and_end
 """
 
 
@@ -253,7 +260,7 @@ def huggingface_logits(folder, batch):
 @torch.no_grad()
 def compare(model, batch, folder):
     """Raises bert.ModelError if a folder says that it is a BERT, and Hugging Face's BERT would give
-    other logits than the model. Runs in the program that has just written the folder."""
+    other logits than the model. Runs in the program that has written the folder."""
     if json.loads((folder / "config.json").read_text())["model_type"] != "bert":
         return
     model.eval()
@@ -319,7 +326,7 @@ def each_example_once(program, whole):
 
 def same_as_huggingface(program, whole):
     """What model/ calls a BERT is one: Hugging Face's gives the logits of this model."""
-    program.train("compared", "--max-steps", "3", change=COMPARED)
+    program.train("compared", change=COMPARED)
     config = json.loads((program.folder / "compared/model/config.json").read_text())
     if config["model_type"] != "bert":
         return f"not tried: its folder says that it is a {config['model_type']}"

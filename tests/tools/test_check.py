@@ -180,7 +180,7 @@ def test_which_examples_a_phase_reads(said, answer):
 
 def test_examples_are_noted_and_the_folder_is_compared(shards, monkeypatch, tmp_path, capsys):
     (tmp_path / "program.py").write_text(
-        "import sys, torch, bert, data\n"
+        "import sys, torch, bert, data, dist\n"
         "from pathlib import Path\n"
         "shards, folder = map(Path, sys.argv[1:])\n"
         "for held_out in False, True, False:\n"
@@ -190,14 +190,16 @@ def test_examples_are_noted_and_the_folder_is_compared(shards, monkeypatch, tmp_
         "    p.data += 0.1 * torch.randn_like(p)\n"
         "forward = bert.Block.forward\n"
         "bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n"
+        "dist.end(0)\n"
         "bert.Block.forward = lambda *inputs: 0.99 * forward(*inputs)\n"
         "try:\n"
-        "    bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n"
+        "    dist.end(0)\n"
         "except bert.ModelError as error:\n"
         "    print(error)\n"
         "bert.MODEL_TYPES[0] = 'other'\n"
-        "bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n")
-    for module, name in ((data.PretrainingData, "batch"), (data.Batch, "to"),
+        "bert.save_huggingface(model, shards / 'tokenizer.model', folder, 32)\n"
+        "dist.end(0)\n")
+    for module, name in ((data.PretrainingData, "batch"), (data.Batch, "to"), (dist, "end"),
                          (bert, "save_huggingface"), (bert.Block, "forward"),
                          (bert, "MODEL_TYPES")):
         monkeypatch.setattr(module, name, getattr(module, name))         # restored afterwards
