@@ -714,9 +714,11 @@ def fill_mask(model, tokenizer, text, count=5):
     lines = []
     for probabilities, choices in zip(best.values.tolist(), best.indices.tolist()):
         words = []
-        for piece, p in zip(tokenizer.id_to_piece(choices), probabilities):
-            word = piece.removeprefix("▁") if piece[0] == "▁" else f"##{piece}"
-            words.append(f"{word or '▁'} {p:.0%}")
+        for token, p in zip(choices, probabilities):
+            word = tokenizer.id_to_piece(token)
+            if token > MASK and word[0] != "▁":
+                word = f"##{word}"
+            words.append(f"{word.removeprefix('▁') or '▁'} {p:.0%}")
         lines.append(", ".join(words))
     return lines
 

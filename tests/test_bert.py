@@ -417,11 +417,11 @@ def test_fill_mask_takes_pieces_alone_and_as_many_tokens_as_positions(tokenizer)
     config = bert.BertConfig.preset("tiny", 384, max_positions=length)       # for 320 pieces
     model = bert.BertForPreTraining(config)
     model.embeddings.tokens.weight.data.zero_()                  # the logits are the biases
-    ids = [tokenizer.encode("school")[0], tokenizer.piece_to_id("▁"), tokenizer.piece_to_id("s")]
-    model.mlm_bias.data[ids] = torch.tensor([5.0, 3.0, 2.0]).log() + 50
+    ids = [tokenizer.encode("school")[0], *tokenizer.piece_to_id(["▁", "s", "[MASK]"])]
+    model.mlm_bias.data[ids] = torch.tensor([4.0, 3.0, 2.0, 1.0]).log() + 50
     model.mlm_bias.data[320:] = 100.0
-    found = bert.fill_mask(model, tokenizer, text, 3)
-    assert found == ["school 50%, ▁ 30%, ##s 20%"], (
+    found = bert.fill_mask(model, tokenizer, text, 4)
+    assert found == ["school 40%, ▁ 30%, ##s 20%, [MASK] 10%"], (
         f"{found}: the probabilities of all pieces at a [MASK] must add up to 100 %, by a softmax "
         "over the vocabulary without the columns of padding")
     assert not model.training, "the model is not in evaluation mode"

@@ -374,12 +374,12 @@ def test_attention_drops_weights(rng):
         return alone, sums.unflatten(0, (3, 50))[:2]
 
     alone, sums = drop()
+    right = (dropout / (1 - dropout) / 50) ** 0.5
     for dim in range(3):
-        assert 0.01 < sums.std(dim).max() < 0.3, (
+        assert 0.2 * right < sums.std(dim).max() < 6.4 * right, (
             f"a dropout of {dropout:.2f} drops too many or no attention weights, or the same "
             "weights in all examples of one length, in all rows of an example, or in all heads; or "
             "it drops elements of the output, or the weights that remain are made to add up to 1")
-    right = (dropout / (1 - dropout) / 50) ** 0.5
     assert sums.std() == pytest.approx(right, rel=0.25), (
         f"with a dropout of {dropout:.2f}, the sums of weights spread by {sums.std():.3f}, not "
         f"{right:.3f}")
