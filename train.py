@@ -220,7 +220,7 @@ def fit_to_device(args, device):
         gpu = torch.cuda.get_device_properties(device)
         micro_tokens = micro_tokens_of(gpu.total_memory, args.precision)
         if args.precision == "bf16" and gpu.major < 8:           # before Ampere
-            raise ConfigError("this GPU has no bf16; give --precision fp16")
+            raise ConfigError("this GPU has no bf16; give --precision auto")
     args.micro_tokens = args.micro_tokens or micro_tokens
 
 
@@ -1050,11 +1050,12 @@ def train(args, world):
     clock = Clock(state.counters.seconds)    # a resumed run keeps its seconds
     log_start(args, world, log, state)
     # A resumed run may have died in an evaluation, so it evaluates first, unless it must stop at
-    # once. So does a run that begins from --init, to show what it begins with. A run with no steps
-    # left evaluates too, and rewrites its model.
+    # once. So does a run that begins phase 1 from --init, to show what it begins with. A run with
+    # no steps left evaluates too, and rewrites its model.
     signals = world.sum(signals=len(dist.stop_requests))["signals"]
     phase_index, _ = progress(args, state.counters)
-    if phase_index is None or ((state.counters.step or args.init) and not signals):
+    begins_from_init = args.init and phase_index == 0
+    if phase_index is None or ((state.counters.step or begins_from_init) and not signals):
         evaluate(args, world, log, state)
     stop = training_loop(args, world, log, state, clock)
 

@@ -145,7 +145,7 @@ def test_a_gpu_takes_as_many_tokens_as_its_memory_allows(
     assert fitted("cuda", "--precision", "fp32") == ("fp32", slower)
     assert fitted("cuda", "--micro-tokens", 7) == (precision, 7)
     if precision != "bf16":
-        with pytest.raises(train.ConfigError, match="no bf16; give --precision fp16"):
+        with pytest.raises(train.ConfigError, match="no bf16; give --precision auto"):
             fitted("cuda", "--precision", "bf16")
 
 

@@ -231,33 +231,45 @@ def blank_in(folder, name):
             if is_blank(load(folder, path), function)]
 
 
-ADDITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+IMPORTS = ast.Import, ast.ImportFrom
 
 
-def name_of(node):
-    """Returns what a statement defines: the name of a function, a class or a constant; otherwise
-    its own text."""
-    if isinstance(node, ast.Assign):
-        return ast.unparse(node.targets)
-    return getattr(node, "name", ast.unparse(getattr(node, "target", node)))
+def names_in(node):
+    """Returns the names that an import, a constant, a function or a class defines, a set, empty for
+    another statement. What an assignment changes, such as os.sep, counts as a name."""
+    if isinstance(node, IMPORTS):
+        return {alias.asname or alias.name for alias in node.names}
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        parts = [part for target in targets for part in ast.walk(target)]
+        return {ast.unparse(part) for part in parts
+                if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))}
+    return {getattr(node, "name", "")} - {""}
 
 
 def additions(ours, theirs):
-    """Yields (line, text) for each import, constant, function, class or method that is only in the
-    second of two lists of statements. It belongs after this line of the first: after whatever it
-    follows in the second."""
-    known = {name_of(node): node for node in ours}
+    """Yields (line, text) for each import, constant, function, class or method whose names are only
+    in the second of two lists of statements. It belongs after this line of the first: after
+    whatever it follows in the second."""
+    known = {name: node for node in ours for name in names_in(node)}
     line = ours[0].end_lineno
     for node in theirs:
-        text = ast.unparse(node)
-        same = known.get(name_of(node))
-        if same:
-            line = same.end_lineno
-            if isinstance(same, ast.ClassDef) and isinstance(node, ast.ClassDef):
-                yield from additions(same.body, node.body)
-        # A __future__ must be at the very top. What has a dot or bracket changes something of ours.
-        elif isinstance(node, ADDITIONS) and not re.match(r"from __future__|\w+[.[].* = ", text):
-            yield line, textwrap.indent(f"{text}\n", " " * ours[0].col_offset)
+        if getattr(node, "module", "") == "__future__":
+            continue                             # allowed only at the very top
+        names = names_in(node)
+        old = [known[name] for name in names if name in known]
+        if old:
+            line = max(node.end_lineno for node in old)
+        if isinstance(node, ast.ClassDef) and old and isinstance(old[0], ast.ClassDef):
+            yield from additions(old[0].body, node.body)
+        new = names - known.keys()
+        if isinstance(node, IMPORTS):
+            aliases = [alias for alias in node.names if (alias.asname or alias.name) in new]
+            node = type(node)(**vars(node) | {"names": aliases})         # a copy with these alone
+        elif old or any(re.search(r"[.[]", name) for name in new):
+            new = {}                             # it changes something of ours
+        if new:
+            yield line, textwrap.indent(f"{ast.unparse(node)}\n", " " * ours[0].col_offset)
 
 
 def with_additions(ours, theirs):

@@ -185,6 +185,11 @@ import os, math
 CLIP = 9.0
 TWO, THREE = 2, 3
 os.sep = "long"
+CLIP, FOUR = 9.0, 4
+import fractions as CLIP
+
+def os():
+    raise ValueError
 
 def twice(f):
     return lambda x: 2 * f(x)

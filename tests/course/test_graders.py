@@ -629,7 +629,7 @@ def test_dealing_ahead(rng):
 
     def batch(indices):
         time.sleep(0.05)
-        if len(made) == 3 and not begins.wait(3):
+        if len(made) == len(steps[0]) + 1 and not begins.wait(3):
             made.append("too late")
         made.append([i - 8 * step for i in indices])
         if made[-1][0] >= 16:                    # of the third step
@@ -648,7 +648,7 @@ def test_dealing_ahead(rng):
     first_example = f"counted from example {8 * step}, the first of step {step},"
     assert first == steps[0], (
         f"{first_example} this step must have micro-batches {steps[0]}, not {first}")
-    while len(made) < 4 and time.monotonic() < end:        # the caller's step runs
+    while len(made) < len(steps[0] + steps[1]) and time.monotonic() < end:        # the caller's step runs
         time.sleep(0.2)
     time.sleep(0.2)
     assert made == steps[0] + steps[1], (

@@ -92,7 +92,7 @@ batch = data.PretrainingData.batch
 datasets = []
 
 def note(dataset, indices):
-    if "heldout" not in dataset.paths[0]:
+    if not dataset.paths[0].endswith("heldout"):
         if dataset not in datasets:
             datasets.append(dataset)
         print("read", datasets.index(dataset), *indices)
@@ -325,7 +325,7 @@ def each_example_once(program, whole):
 
 
 def same_as_huggingface(program, whole):
-    """What model/ calls a BERT is one: Hugging Face's gives the logits of this model."""
+    """What model/ calls a BERT is one: Hugging Face's gives the logits of the model written."""
     program.train("compared", change=COMPARED)
     config = json.loads((program.folder / "compared/model/config.json").read_text())
     if config["model_type"] != "bert":
@@ -457,7 +457,8 @@ def main():
                 right = right and not answer.startswith("NO")
         with suppress(FileNotFoundError):        # a run has failed
             names = unchanged(program.model("written"), program.model("whole"))
-            print(f"{'weights that steps 4 to 8 do not change':<53}{', '.join(names) or 'none'}")
+            said = ", ".join(names) or "none"
+            print(f"{'weights that no step after the third changes':<53}{said}")
     sys.exit(not right)
 
 

@@ -57,12 +57,13 @@ def labels_of(path):
 
 
 def positions_of(folder, config):
-    """Returns how many positions of a model are trained: its folder's model_max_length, or all if
-    it says nothing."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    """Returns how many positions of a model are trained: its folder's model_max_length, at least 8,
+    or 128, the demo's, if the folder does not say it."""
+    longest = 128
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):
         described = json.loads((folder / "tokenizer_config.json").read_text())
-        return min(described["model_max_length"], config.max_positions)
-    return config.max_positions
+        longest = max(8, int(described["model_max_length"]))
+    return min(longest, config.max_positions)
 
 
 def read(path, tokenizer, labels, longest=128):

@@ -88,7 +88,7 @@ def test_a_fault_is_seen_by_these_questions_alone(monkeypatch, capsys, wrong_in,
     seen = [question.__name__ for question, line in zip(check.QUESTIONS.values(), lines)
             if "NO: " in line]
     assert seen == seen_by.split(), lines
-    assert lines.pop().split("change ")[1].split() == ["frozen"]
+    assert lines.pop().split("changes ")[1].split() == ["frozen"]
     others = [line for line in lines if not ("NO: " in line or line.endswith("yes"))]
     assert bool(others) == (loss == "refuses"), lines
     assert end.value.code == bool(seen)

@@ -88,7 +88,9 @@ def test_a_model_of_another_tokenizer_is_refused_before_training(
 
 
 @pytest.mark.parametrize("written, longest", [
-    ('{"model_max_length": 9}', 9), ('{"model_max_length": 1e30}', 11), ("{}", 11), ("[", 11),
+    ('{"model_max_length": 9.0}', 9),
+    ('{"model_max_length": NaN}', 11), ('{"model_max_length": Infinity}', 11),
+    ('{"model_max_length": 1e30}', 11), ("{}", 11), ("[", 11),
     (None, 11)])
 def test_texts_are_cut_at_the_trained_positions_and_that_is_said(
         finetuned, tmp_path, shards, capsys, written, longest):
@@ -104,6 +106,11 @@ def test_texts_are_cut_at_the_trained_positions_and_that_is_said(
     assert "dev.tsv:" not in said, said
     config = json.loads((tmp_path / "sorted" / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == longest
+
+
+def test_a_few_positions_are_always_taken_as_trained(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": -5}')
+    assert finetune.positions_of(tmp_path, bert.BertConfig(1, 64, 1, 64, 320)) == 8
 
 
 def test_a_pipe_is_refused_since_it_can_be_read_only_once(finetuned, monkeypatch):
