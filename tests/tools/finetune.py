@@ -4,8 +4,9 @@
     python tests/tools/finetune.py runs/demo/model train.tsv dev.tsv --random    # not pre-trained
 
 Each line of a .tsv file is a text and its label or, in all lines alike, two texts and a label, with
-tabs between them, in UTF-8, without a header. Examples are cut at the length of the longest that
-the model was pre-trained on, since later positions are untrained.
+tabs between them, in UTF-8, without a header. Examples are cut at 128 tokens, or at more if the
+model's last pre-training read longer ones: later positions are untrained. If it never read more
+than 64, so are those from 64 on.
 
 A new linear layer replaces the NSP head, to predict any number of labels from [CLS], not just two.
 It trains together with the encoder, or alone with --frozen. A fifth of train.tsv, at most 2,000
@@ -57,12 +58,12 @@ def labels_of(path):
 
 
 def positions_of(folder, config):
-    """Returns how many positions of a model are trained: its folder's model_max_length, at least 8,
-    or 128, the demo's, if the folder does not say it."""
+    """Returns how many positions of a model to use: its folder's model_max_length, which the last
+    training has written, or 128 if that is less or missing; at most all."""
     longest = 128
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):
         described = json.loads((folder / "tokenizer_config.json").read_text())
-        longest = max(8, int(described["model_max_length"]))
+        longest = max(longest, int(described["model_max_length"]))
     return min(longest, config.max_positions)
 
 

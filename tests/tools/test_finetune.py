@@ -88,29 +88,23 @@ def test_a_model_of_another_tokenizer_is_refused_before_training(
 
 
 @pytest.mark.parametrize("written, longest", [
-    ('{"model_max_length": 9.0}', 9),
-    ('{"model_max_length": NaN}', 11), ('{"model_max_length": Infinity}', 11),
-    ('{"model_max_length": 1e30}', 11), ("{}", 11), ("[", 11),
-    (None, 11)])
+    ('{"model_max_length": 150.0}', 150), ('{"model_max_length": 1e30}', 200),
+    ('{"model_max_length": 64}', 128), ('{"model_max_length": NaN}', 128),
+    ('{"model_max_length": Infinity}', 128), ("{}", 128), ("[", 128), (None, 128)])
 def test_texts_are_cut_at_the_trained_positions_and_that_is_said(
         finetuned, tmp_path, shards, capsys, written, longest):
-    model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320, 11))
+    model = bert.BertForPreTraining(bert.BertConfig(1, 64, 1, 64, 320, 200))
     bert.save_huggingface(model, shards / "tokenizer.model", tmp_path / "short", 8)
     path = tmp_path / "short" / "tokenizer_config.json"
     path.unlink()
     if written:
         path.write_text(written)
-    finetuned(b"way " * 12 + b"\tyes\n" + GOOD, GOOD, model="short")
+    finetuned(b"way " * 250 + b"\tyes\n" + GOOD, GOOD, model="short")
     said = capsys.readouterr().out
     assert f"train.tsv: 1 of 11 examples are cut at {longest} tokens\n" in said, said
     assert "dev.tsv:" not in said, said
     config = json.loads((tmp_path / "sorted" / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == longest
-
-
-def test_a_few_positions_are_always_taken_as_trained(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": -5}')
-    assert finetune.positions_of(tmp_path, bert.BertConfig(1, 64, 1, 64, 320)) == 8
 
 
 def test_a_pipe_is_refused_since_it_can_be_read_only_once(finetuned, monkeypatch):
