@@ -684,7 +684,7 @@ def encode_with_masks(tokenizer, text):
 def fill_mask(model, tokenizer, text, count=5):
     """Returns, for each [MASK] in a text, the `count` likeliest tokens, as "be 12%, ##en 3%".
 
-    As in other BERTs, ## is at the beginning of a piece that continues a word. The model is in
+    Pieces that follow without a space, such as endings, begin with ##. The model is in
     evaluation mode afterwards. The guesses are poor if the text has more tokens than the training
     examples (128 in the demo). Raises ModelError if the text has no [MASK], or more tokens than
     max_positions, or if the tokenizer has more pieces than the model.

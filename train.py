@@ -386,7 +386,7 @@ def log_start(args, world, log, state):
         log.say("warning: the recipe demo is for tiny and mini; give another --recipe")
     text = data.load_manifest(args.data)["tokens"]
     for number, phase in enumerate(args.phases, 1):
-        steps = f"{phase.steps:,} steps ({phase.tokens / text:.3g} times the text)"
+        steps = f"{phase.steps:,} steps (up to {phase.tokens / text:.3g} times the text)"
         if args.hours and phase.steps:
             steps = "by the clock"
         part = data.part_long_enough(args.data, phase.seq_len)

@@ -92,7 +92,7 @@ batch = data.PretrainingData.batch
 datasets = []
 
 def note(dataset, indices):
-    if not dataset.paths[0].endswith("heldout"):
+    if not str(dataset.paths[0]).endswith("heldout"):
         if dataset not in datasets:
             datasets.append(dataset)
         print("read", datasets.index(dataset), *indices)
