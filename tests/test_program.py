@@ -52,8 +52,8 @@ def test_two_steps_of_the_demo_as_a_user_has_them(shards, tmp_path):
     first, again, _ = done.stdout.split("ended well")
     for pattern in [
             "each with 3 CPU threads",
-            r"phase 1: 1 steps \(up to 0.0\d+ times the text\), 8 examples of 64 tokens \(\d+% of the text "
-            r"is long enough\) a step, lr 0.008",
+            r"phase 1: 1 steps \(up to 0.0\d+ times the text\), 8 examples of 64 tokens \(\d+% of "
+            r"the text is long enough\) a step, lr 0.008",
             # In the middle of phase 1, not of the run, the rate is
             # 0.008 ((1 - 1/2) / (1 - 0.05))^0.5
             r"step +1  phase 1  mlm +\d\.\d+  nsp +0\.\d+  lr 5.8e-03  norm",
