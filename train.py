@@ -964,12 +964,11 @@ def training_loop(args, world, log, state, clock):
         state.reducer.finish()
         norm = state.reducer.norm()
 
-        # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step. Sum losses,
-        # seconds and stop requests over the ranks now: a GPU then updates while the CPU goes on.
+        # 6. If the norm, the same on all ranks, is inf or NaN, all skip the step. Sum the losses.
         step_taken = state.scaler.update(not math.isfinite(norm), counters.step + 1)
         state.reducer.commit(step_taken)             # for int8
         total = world.sum(**sums, seconds=clock.read(), signals=len(dist.stop_requests),
-                          orphans=dist.torchrun_died())
+                          orphans=dist.torchrun_died())  # later, it would wait for a GPU's update
 
         # 7. Unscale, clip, step the fp32 masters, and copy them to the model.
         lr = optim.learning_rate(done, phase)

@@ -267,7 +267,7 @@ def additions(ours, theirs):
             aliases = [alias for alias in node.names if (alias.asname or alias.name) in new]
             node = type(node)(**vars(node) | {"names": aliases})         # a copy with these alone
         elif old or any(re.search(r"[.[]", name) for name in new):
-            new = {}                             # it changes something of ours
+            new = {}                             # it changes something that is there already
         if new:
             yield line, textwrap.indent(f"{ast.unparse(node)}\n", " " * ours[0].col_offset)
 

@@ -319,7 +319,7 @@ def each_example_once(program, whole):
     for dataset, indices in read.items():
         for expected, index in enumerate(sorted(indices)):
             if index != expected:
-                happens = "comes twice" if index < expected else f"comes after {expected - 1}"
+                happens = "comes twice" if index < expected else f"comes in place of {expected}"
                 return f"NO: in phase {dataset + 1} example {index} {happens}"
     return ""
 

@@ -171,8 +171,8 @@ def test_the_program_is_changed_before_it_runs(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("said, answer", [
     ("read 0 1 0\nread 1 0\nread 0 2", ""), ("step 1", "not tried: "),
     ("read 0 0 1\nread 0 1 2", "NO: in phase 1 example 1 comes twice"),
-    ("read 0 0\nread 1 0\nread 1 2", "NO: in phase 2 example 2 comes after 0"),
-    ("read 0 3", "NO: in phase 1 example 3 comes after -1")])
+    ("read 0 0\nread 1 0\nread 1 2", "NO: in phase 2 example 2 comes in place of 1"),
+    ("read 0 3", "NO: in phase 1 example 3 comes in place of 0")])
 def test_which_examples_a_phase_reads(said, answer):
     found = check.each_example_once(Mock(said={"noted": said}), None)
     assert found.startswith(answer) and bool(found) == bool(answer), found
